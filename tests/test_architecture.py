@@ -19,7 +19,7 @@ PACKAGES = {
     "moe": ("memory", "files"),
     "settings": ("moe", "files", "sentences", "tables"),
     "checkpoints": ("moe", "settings", "files", "sentences", "tables"),
-    "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal", "tables"),
+    "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal", "tables", "heap"),
     "tracing": ("moe", "settings", "engine"),
     "channels": ("memory", "moe", "settings", "engine", "sentences", "log_lines"),
     "http": (
@@ -32,8 +32,9 @@ PACKAGES = {
         "sentences",
         "terminal",
         "log_lines",
+        "heap",
     ),
-    "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal", "imports"),
+    "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal", "imports", "heap"),
     "grpc": ("memory", "settings", "engine", "http", "tracing", "log_lines", "sentences"),
     "commands": (
         "moe",
@@ -48,6 +49,7 @@ PACKAGES = {
         "sentences",
         "terminal",
         "imports",
+        "heap",
     ),
     "cli": ("commands",),
     "files": (),
@@ -56,6 +58,7 @@ PACKAGES = {
     "terminal": ("log_lines",),
     "log_lines": (),
     "imports": (),
+    "heap": (),
 }
 TORCH_FREE = (
     "expertd.backends",
@@ -78,7 +81,7 @@ TORCH_FREE = (
     "expertd.service.moe.weights_file",
     "expertd.service.settings.loader",
 )
-READ_THE_ENVIRONMENT = {"kernels/jit/cache.py", "service/settings/sources.py"}
+READ_THE_ENVIRONMENT = {"kernels/jit/cache.py", "service/heap.py", "service/settings/sources.py"}
 
 
 def _module(path: Path) -> str:
@@ -186,7 +189,7 @@ def test_modules_that_run_before_torch_do_not_import_it(module: str) -> None:
     assert result.stdout.strip() == "False"
 
 
-def test_only_the_loader_and_the_cache_read_the_environment() -> None:
+def test_only_the_loader_the_cache_and_the_heap_read_the_environment() -> None:
     readers = {
         str(FILES[module].relative_to(ROOT))
         for module, tree in TREES.items()

@@ -4,10 +4,12 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from expertd_client import arenas
 from expertd_client.arenas import Arena, Holder, Later, Lease, Need, Sizes
 from expertd_client.calls import layer_call
 from expertd_client.deadline import Deadline
@@ -292,14 +294,14 @@ def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixtu
         yield Work(lambda: None)
         if wanted.gpu is not None:
             raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
-        return Memory(wanted.sizes)
+        return Memory(wanted.sizes[0])
 
     directory = Directory("channel", 4, make, by_model=True)
     call = layer_call("m", np.zeros((1, 3), np.float32))
     object.__setattr__(call.inputs[0], "value", OnGpu())
     assert directory.gpu_for(call) == 3
     for _ in range(2):
-        wanted = Wanted("m", SMALL, Sizes(1, 4096, 1), 3, Deadline(1))
+        wanted = Wanted("m", SMALL, (Sizes(1, 4096, 1),), 3, Deadline(1))
         assert run(directory.open(wanted)) is None
     assert directory.gpu_for(call) is None
     text = "memory of GPU 3: cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2; taking host memory"
@@ -312,7 +314,7 @@ def test_a_refused_arena_concerns_this_call() -> None:
         raise RefusedError(ServerBusyError("limit: expected room, got none", 503))
 
     directory = Directory("channel", 4, make, by_model=True)
-    wanted = Wanted("m", SMALL, Sizes(1, 4096, 1), None, Deadline(1))
+    wanted = Wanted("m", SMALL, (Sizes(1, 4096, 1),), None, Deadline(1))
     with pytest.raises(NotThisCallError) as caught:
         run(directory.open(wanted))
     assert isinstance(caught.value.error, ServerBusyError)
@@ -330,35 +332,81 @@ def test_a_freed_place_is_used_while_a_larger_arena_is_opened() -> None:
     assert isinstance(holder.take(SMALL, never), Lease)
 
 
+class Limited:
+    """Makes arenas as a server does that allows so many tokens and places, and no more."""
+
+    def __init__(self, most_tokens: int, most_places: int) -> None:
+        self.most_tokens, self.most_places = most_tokens, most_places
+        self.asked: list[Sizes] = []
+        self.made: list[Memory] = []
+        self.directory = Directory("channel", 8, self._make, by_model=True)
+
+    def _make(self, wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        return (yield from largest(wanted, self._one))
+
+    def _one(self, sizes: Sizes) -> Steps[Memory]:
+        self.asked.append(sizes)
+        if sizes.max_tokens > self.most_tokens or sizes.num_places > self.most_places:
+            raise RefusedError(InvalidRequestError("byte_size: expected less", 400))
+        self.made.append(Memory(sizes))
+        return self.made[-1]
+        yield
+
+    def call(self, num_tokens: int, num_threads: int, times: int) -> None:
+        """Have calls answered, each in a millisecond."""
+        call = layer_call("m", np.zeros((num_tokens, 8), np.float32))
+
+        def exchange(*_: object) -> Steps[bool]:
+            yield Work(lambda: time.sleep(0.001))
+            return True
+
+        def answer() -> None:
+            run(self.directory.answer(call, Deadline(30), exchange))
+
+        with ThreadPoolExecutor(num_threads) as pool:
+            for done in [pool.submit(answer) for _ in range(times)]:
+                done.result()
+
+
 @pytest.mark.parametrize(("most_tokens", "most_places"), [(1000, 8), (1 << 20, 1), (1000, 1)])
 def test_what_a_server_accepts_is_not_asked_for_again(most_tokens: int, most_places: int) -> None:
-    asked: list[Sizes] = []
-    made: list[Memory] = []
+    server = Limited(most_tokens, most_places)
+    server.call(600, num_threads=4, times=60)
+    assert len(server.made) <= 2 if most_places > 1 else len(server.made) == 1
+    assert len(server.asked) <= 6
+    assert max(memory.sizes.num_places for memory in server.made) == min(4, most_places)
 
-    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
-        def one(sizes: Sizes) -> Steps[Memory]:
-            asked.append(sizes)
-            if sizes.max_tokens > most_tokens or sizes.num_places > most_places:
-                raise RefusedError(InvalidRequestError("byte_size: expected less", 400))
-            made.append(Memory(sizes))
-            return made[-1]
-            yield
 
-        return (yield from largest(wanted, one))
+@pytest.mark.parametrize("num_tokens", [16, 600])
+def test_an_arena_is_not_replaced_by_a_smaller_one(num_tokens: int) -> None:
+    server = Limited(most_tokens=1000, most_places=4)
+    server.call(16, num_threads=4, times=60)
+    server.call(num_tokens, num_threads=8, times=60)  # 8 places are refused, and 1024 tokens
+    assert server.made[-1].sizes.num_places == 4
+    assert server.made[-1].sizes.max_tokens == num_tokens
+    server.call(20, num_threads=4, times=60)
+    assert server.made[-1].sizes.max_tokens >= num_tokens
 
-    directory = Directory("channel", 8, make, by_model=True)
-    call = layer_call("m", np.zeros((600, 8), np.float32))
 
-    def exchange(*_: object) -> Steps[bool]:
-        yield Work(lambda: time.sleep(0.001))
-        return True
+def test_more_places_are_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "_PAUSE_SECONDS", 0.2)
+    server = Limited(most_tokens=1000, most_places=2)
+    server.call(16, num_threads=8, times=60)
+    assert server.made[-1].sizes.num_places == 2
+    server.most_places = 8
+    time.sleep(0.25)
+    server.call(16, num_threads=8, times=60)
+    assert server.made[-1].sizes.num_places == 8
 
-    with ThreadPoolExecutor(4) as pool:
-        for done in [
-            pool.submit(lambda: run(directory.answer(call, Deadline(30), exchange))) for _ in range(60)
-        ]:
-            done.result()
-    directory.close()
-    assert len(made) <= 2 if most_places > 1 else len(made) == 1
-    assert len(asked) <= 6
-    assert max(memory.sizes.num_places for memory in made) == min(4, most_places)
+
+def test_a_new_arena_may_have_more_places_than_the_lost_one() -> None:
+    holder: Holder[Memory] = Holder(8)
+    for _ in range(8):
+        holder.enter()
+    assert isinstance(found := holder.take(SMALL, never), Sizes)
+    holder.opened(Memory(replace(found, num_places=2)))
+    lease = leased(holder, SMALL)
+    lease.arena.is_alive = False
+    holder.give_back(lease)
+    assert isinstance(found := holder.take(SMALL, never), Sizes)
+    assert found.num_places == 8

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from expertd_client.arenas import Sizes
+from expertd_client.arenas import Need, Sizes
 from expertd_client.deadline import Deadline
+from expertd_client.directory import RefusedError, Wanted
 from expertd_client.errors import DeadlineError, ExpertError, InvalidRequestError, ServerBusyError
 from expertd_client.shared_memory import arena
-from expertd_client.shared_memory.arena import Closed, RegionArena, keep_memory, unregister
+from expertd_client.shared_memory.arena import Closed, RegionArena, keep_memory, make_region, unregister
 from expertd_client.shared_memory.transport import SharedMemoryTransport
 from expertd_client.steps import Steps, run
 
@@ -75,6 +76,50 @@ def test_regions_that_are_not_unregistered_are_tried_again(error: ExpertError, l
     server.error = None
     run(unregister(server, closed, Deadline(10)))
     assert not closed
+
+
+class Exported:
+    """Stands for memory of a GPU."""
+
+    made: "list[weakref.ref[Any]]" = []
+
+    def __init__(self, index: int, num_bytes: int) -> None:
+        self._data = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def tensor(self) -> torch.Tensor:
+        self.made.append(weakref.ref(self._data))
+        return self._data
+
+    def described(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [
+        (InvalidRequestError("byte_size: expected at most 4096, got 8192", 400), False),
+        (ServerBusyError("later", 503), False),
+        (DeadlineError("late"), True),
+    ],
+)
+def test_memory_whose_registration_is_refused_is_freed(
+    monkeypatch: pytest.MonkeyPatch, error: ExpertError, is_kept: bool
+) -> None:
+    class Refusing(Server):
+        def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
+            if method == "POST":
+                raise error
+            return {"extensions": ["system_shared_memory", "cuda_shared_memory"]}
+            yield
+
+    monkeypatch.setattr(arena, "DeviceMemory", Exported)
+    monkeypatch.setattr(Exported, "made", [])
+    closed: list[Closed] = []
+    wanted = Wanted("m", Need(1, 4096), (SIZES,), 0, Deadline(10))
+    with pytest.raises((RefusedError, DeadlineError)) as caught:
+        run(make_region(Refusing(), wanted, closed))
+    assert len(closed) == is_kept
+    assert (Exported.made[0]() is not None) is is_kept, caught  # which keeps frames alive, as a holder does
 
 
 def test_memory_of_regions_that_a_server_may_use_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

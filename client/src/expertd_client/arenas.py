@@ -5,7 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 from expertd_client.errors import ExpertError, ServerBusyError, TransportUnavailableError
@@ -51,9 +51,18 @@ def least_sizes(need: Need, num_places: int = 1) -> Sizes:
     return Sizes(max(1, need.tokens), aligned(max(1, need.num_bytes), _PLACE_ALIGNMENT), num_places)
 
 
-def sizes_to_try(need: Need, sizes: Sizes) -> list[Sizes]:
-    """`sizes`, and if a server refuses them: exactly what a call needs, then for one call at a time."""
-    return list(dict.fromkeys([sizes, least_sizes(need, sizes.num_places), least_sizes(need)]))
+def sizes_to_try(need: Need, sizes: Sizes, old: Sizes | None = None) -> tuple[Sizes, ...]:
+    """`sizes`, and if a server refuses them: exactly what a call needs, then for one call at a time.
+
+    Never less than the arena has that there is, `old`; none but `sizes` if it only needs more places.
+    """
+    if old is None:
+        old = Sizes(0, 0, 1)
+    elif old.hold(need):
+        return (sizes,)
+    exact = Need(max(need.tokens, old.max_tokens), max(need.num_bytes, old.place_bytes))
+    numbers = (sizes.num_places, min(sizes.num_places, old.num_places))
+    return tuple(dict.fromkeys([sizes, *(least_sizes(exact, number) for number in numbers)]))
 
 
 class Arena(ABC):
@@ -104,6 +113,7 @@ class Holder(Generic[A]):
 
     def __init__(self, max_places: int) -> None:
         self._max_places = max_places
+        self._granted: tuple[int, float] | None = None  # places, if the server refuses more, and until when
         self._lock = threading.Lock()
         self._arena: A | None = None
         self._opening: Sizes | None = None
@@ -151,6 +161,11 @@ class Holder(Generic[A]):
             self._opening = sizes
             return sizes
 
+    def sizes_to_try(self, need: Need, sizes: Sizes) -> tuple[Sizes, ...]:
+        """What to ask the server for, in turn, if a call must open an arena of `sizes`."""
+        with self._lock:
+            return sizes_to_try(need, sizes, self._arena.sizes if self._arena is not None else None)
+
     def forget(self, wake: Callable[[], None]) -> None:
         """A caller that got Later does not wait any more."""
         with self._lock:
@@ -163,11 +178,11 @@ class Holder(Generic[A]):
         """Use this arena instead of the one before, which `take` asked for."""
         with self._lock:
             asked, self._opening, self._refusal = self._opening, None, None
-            if asked is not None and arena.sizes.num_places < asked.num_places:  # the server refused more
-                self._max_places = arena.sizes.num_places
             if self._arena is not None:
                 self._retire(self._arena)
             self._arena = arena
+            if asked is not None and arena.sizes.num_places < asked.num_places:  # the server refused more
+                self._granted = arena.sizes.num_places, time.monotonic() + _PAUSE_SECONDS
             if self._closed:
                 self._retire(arena)
             self._wake_all()
@@ -180,7 +195,7 @@ class Holder(Generic[A]):
             arena = self._arena
             if arena is not None and arena.sizes.hold(need):  # only more places were wanted
                 if error is not None:
-                    self._max_places = arena.sizes.num_places
+                    self._granted = arena.sizes.num_places, time.monotonic() + _pause(error)
                 return False
             if error is not None:
                 self._refusal = least_sizes(need), error, time.monotonic() + _pause(error)
@@ -197,10 +212,12 @@ class Holder(Generic[A]):
                 arena.abandon(lease.place, unanswered)
             if arena.retired and not arena.users:
                 arena.close()
+            # Of several, each must look for an answer that is to come, as one may give up before it is there;
+            # and while a larger arena is being opened, the first may need it, and another one not.
             if unanswered is None and self._opening is None:
                 self._wake_one()
-            else:  # each looks for the answer from now on: one may give up before it is there; or the first
-                self._wake_all()  # may need the larger arena that is being opened, and another one does not
+            else:
+                self._wake_all()
 
     def reclaim(self, arena: A) -> bool:
         """Have an arena that a call uses make places free, as `take` does; it may be retired.
@@ -227,6 +244,7 @@ class Holder(Generic[A]):
 
     def _retire(self, arena: A) -> None:
         arena.retired = True
+        self._granted = None
         if self._arena is arena:
             self._arena = None
         if not arena.users:
@@ -236,14 +254,19 @@ class Holder(Generic[A]):
         return self._callers > sizes.num_places and sizes.num_places < self._most(sizes.place_bytes)
 
     def _most(self, place_bytes: int) -> int:
-        return min(self._max_places, max(_LEAST_PLACES, _MANY_BYTES // place_bytes))
+        places = min(self._max_places, max(_LEAST_PLACES, _MANY_BYTES // place_bytes))
+        if self._granted is not None and time.monotonic() < self._granted[1]:
+            return min(places, self._granted[0])
+        return places
 
     def _larger(self, need: Need, old: Sizes | None) -> Sizes:
         """Powers of two, so that it is replaced few times, and never smaller than before."""
+        places = max(_LEAST_PLACES, _power(self._callers))
+        if old is not None and old.hold(need):
+            return replace(old, num_places=min(places, self._most(old.place_bytes)))
         tokens = max(_LEAST_TOKENS, _power(need.tokens), old.max_tokens if old else 0)
         num_bytes = max(need.num_bytes * tokens // max(1, need.tokens), old.place_bytes if old else 0)
         place_bytes = aligned(max(_LEAST_BYTES, num_bytes), _PLACE_ALIGNMENT)
-        places = max(_LEAST_PLACES, _power(self._callers))
         return Sizes(tokens, place_bytes, min(places, self._most(place_bytes)))
 
     def _check_refusal(self, need: Need) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from expertd_client.arenas import A, Holder, Lease, Need, Sizes, sizes_to_try
+from expertd_client.arenas import A, Holder, Lease, Need, Sizes
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
@@ -32,11 +32,11 @@ _ROUTING = "flags:"  # the layer needs routing in host memory
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An arena of `sizes` for calls of a model, at least for one that needs `need`, on a GPU or the host."""
+    """An arena for calls of a model, at least for one that needs `need`, on a GPU or the host."""
 
     model: str
     need: Need
-    sizes: Sizes
+    sizes: tuple[Sizes, ...]  # one after the other, until the server does not refuse it
     gpu: int | None
     deadline: Deadline
 
@@ -140,7 +140,9 @@ class Directory(Generic[A]):
                 holder,
                 need,
                 deadline,
-                lambda sizes: self.open(Wanted(call.model, need, sizes, gpu, deadline)),
+                lambda sizes: self.open(
+                    Wanted(call.model, need, holder.sizes_to_try(need, sizes), gpu, deadline)
+                ),
             )
             if lease is None:
                 return False
@@ -180,8 +182,8 @@ class Directory(Generic[A]):
 
 
 def largest(wanted: Wanted, make: Callable[[Sizes], Steps[T]]) -> Steps[T]:
-    """What `make` makes with the sizes that are wanted, or else with smaller ones. Raises RefusedError."""
-    *larger, least = sizes_to_try(wanted.need, wanted.sizes)
+    """What `make` makes with the first of the sizes that are not refused. Raises RefusedError."""
+    *larger, least = wanted.sizes
     for sizes in larger:
         with suppress(RefusedError):
             return (yield from make(sizes))

@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,10 +81,14 @@ class RegionArena(Arena):
 
     def close(self) -> None:
         """Remove the file. Then, if nobody unregisters it, the server frees the region by itself."""
-        if self._file is not None:
-            self._file.close()
         memory = None if self._gpu is None else self._gpu.data
         self._closed.append(Closed(self.name, "system" if memory is None else "cuda", memory))
+        self.discard()
+
+    def discard(self) -> None:
+        """Free the memory, which the server does not have."""
+        if self._file is not None:
+            self._file.close()
         self._file = self._gpu = None
 
     def fill(self, call: LayerCall, place: int) -> Placed:
@@ -162,28 +166,38 @@ def keep_memory(closed: list[Closed]) -> None:
 def _register(
     http: Asker, wanted: Wanted, sizes: Sizes, closed: list[Closed], prefix: str = ""
 ) -> Steps[RegionArena]:
-    name = f"expertd-client-{secrets.token_hex(16)}"
-    if wanted.gpu is None:
-        try:
-            file = yield Work(partial(SharedFile, sizes.num_bytes, prefix))
-        except OSError as error:
-            text = f"shared memory: expected {sizes.num_bytes} bytes in /dev/shm, got {error}"
-            raise RefusedError(TransportUnavailableError(text)) from error
-        body = {"key": file.key, "offset": 0, "byte_size": sizes.num_bytes}
-        arena, kind = RegionArena(sizes, name, file, None, closed), "system"
-    else:
-        memory = yield Work(partial(DeviceMemory, wanted.gpu, sizes.num_bytes))
-        body, kind = memory.described(), "cuda"
-        arena = RegionArena(sizes, name, None, memory.tensor(), closed)
+    kind = "system" if wanted.gpu is None else "cuda"
+    # An error refers to this frame, and is kept for a while: the arena alone may refer to its memory.
+    arena, body = yield Work(partial(_region, wanted.gpu, sizes, closed, prefix))
     try:
-        path = f"/v2/{kind}sharedmemory/region/{name}/register"
+        path = f"/v2/{kind}sharedmemory/region/{arena.name}/register"
         yield from http.request("POST", path, wanted.deadline, body)
     except BaseException as error:
-        arena.close()
+        if isinstance(error, ExpertError) and is_answer(error):
+            arena.discard()
+        else:
+            arena.close()
         if not prefix and (demanded := _DEMANDED_PREFIX.search(str(error))):
             return (yield from _register(http, wanted, sizes, closed, demanded[1]))
         raise _refusal(error) from error
     return arena
+
+
+def _region(
+    gpu: int | None, sizes: Sizes, closed: list[Closed], prefix: str
+) -> tuple[RegionArena, dict[str, Any]]:
+    """New memory, and what the server must know of it. Raises RefusedError and DeviceMemoryError."""
+    name = f"expertd-client-{secrets.token_hex(16)}"
+    if gpu is not None:
+        memory = DeviceMemory(gpu, sizes.num_bytes)
+        return RegionArena(sizes, name, None, memory.tensor(), closed), memory.described()
+    try:
+        file = SharedFile(sizes.num_bytes, prefix)
+    except OSError as error:
+        text = f"shared memory: expected {sizes.num_bytes} bytes in /dev/shm, got {error}"
+        raise RefusedError(TransportUnavailableError(text)) from error
+    body = {"key": file.key, "offset": 0, "byte_size": sizes.num_bytes}
+    return RegionArena(sizes, name, file, None, closed), body
 
 
 def _refusal(error: BaseException) -> BaseException:
