@@ -258,11 +258,10 @@ class Scheduler:
         self.close()
         with self._lock:
             self._work.jobs.give_up(error)
-        stuck = [chunk.pending for chunk in self._stepping.unfinished()]
+            stuck = dict.fromkeys(chunk.pending for chunk in self._stepping.unfinished())
+            open_ones = [pending.take_done() for pending in stuck]
         for pending in self._waiting():
             self.cancel(pending, error)
-        with self._lock:
-            open_ones = [pending.take_done() for pending in dict.fromkeys(stuck)]
         for done in open_ones:
             done(error)
 

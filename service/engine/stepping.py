@@ -222,6 +222,7 @@ class Stepping:
             return
         direct = [pair for pair in answers if pair[0].on_worker]
         self._expect_callers(len(direct), result.compute_seconds)
+        self._leave_step()
         for pending, answer in direct:
             pending.done(answer)
         self._forecast(running)
@@ -240,10 +241,16 @@ class Stepping:
         outputs = [output for chunk in running.chunks if (output := chunk.request.output) is not None]
         answers = self._answers(running.chunks, outputs, took)
         self._expect_callers(len(answers), took)
+        self._leave_step()
         for pending, answer in answers:
             pending.done(answer)
         self._forecast(running)
         self.chores.append(partial(self._complete, running, len(answers)))
+
+    def _leave_step(self) -> None:
+        """The requests of the step are being answered: from now on, who gives up does not answer them."""
+        with self._queues.lock:
+            self.in_step = None
 
     def _complete(self, running: Running, num_answers: int) -> None:
         self._note(running, running.step.finish())

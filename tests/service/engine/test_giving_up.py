@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -91,6 +92,38 @@ async def test_requests_of_sources_are_answered_once_if_the_device_fails_meanwhi
         both.set()
         await soon(scheduler.drained())
     assert sorted(number for number, _ in answers) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("writes_in_place", [False, True])
+async def test_requests_of_sources_are_answered_once_if_others_give_up_meanwhile(
+    writes_in_place: bool,
+) -> None:
+    runner = EchoRunner()
+    given_up = threading.Event()
+    answers: list[tuple[int, object]] = []
+
+    def done(number: int, answer: object) -> None:
+        answers.append((number, answer))
+        if scheduler.is_here:
+            scheduler._delivery.loop.call_soon_threadsafe(give_up)
+            assert given_up.wait(10)
+
+    def give_up() -> None:
+        scheduler.give_up(DeviceLostError("the device hangs"))
+        given_up.set()
+
+    async with running(runner) as scheduler:
+        requests = [layer_request([float(number)]) for number in range(3)]
+        if writes_in_place:
+            requests = [replace(request, output=bytearray(4)) for request in requests]
+        both = threading.Event()
+        scheduler.do_between_steps(lambda: both.wait(10))
+        for number, request in enumerate(requests):
+            scheduler.submit("0", request, partial(done, number), on_worker=True)
+        both.set()
+        await soon(scheduler.drained())
+    assert sorted(number for number, _ in answers) == [0, 1, 2]
+    assert not any(isinstance(answer, Exception) for _, answer in answers)
 
 
 async def test_a_request_that_is_being_accepted_is_counted_when_the_scheduler_has_closed(
