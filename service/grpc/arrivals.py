@@ -104,15 +104,22 @@ class Arrived:
     def __init__(self, data: bytes, release: Callable[[], None]) -> None:
         self.data = data
         self._release: Callable[[], None] | None = release
+        self._user: asyncio.Future[Any] | None = None
 
     def take(self) -> bytes:
         """The message, which this forgets."""
         data, self.data = self.data, b""
         return data
 
+    def used_until(self, done: "asyncio.Future[Any]") -> None:
+        """Keep the place until then: a thread has the bytes."""
+        self._user = done
+
     def free(self) -> None:
         """Give the place to another message: the bytes of this one are copied, or dropped."""
-        if self._release is not None:
+        if self._user is not None and not self._user.done():
+            self._user.add_done_callback(lambda _: self.free())
+        elif self._release is not None:
             release, self._release = self._release, None
             release()
 

@@ -68,7 +68,7 @@ class Infer:
         received_at = time.perf_counter()
         caller, rpc = _Caller(), self._rpc(context, method)
         try:
-            request = await self._translated(message.take(), caller.loop)
+            request = await self._translated(message, caller.loop)
         except UntranslatedError as error:
             message.free()
             self._unnamed(authorization, caller, rpc, error.model).refuse(error.refusal)
@@ -115,11 +115,24 @@ class Infer:
             ]
         return Rpc(f"{SERVICE}/{method}", traces, _code_name)
 
-    async def _translated(self, data: bytes, loop: asyncio.AbstractEventLoop) -> Translated:
-        parts = parts_of(data, self._endpoint.engine.settings.limits.max_json_bytes)
+    async def _translated(self, message: Arrived, loop: asyncio.AbstractEventLoop) -> Translated:
+        parts = parts_of(message.take(), self._endpoint.engine.settings.limits.max_json_bytes)
         if len(parts.rest) <= INLINE_BYTES:
             return parts.translate()
-        return await self._endpoint.threads.run(Where.JSON_THREAD, loop, parts.translate)
+        is_left = False
+
+        def translate() -> Translated:
+            if is_left:
+                raise asyncio.CancelledError
+            return parts.translate()
+
+        in_thread = self._endpoint.threads.run(Where.JSON_THREAD, loop, translate)
+        message.used_until(in_thread)
+        try:
+            return await asyncio.shield(in_thread)  # if it were cancelled, the thread's queue kept the bytes
+        except asyncio.CancelledError:
+            is_left = True
+            raise
 
     def _receive(self, call: InferCall, head: InferHead, request: Translated, received_at: float) -> None:
         engine = self._endpoint.engine

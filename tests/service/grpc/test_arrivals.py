@@ -251,16 +251,19 @@ async def test_messages_that_are_translated_in_a_thread_have_places() -> None:
     async with grpc_serving(EchoRunner(), settings) as calls:
         infer, goes_on = calls.server._service._infer, threading.Event()
         in_thread = infer._endpoint.threads._json
-        in_thread.submit(goes_on.wait)
+        in_thread.submit(goes_on.wait, 30)
         message = hidden_message(rows(1))
         message.inputs[0].contents.bytes_contents.extend([b""] * 50_000)
-        sent = [calls.infer(message) for _ in range(12)]
+        sent = [calls.infer(message) for _ in range(4)]
         await until(lambda: in_thread._work_queue.qsize() == 4)
+        sent += [calls.infer(message) for _ in range(8)]
         await asyncio.sleep(0.1)
         assert in_thread._work_queue.qsize() == 4
         left = partial(calls.serving.metric, "requests_total", model="", status="499")
-        sent.pop(0).cancel()  # in the thread
+        sent.pop(0).cancel()  # waits for the thread, where its bytes are
         await until(lambda: left() == 1)
+        await asyncio.sleep(0.1)
+        assert in_thread._work_queue.qsize() == 4
         sent.pop().cancel()  # waits for a place
         await until(lambda: left() == 2)
         goes_on.set()
