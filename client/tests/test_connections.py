@@ -259,13 +259,20 @@ os._exit(0)
 
 
 HELD = """
-import os, sys, threading, time
+import asyncio, os, sys, threading, time
 import numpy as np
-from expertd_client import DeadlineError, ExpertClient
+from expertd_client import AsyncExpertClient, DeadlineError, ExpertClient
+
+x = np.ones((1, 8), np.float32)
+
+async def awaiting():
+    await AsyncExpertClient(sys.argv[1], transport="http").infer("m", x, timeout=2)
 
 def calling():
     try:
-        ExpertClient(sys.argv[1], transport="http").infer("m", np.ones((1, 8), np.float32), timeout=2)
+        if sys.argv[2] == "loop":
+            asyncio.run(awaiting())
+        ExpertClient(sys.argv[1], transport="http").infer("m", x, timeout=2)
     except DeadlineError:
         print("late", flush=True)
 
@@ -279,11 +286,14 @@ thread.join()
 """
 
 
-def test_a_fork_during_a_call_does_not_keep_its_connection_open() -> None:
+@pytest.mark.parametrize("scheme", ["http", "https"])  # in a call, and in the handshake
+@pytest.mark.parametrize("waits_in", ["thread", "loop"])
+def test_a_fork_during_a_call_does_not_keep_its_connection_open(scheme: str, waits_in: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(30)
         entries = ":".join(entry for entry in sys.path if entry)
-        program = [sys.executable, "-c", HELD, f"http://127.0.0.1:{server.getsockname()[1]}"]
+        url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+        program = [sys.executable, "-c", HELD, url, waits_in]
         with subprocess.Popen(
             program,
             env={"PYTHONPATH": entries, "OPENBLAS_NUM_THREADS": "1"},

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def test_regions_that_are_not_unregistered_are_tried_again(error: ExpertError, l
 class Exported:
     """Stands for memory of a GPU."""
 
-    made: "list[weakref.ref[Any]]" = []
+    made: "ClassVar[list[weakref.ref[Any]]]"
 
     def __init__(self, index: int, num_bytes: int) -> None:
         self._data = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -113,7 +113,7 @@ def test_memory_whose_registration_is_refused_is_freed(
             yield
 
     monkeypatch.setattr(arena, "DeviceMemory", Exported)
-    monkeypatch.setattr(Exported, "made", [])
+    monkeypatch.setattr(Exported, "made", [], raising=False)
     closed: list[Closed] = []
     wanted = Wanted("m", Need(1, 4096), (SIZES,), 0, Deadline(10))
     with pytest.raises((RefusedError, DeadlineError)) as caught:

@@ -85,6 +85,18 @@ def test_a_signal_that_was_set_before(in_loop: bool) -> None:
     assert asyncio.run(wait.in_loop()) if in_loop else wait.in_thread()
 
 
+def test_a_call_of_the_parent_that_ends_in_a_forked_child_takes_nothing() -> None:
+    turns = Turns(1)
+    run(turns.take(Deadline(5)))
+    call = turns.take(Deadline(5))
+    next(call)
+    turns.begin()
+    call.close()
+    run(turns.take(Deadline(5)))
+    with pytest.raises(DeadlineError):
+        run(turns.take(Deadline(0.01)))
+
+
 FORK = """
 import os
 from expertd_client.deadline import Deadline

@@ -58,12 +58,11 @@ class OpenCalls:
 
     def _refusal(self, address: str) -> OipError | None:
         for (name, most), place in zip(self._most.items(), (_ALL, address), strict=True):
-            expected = f"limits.{name}: expected at most {most}"
             if self._unanswered[place] > most:
-                text = f"{expected} open calls, got more"
+                text = f"limits.{name}: expected at most {most} open calls, got more"
             # Twice: a caller may have read its answer, and send its next call, before gRPC says so.
             elif self._unsent[place] > 2 * most:
-                text = f"{expected} answers that are not read yet, got more"
+                text = f"unread answers: expected at most {2 * most}, twice limits.{name}, got more"
             else:
                 continue
             return OipError(503, text, headers={"Retry-After": "1"})

@@ -103,7 +103,7 @@ class Proxy:
                 os._exit(1)
 
     def _hear(self, message: list[Any]) -> None:
-        """Pass on what the rank says; about a recording, it does after it has sent the trace, if at all."""
+        """Pass on what the rank says; it speaks of a recording only after sending the trace, if any."""
         if message[0] == words.RECORDED:
             error, self._trace_error = self._trace_error, ""
             if self._trace_file is not None:

@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 from expertd_client.deadline import Deadline
@@ -104,7 +105,8 @@ class Turns:
         """A call does not wait any more; it may have been given a turn at the last moment."""
         with self._lock:
             if not signal.is_set:
-                self._waiting.remove(signal)
+                with suppress(ValueError):  # a fork made this a child's, where nobody waits
+                    self._waiting.remove(signal)
                 return
         self.give_back()
 

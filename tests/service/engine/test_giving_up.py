@@ -10,6 +10,7 @@ import pytest
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.steps import Pending
+from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest
 from tests.service.engine.test_batching import held, running, soon
 from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, layer_request
@@ -115,7 +116,9 @@ async def test_requests_of_sources_are_answered_once_if_others_give_up_meanwhile
     async with running(runner) as scheduler:
         requests = [layer_request([float(number)]) for number in range(3)]
         if writes_in_place:
-            requests = [replace(request, output=bytearray(4)) for request in requests]
+            requests = [
+                replace(request, output=Span(0, 4, None, memoryview(bytearray(4)))) for request in requests
+            ]
         both = threading.Event()
         scheduler.do_between_steps(lambda: both.wait(10))
         for number, request in enumerate(requests):

@@ -191,9 +191,9 @@ async def test_a_timeout_and_a_deadline_pass_in_the_queue() -> None:
     async with grpc_serving(runner) as calls:
         first = await held(calls, runner)
         late = grpc.StatusCode.DEADLINE_EXCEEDED
-        text, _ = await refusal(calls.infer(hidden_message(rows(1), timeout=20_000)), late)
-        assert text == "the request's timeout of 20000 microseconds expired in the queue"
-        await refusal(calls.infer(hidden_message(rows(1)), timeout=0.05), late)
+        text, _ = await refusal(calls.infer(hidden_message(rows(1), timeout=200_000)), late)
+        assert text == "the request's timeout of 200000 microseconds expired in the queue"
+        await refusal(calls.infer(hidden_message(rows(1)), timeout=0.2), late)
         name = {"model": "tiny", "reason": "queue_timeout"}
         await until(lambda: calls.serving.metric("refusals_total", **name) == 2)
         runner.gate.set()

@@ -28,7 +28,6 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        _sockets.add(sock)
         self.buffer = bytearray(self.BUFFER_BYTES)
         self.view = memoryview(self.buffer)
         self.start = self.end = 0
@@ -105,11 +104,24 @@ class Connection:
         self.sock.close()
 
 
+def open_socket(family: int) -> socket.socket:
+    """A new one, which a forked child closes: else a server would not hear that the parent has closed it."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    _sockets.add(sock)
+    return sock
+
+
+def with_tls(sock: socket.socket, context: ssl.SSLContext, host: str) -> ssl.SSLSocket:
+    """A connected socket of `open_socket` with TLS, before the handshake."""
+    secure = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+    _sockets.add(secure)
+    return secure
+
+
 _sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close what a fork has copied: a server would not hear that the parent has closed it."""
     for sock in list(_sockets):
         sock.close()
 

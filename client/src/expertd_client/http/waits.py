@@ -11,7 +11,7 @@ from typing import Any
 from expertd_client.address import Address
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ServerUnreachableError
-from expertd_client.http.connection import Connection
+from expertd_client.http.connection import Connection, open_socket, with_tls
 from expertd_client.steps import settle, settled
 
 READ = select.POLLIN
@@ -117,14 +117,14 @@ class Connect:
         raise self._unreachable(error) from error
 
     def _connected(self, family: int, place: Any) -> Connection:
-        tls = self.address.tls
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = open_socket(family)
         try:
             self._limit(sock)
             sock.connect(place)
-            if tls is not None:
-                self._limit(sock)
-                sock = tls.wrap_socket(sock, server_hostname=self.address.host)
+            if self.address.tls is not None:
+                sock = secure = with_tls(sock, self.address.tls, self.address.host)
+                self._limit(secure)
+                secure.do_handshake()
         except BaseException:
             sock.close()
             raise
@@ -148,14 +148,13 @@ def _give_up(connecting: "asyncio.Future[Connection]") -> None:
 
 
 async def _connected(family: int, place: Any, address: Address) -> Connection:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = open_socket(family)
     sock.setblocking(False)
     try:
         await asyncio.get_running_loop().sock_connect(sock, place)
         if address.tls is not None:
-            host = address.host
-            sock = address.tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
-            await _shake_hands(sock)
+            sock = secure = with_tls(sock, address.tls, address.host)
+            await _shake_hands(secure)
     except BaseException:
         sock.close()
         raise

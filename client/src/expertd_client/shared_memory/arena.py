@@ -168,7 +168,8 @@ def _register(
 ) -> Steps[RegionArena]:
     kind = "system" if wanted.gpu is None else "cuda"
     # An error refers to this frame, and is kept for a while: the arena alone may refer to its memory.
-    arena, body = yield Work(partial(_region, wanted.gpu, sizes, closed, prefix))
+    made: tuple[RegionArena, dict[str, Any]] = yield Work(partial(_region, wanted.gpu, sizes, closed, prefix))
+    arena, body = made
     try:
         path = f"/v2/{kind}sharedmemory/region/{arena.name}/register"
         yield from http.request("POST", path, wanted.deadline, body)
