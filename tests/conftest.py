@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+import expertd.service.grpc  # noqa: F401 - before a test imports grpc: it turns its handlers of fork() off
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):

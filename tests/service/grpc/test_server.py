@@ -1,10 +1,10 @@
 """Where the gRPC server listens, what it imports, and how many calls it takes at once."""
 
 import asyncio
-import ctypes
 import logging
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tests.service.apps import rows, tiny_settings
 from tests.service.grpc import raw
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
 from tests.service.keys import all_keys, key_of
+from tests.service.processes import clean_environment
 from tests.service.runners import EchoRunner
 
 
@@ -63,10 +64,34 @@ def test_no_port_beyond_loopback_without_keys_even_if_http_has_a_socket() -> Non
         GrpcServer(ExpertApp(settings), settings)
 
 
+FORK = """
+import asyncio, os, time
+from expertd.service.grpc.tables import SERVICE
+import grpc
+
+async def main():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            await channel.unary_unary(f"/{SERVICE}/ServerLive")(b"")
+        except grpc.RpcError:
+            pass
+        if not (child := os.fork()):
+            time.sleep(0.2)
+            os._exit(len(os.listdir("/proc/self/task")))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    await server.stop(0)
+
+asyncio.run(main())
+"""
+
+
 def test_grpc_leaves_processes_that_this_one_starts_alone() -> None:
-    getenv = ctypes.CDLL(None).getenv
-    getenv.restype = ctypes.c_char_p
-    assert getenv(b"GRPC_ENABLE_FORK_SUPPORT") == b"0"
+    program, environment = [sys.executable, "-c", FORK], clean_environment()
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("1\n", ""), "the threads of a forked child"
 
 
 async def test_too_many_calls_are_refused() -> None:
