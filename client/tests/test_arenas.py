@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from expertd_client import arenas
-from expertd_client.arenas import Arena, Holder, Later, Lease, Need, Sizes
+from expertd_client.arenas import Arena, Holder, Later, Lease, Need, Opening, Sizes
 from expertd_client.calls import layer_call
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
@@ -63,8 +63,8 @@ def never() -> None:
 def leased(holder: Holder[Memory], need: Need) -> Lease[Memory]:
     """A place, opening an arena if the holder asks for one."""
     found = holder.take(need, never)
-    if isinstance(found, Sizes):
-        holder.opened(Memory(found))
+    if isinstance(found, Opening):
+        holder.opened(Memory(found.sizes[0]))
         found = holder.take(need, never)
     assert isinstance(found, Lease)
     return found
@@ -162,7 +162,7 @@ def test_an_arena_that_is_gone_is_replaced() -> None:
 def test_a_refusal_lasts_a_while_for_calls_of_that_size() -> None:
     holder: Holder[Memory] = Holder(4)
     lease = leased(holder, SMALL)
-    assert isinstance(holder.take(LARGE, never), Sizes)
+    assert isinstance(holder.take(LARGE, never), Opening)
     assert isinstance(holder.take(LARGE, lambda: None), Later)  # another thread is opening it
     assert holder.failed(LARGE, ServerBusyError("limit: expected room, got none", 503))
     with pytest.raises(NotThisCallError, match="expected room"):
@@ -183,14 +183,14 @@ def test_a_busy_server_is_asked_again_sooner(
     error: ExpertError, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder: Holder[Memory] = Holder(4)
-    assert isinstance(holder.take(SMALL, never), Sizes)
+    assert isinstance(holder.take(SMALL, never), Opening)
     assert holder.failed(SMALL, error)
     now = time.monotonic()
     monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + 0.9 * seconds)
     with pytest.raises(NotThisCallError):
         holder.take(SMALL, never)
     monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + seconds)
-    assert isinstance(holder.take(SMALL, never), Sizes)
+    assert isinstance(holder.take(SMALL, never), Opening)
 
 
 def test_no_more_places_are_asked_for_after_a_refusal() -> None:
@@ -199,7 +199,7 @@ def test_no_more_places_are_asked_for_after_a_refusal() -> None:
         leased(holder, SMALL)
     for _ in range(4):
         holder.enter()
-    assert isinstance(holder.take(SMALL, never), Sizes)
+    assert isinstance(holder.take(SMALL, never), Opening)
     assert not holder.failed(SMALL, ServerBusyError("limit: expected room, got none", 503))
     assert holder.take(SMALL, lambda: None) == Later(None)
 
@@ -221,8 +221,8 @@ def test_places_are_never_shared_by_threads() -> None:
     holder: Holder[Memory] = Holder(5)
     made: list[Memory] = []
 
-    def open_arena(sizes: Sizes) -> Steps[Memory]:
-        made.append((yield Work(lambda: Memory(sizes))))
+    def open_arena(opening: Opening) -> Steps[Memory]:
+        made.append((yield Work(lambda: Memory(opening.sizes[0]))))
         holder.opened(made[-1])
         return made[-1]
 
@@ -294,14 +294,14 @@ def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixtu
         yield Work(lambda: None)
         if wanted.gpu is not None:
             raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
-        return Memory(wanted.sizes[0])
+        return Memory(wanted.opening.sizes[0])
 
     directory = Directory("channel", 4, make, by_model=True)
     call = layer_call("m", np.zeros((1, 3), np.float32))
     object.__setattr__(call.inputs[0], "value", OnGpu())
     assert directory.gpu_for(call) == 3
     for _ in range(2):
-        wanted = Wanted("m", SMALL, (Sizes(1, 4096, 1),), 3, Deadline(1))
+        wanted = Wanted("m", SMALL, Opening((Sizes(1, 4096, 1),)), 3, Deadline(1))
         assert run(directory.open(wanted)) is None
     assert directory.gpu_for(call) is None
     text = "memory of GPU 3: cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2; taking host memory"
@@ -314,7 +314,7 @@ def test_a_refused_arena_concerns_this_call() -> None:
         raise RefusedError(ServerBusyError("limit: expected room, got none", 503))
 
     directory = Directory("channel", 4, make, by_model=True)
-    wanted = Wanted("m", SMALL, (Sizes(1, 4096, 1),), None, Deadline(1))
+    wanted = Wanted("m", SMALL, Opening((Sizes(1, 4096, 1),)), None, Deadline(1))
     with pytest.raises(NotThisCallError) as caught:
         run(directory.open(wanted))
     assert isinstance(caught.value.error, ServerBusyError)
@@ -323,7 +323,7 @@ def test_a_refused_arena_concerns_this_call() -> None:
 def test_a_freed_place_is_used_while_a_larger_arena_is_opened() -> None:
     holder: Holder[Memory] = Holder(8)
     leases = [leased(holder, SMALL), leased(holder, SMALL)]
-    assert isinstance(holder.take(LARGE, never), Sizes)
+    assert isinstance(holder.take(LARGE, never), Opening)
     woken: list[Need] = []
     for need in (LARGE, SMALL):
         assert isinstance(holder.take(need, lambda need=need: woken.append(need)), Later)  # type: ignore[misc]
@@ -389,7 +389,7 @@ def test_an_arena_is_not_replaced_by_a_smaller_one(num_tokens: int) -> None:
 
 
 def test_more_places_are_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arenas, "_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(arenas, "_MORE_PLACES_SECONDS", 0.2)
     server = Limited(most_tokens=1000, most_places=2)
     server.call(16, num_threads=8, times=60)
     assert server.made[-1].sizes.num_places == 2
@@ -404,9 +404,89 @@ def test_a_new_arena_may_have_more_places_than_the_lost_one() -> None:
     for _ in range(8):
         holder.enter()
     wanted = holder.take(SMALL, never)
-    assert isinstance(wanted, Sizes)
-    holder.opened(Memory(replace(wanted, num_places=2)))
+    assert isinstance(wanted, Opening)
+    holder.opened(Memory(replace(wanted.sizes[0], num_places=2)))
     lease = leased(holder, SMALL)
     lease.arena.is_alive = False
     holder.give_back(lease)
     assert holder.take(SMALL, never) == wanted
+
+
+@pytest.mark.parametrize("room", [64, 5, 2])
+def test_as_many_places_are_had_as_a_server_gives(room: int) -> None:
+    holder: Holder[Memory] = Holder(256)
+    first = leased(holder, SMALL)
+    leased(holder, SMALL)
+    for _ in range(100):
+        holder.enter()
+    wanted = holder.take(SMALL, never)
+    assert isinstance(wanted, Opening)
+    assert not wanted.is_needed
+    assert {sizes.max_tokens for sizes in wanted.sizes} == {16}
+    assert [sizes.num_places for sizes in wanted.sizes] == [128, 64, 32, 16, 8, 4]
+    given = [sizes for sizes in wanted.sizes if sizes.num_places <= room]
+    if given:
+        holder.opened(Memory(given[0]))
+    else:
+        assert not holder.failed(SMALL, ServerBusyError("no room", 503))
+        assert isinstance(holder.take(SMALL, lambda: None), Later), "and not again at once"
+        holder.give_back(first)
+    assert leased(holder, SMALL).arena.sizes.num_places == {64: 64, 5: 4, 2: 2}[room]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RefusedError(InvalidRequestError("byte_size: expected less in all regions, got more", 400)),
+        DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2"),
+        DeadlineError("late"),
+        TransportUnavailableError("an answer without a channel"),
+    ],
+)
+def test_calls_do_without_more_places(error: Exception) -> None:
+    deadlines: list[float] = []
+
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        yield Work(lambda: None)
+        if not wanted.opening.is_needed:
+            deadlines.append(wanted.deadline.seconds)
+            raise error
+        return Memory(wanted.opening.sizes[0])
+
+    def exchange(*_: object) -> Steps[bool]:
+        yield Work(lambda: time.sleep(0.01))
+        return True
+
+    directory = Directory("channel", 8, make, by_model=True)
+    call = layer_call("m", np.zeros((1, 3), np.float32))
+    object.__setattr__(call.inputs[0], "value", OnGpu())
+    with ThreadPoolExecutor(8) as pool:
+        for done in [
+            pool.submit(lambda: run(directory.answer(call, Deadline(30), exchange))) for _ in range(50)
+        ]:
+            done.result()
+    assert directory.gpu_for(call) == 3, "its memory is used"
+    assert len(deadlines) == 1
+    assert deadlines[0] <= 1, "calls wait for places, not for the server"
+
+
+def test_a_call_that_asks_for_more_places_has_its_own_deadline() -> None:
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        while not wanted.opening.is_needed:
+            wanted.deadline.check()
+            yield Work(lambda: time.sleep(0.01))
+        return Memory(wanted.opening.sizes[0])
+
+    directory = Directory("channel", 8, make, by_model=True)
+    holder = directory.holder("m", None)
+    for number in range(2):
+        wanted = holder.take(SMALL, never)
+        if isinstance(wanted, Opening):
+            run(directory.open(Wanted("m", SMALL, wanted, None, Deadline(30))))
+            wanted = holder.take(SMALL, never)
+        assert isinstance(wanted, Lease), number
+    for _ in range(3):
+        holder.enter()
+    call = layer_call("m", np.zeros((1, 3), np.float32))
+    with pytest.raises(DeadlineError, match=r"within 0\.1 s"):
+        run(directory.answer(call, Deadline(0.1), lambda *_: None))  # type: ignore[arg-type]

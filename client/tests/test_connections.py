@@ -280,6 +280,7 @@ thread = threading.Thread(target=calling)
 thread.start()
 sys.stdin.readline()
 if not os.fork():
+    print("forked", flush=True)
     time.sleep(60)
     os._exit(0)
 thread.join()
@@ -309,6 +310,7 @@ def test_a_fork_during_a_call_does_not_keep_its_connection_open(scheme: str, wai
                     assert parent.stdout is not None
                     parent.stdin.write(b"fork\n")
                     parent.stdin.flush()
+                    assert parent.stdout.readline() == b"forked\n"
                     assert parent.stdout.readline() == b"late\n"
                     connection.settimeout(10)
                     while connection.recv(1 << 16):

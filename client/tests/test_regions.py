@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from expertd_client.arenas import Need, Sizes
+from expertd_client.arenas import Need, Opening, Sizes
 from expertd_client.deadline import Deadline
 from expertd_client.directory import RefusedError, Wanted
 from expertd_client.errors import DeadlineError, ExpertError, InvalidRequestError, ServerBusyError
@@ -99,6 +99,7 @@ class Exported:
     [
         (InvalidRequestError("byte_size: expected at most 4096, got 8192", 400), False),
         (ServerBusyError("later", 503), False),
+        (InvalidRequestError("name: expected one that is not registered yet, got r", 400), True),
         (DeadlineError("late"), True),
     ],
 )
@@ -115,8 +116,8 @@ def test_memory_whose_registration_is_refused_is_freed(
     monkeypatch.setattr(arena, "DeviceMemory", Exported)
     monkeypatch.setattr(Exported, "made", [], raising=False)
     closed: list[Closed] = []
-    wanted = Wanted("m", Need(1, 4096), (SIZES,), 0, Deadline(10))
-    with pytest.raises((RefusedError, DeadlineError)) as caught:
+    wanted = Wanted("m", Need(1, 4096), Opening((SIZES,)), 0, Deadline(10))
+    with pytest.raises((RefusedError, ExpertError)) as caught:
         run(make_region(Refusing(), wanted, closed))
     assert len(closed) == is_kept
     assert (Exported.made[0]() is not None) is is_kept, caught  # which keeps frames alive, as a holder does

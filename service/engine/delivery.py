@@ -87,7 +87,7 @@ class Delivery:
 
     def _answer(self, answers: Sequence[Answer]) -> None:
         for pending, answer in answers:
-            pending.done(answer)
+            pending.take_done()(answer)  # `give_up` is on this thread, too
         if answers:
             self.answered(len(answers))
 

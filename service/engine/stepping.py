@@ -98,6 +98,7 @@ class Stepping:
         except SomeRefusedError as error:
             for place, refusal in error.refused.items():
                 self._refuse([chunks[place]], refusal)
+            self.in_step = None
             if others := [chunk for place, chunk in enumerate(chunks) if place not in error.refused]:
                 self.begin(others)
             return
@@ -105,9 +106,8 @@ class Stepping:
             with self._held(chunks):
                 self._finish_all()  # keep the order of the answers
             self._failed(chunks, error)
-            return
-        finally:
             self.in_step = None
+            return
         running = Running(chunks, step, began, direct)
         if step.is_done() and not self.running:
             self._finish(running)
@@ -115,6 +115,7 @@ class Stepping:
                 self.do_chores()
             return
         self.running.append(running)
+        self.in_step = None  # only now: `unfinished` must not miss it
         self.do_chores()  # while the device computes
         if not self._delivery.leaves_reports:
             self._delivery.flush()
@@ -126,7 +127,10 @@ class Stepping:
 
     def finish_first(self) -> None:
         """Wait for the step that began first, and answer its requests."""
-        self._finish(self.running.popleft())
+        first = self.running[0]
+        self._began, self.in_step = first.began, first.chunks  # before it is in `running` no more
+        self.running.popleft()
+        self._finish(first)
 
     def run_here(self, chunk: Chunk) -> None:
         """Run a whole step of one request on the event loop, and answer it."""
@@ -248,7 +252,7 @@ class Stepping:
         self.chores.append(partial(self._complete, running, len(answers)))
 
     def _leave_step(self) -> None:
-        """The requests of the step are being answered: from now on, who gives up does not answer them."""
+        """The requests of the step are being answered: from now on, `give_up` no longer answers them."""
         with self._queues.lock:
             self.in_step = None
 

@@ -146,7 +146,10 @@ class Pending:
         self.error: Exception | None = None
 
     def take_done(self) -> Done:
-        """What the answer is to be given to, once; the caller of this holds the lock of the queues."""
+        """What the answer is to be given to, once.
+
+        For a request of a source, the caller of this holds the lock of the queues; else it is the event loop.
+        """
         done, self.done = self.done, _ignore
         return done
 

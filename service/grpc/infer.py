@@ -129,9 +129,11 @@ class Infer:
         in_thread = self._endpoint.threads.run(Where.JSON_THREAD, loop, translate)
         message.used_until(in_thread)
         try:
-            return await asyncio.shield(in_thread)  # if it were cancelled, the thread's queue kept the bytes
+            # Cancelled, it would leave the bytes in the thread's queue.
+            return await asyncio.shield(in_thread)
         except asyncio.CancelledError:
             is_left = True
+            in_thread.add_done_callback(_forget_result)
             raise
 
     def _receive(self, call: InferCall, head: InferHead, request: Translated, received_at: float) -> None:
@@ -209,6 +211,12 @@ def _message(header: bytes) -> bytes:
 
 
 _kept_message = lru_cache(maxsize=_MAX_KEPT)(_message)
+
+
+def _forget_result(thread: "asyncio.Future[Translated]") -> None:
+    """Nobody waits for it any more: its error is no news for the log."""
+    if not thread.cancelled():
+        thread.exception()
 
 
 def _code_name(status: int, reason: str | None) -> str:

@@ -62,7 +62,8 @@ class OpenCalls:
                 text = f"limits.{name}: expected at most {most} open calls, got more"
             # Twice: a caller may have read its answer, and send its next call, before gRPC says so.
             elif self._unsent[place] > 2 * most:
-                text = f"unread answers: expected at most {2 * most}, twice limits.{name}, got more"
+                limit = f"expected at most {2 * most}, twice limits.{name}, got more"
+                text = f"open calls and unread answers: {limit}"
             else:
                 continue
             return OipError(503, text, headers={"Retry-After": "1"})

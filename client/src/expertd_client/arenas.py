@@ -18,6 +18,7 @@ _LEAST_TOKENS = 16
 _LEAST_PLACES = 2
 _MANY_BYTES = 128 << 20  # of an arena: beyond, it has only as many places as it must
 _PAUSE_SECONDS = 5.0  # after a refusal by the server
+_MORE_PLACES_SECONDS = 30.0  # after a refusal of places that calls can do without
 _BUSY_SECONDS = 0.25  # if that may be over soon, as while it loads
 
 
@@ -51,18 +52,11 @@ def least_sizes(need: Need, num_places: int = 1) -> Sizes:
     return Sizes(max(1, need.tokens), aligned(max(1, need.num_bytes), _PLACE_ALIGNMENT), num_places)
 
 
-def sizes_to_try(need: Need, sizes: Sizes, old: Sizes | None = None) -> tuple[Sizes, ...]:
-    """`sizes`, and if a server refuses them: exactly what a call needs, then for one call at a time.
+class Opening(NamedTuple):
+    """An arena that a call must open, of the first of `sizes` that the server does not refuse."""
 
-    Never less than the arena has that there is, `old`; none but `sizes` if it only needs more places.
-    """
-    if old is None:
-        old = Sizes(0, 0, 1)
-    elif old.hold(need):
-        return (sizes,)
-    exact = Need(max(need.tokens, old.max_tokens), max(need.num_bytes, old.place_bytes))
-    numbers = (sizes.num_places, min(sizes.num_places, old.num_places))
-    return tuple(dict.fromkeys([sizes, *(least_sizes(exact, number) for number in numbers)]))
+    sizes: tuple[Sizes, ...]
+    is_needed: bool = True  # False: the current one would do, with more waiting
 
 
 class Arena(ABC):
@@ -113,10 +107,10 @@ class Holder(Generic[A]):
 
     def __init__(self, max_places: int) -> None:
         self._max_places = max_places
-        self._granted: tuple[int, float] | None = None  # places, if the server refuses more, and until when
+        self._granted: tuple[int, float] | None = None  # the most places for a while, and until when
         self._lock = threading.Lock()
         self._arena: A | None = None
-        self._opening: Sizes | None = None
+        self._opening: Opening | None = None
         self._closed = False
         self._callers = 0
         self._waiting: deque[Callable[[], None]] = deque()
@@ -132,8 +126,8 @@ class Holder(Generic[A]):
         with self._lock:
             self._callers -= 1
 
-    def take(self, need: Need, wake: Callable[[], None]) -> Lease[A] | Sizes | Later:
-        """A place; or the sizes of an arena that the caller must open; or Later, and `wake` is called.
+    def take(self, need: Need, wake: Callable[[], None]) -> Lease[A] | Opening | Later:
+        """A place; or an arena that the caller must open; or Later, and `wake` is called.
 
         Raises NotThisCallError for a while after a server has refused such an arena, and
         TransportUnavailableError once closed.
@@ -156,15 +150,10 @@ class Holder(Generic[A]):
             if self._opening is not None or is_full:
                 self._waiting.append(wake)
                 return Later(None if all_known else 0.005)
-            sizes = self._larger(need, arena.sizes if arena is not None else None)
             self._check_refusal(need)
-            self._opening = sizes
-            return sizes
-
-    def sizes_to_try(self, need: Need, sizes: Sizes) -> tuple[Sizes, ...]:
-        """What to ask the server for, in turn, if a call must open an arena of `sizes`."""
-        with self._lock:
-            return sizes_to_try(need, sizes, self._arena.sizes if self._arena is not None else None)
+            old = arena.sizes if arena is not None else None
+            self._opening = _opening(need, self._larger(need, old), old)
+            return self._opening
 
     def forget(self, wake: Callable[[], None]) -> None:
         """A caller that got Later does not wait any more."""
@@ -181,8 +170,8 @@ class Holder(Generic[A]):
             if self._arena is not None:
                 self._retire(self._arena)
             self._arena = arena
-            if asked is not None and arena.sizes.num_places < asked.num_places:  # the server refused more
-                self._granted = arena.sizes.num_places, time.monotonic() + _PAUSE_SECONDS
+            if asked is not None and arena.sizes.num_places < asked.sizes[0].num_places:
+                self._have_no_more()
             if self._closed:
                 self._retire(arena)
             self._wake_all()
@@ -195,7 +184,7 @@ class Holder(Generic[A]):
             arena = self._arena
             if arena is not None and arena.sizes.hold(need):  # only more places were wanted
                 if error is not None:
-                    self._granted = arena.sizes.num_places, time.monotonic() + _pause(error)
+                    self._have_no_more()
                 return False
             if error is not None:
                 self._refusal = least_sizes(need), error, time.monotonic() + _pause(error)
@@ -250,6 +239,11 @@ class Holder(Generic[A]):
         if not arena.users:
             arena.close()
 
+    def _have_no_more(self) -> None:
+        """The server refuses more places, for now: calls wait for those that there are."""
+        assert self._arena is not None
+        self._granted = self._arena.sizes.num_places, time.monotonic() + _MORE_PLACES_SECONDS
+
     def _may_have_more(self, sizes: Sizes) -> bool:
         return self._callers > sizes.num_places and sizes.num_places < self._most(sizes.place_bytes)
 
@@ -260,7 +254,7 @@ class Holder(Generic[A]):
         return places
 
     def _larger(self, need: Need, old: Sizes | None) -> Sizes:
-        """Powers of two, so that it is replaced few times, and never smaller than before."""
+        """Powers of two, so that it is replaced few times, and places never smaller than before."""
         places = max(_LEAST_PLACES, _power(self._callers))
         if old is not None and old.hold(need):
             return replace(old, num_places=min(places, self._most(old.place_bytes)))
@@ -292,6 +286,24 @@ def _pause(error: ExpertError) -> float:
     if not isinstance(error, ServerBusyError):
         return _PAUSE_SECONDS
     return min(_PAUSE_SECONDS, error.retry_after or _BUSY_SECONDS)
+
+
+def _opening(need: Need, sizes: Sizes, old: Sizes | None) -> Opening:
+    """One of `sizes`, or else of what a call needs exactly, with fewer and fewer places.
+
+    Places are never smaller than those of the current arena, `old`, nor fewer, unless `sizes` has fewer.
+    """
+    is_needed = old is None or not old.hold(need)
+    if old is None:
+        old = Sizes(0, 0, 1)
+    halves = [sizes.num_places >> shift for shift in range(sizes.num_places.bit_length())]
+    more = [number for number in halves if number > old.num_places]
+    if not is_needed:
+        return Opening(tuple(replace(sizes, num_places=number) for number in more), is_needed)
+    exact = Need(max(need.tokens, old.max_tokens), max(need.num_bytes, old.place_bytes))
+    numbers = [*more, min(sizes.num_places, old.num_places)]
+    tries = dict.fromkeys([sizes, *(least_sizes(exact, number) for number in numbers)])
+    return Opening(tuple(tries), is_needed)
 
 
 def _power(number: int) -> int:

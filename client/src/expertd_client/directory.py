@@ -11,11 +11,16 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from expertd_client.arenas import A, Holder, Lease, Need, Sizes
+from expertd_client.arenas import A, Holder, Lease, Need, Opening, Sizes
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
-from expertd_client.errors import ExpertError, InvalidRequestError, TransportUnavailableError
+from expertd_client.errors import (
+    DeadlineError,
+    ExpertError,
+    InvalidRequestError,
+    TransportUnavailableError,
+)
 from expertd_client.leasing import take_place
 from expertd_client.places import layout_of
 from expertd_client.steps import Steps
@@ -26,6 +31,7 @@ T = TypeVar("T")
 
 # What the server's error is about if it refuses memory of a GPU rather than the channel.
 _MEMORY = ("memory", "raw_handle", "device_id", "byte_size")
+_GROWTH_SECONDS = 0.5  # to open an arena that calls can do without; too short for a second try
 _TOKENS = "max_tokens:"  # beyond the server's limit of a request, over any transport
 _ROUTING = "flags:"  # the layer needs routing in host memory
 
@@ -36,7 +42,7 @@ class Wanted:
 
     model: str
     need: Need
-    sizes: tuple[Sizes, ...]  # one after the other, until the server does not refuse it
+    opening: Opening
     gpu: int | None
     deadline: Deadline
 
@@ -103,15 +109,18 @@ class Directory(Generic[A]):
         return holder
 
     def open(self, wanted: Wanted) -> Steps[A | None]:
-        """An arena for the holder; None if memory of this GPU, or more of it, is refused: then ask again.
+        """An arena for the holder. None if memory of this GPU, or more places, are refused: then ask again.
 
         Raises NotThisCallError, TransportUnavailableError, and what else the server answers.
         """
         holder = self.holder(wanted.model, wanted.gpu)
         try:
             arena = yield from self._make(wanted, holder)
-        except (RefusedError, TransportUnavailableError) as error:
+        except (RefusedError, ExpertError) as error:
             reason = error.error if isinstance(error, RefusedError) else error
+            if not wanted.opening.is_needed and not _is_late(wanted, reason):
+                holder.failed(wanted.need, reason)
+                return None
             if wanted.gpu is not None and _is_about_memory(reason):
                 holder.failed(wanted.need, None)
                 self._refuse(wanted.gpu, reason)
@@ -140,8 +149,8 @@ class Directory(Generic[A]):
                 holder,
                 need,
                 deadline,
-                lambda sizes: self.open(
-                    Wanted(call.model, need, holder.sizes_to_try(need, sizes), gpu, deadline)
+                lambda opening: self.open(
+                    Wanted(call.model, need, opening, gpu, _opening_deadline(opening, deadline))
                 ),
             )
             if lease is None:
@@ -183,11 +192,23 @@ class Directory(Generic[A]):
 
 def largest(wanted: Wanted, make: Callable[[Sizes], Steps[T]]) -> Steps[T]:
     """What `make` makes with the first of the sizes that are not refused. Raises RefusedError."""
-    *larger, least = wanted.sizes
+    *larger, least = wanted.opening.sizes
     for sizes in larger:
         with suppress(RefusedError):
             return (yield from make(sizes))
     return (yield from make(least))
+
+
+def _opening_deadline(opening: Opening, deadline: Deadline) -> Deadline:
+    """To open an arena for a call. If it has only more places, some of those that there are become free."""
+    if opening.is_needed or deadline.remaining() < _GROWTH_SECONDS:
+        return deadline
+    return Deadline(_GROWTH_SECONDS)
+
+
+def _is_late(wanted: Wanted, error: ExpertError) -> bool:
+    """Whether the call's own deadline has passed."""
+    return isinstance(error, DeadlineError) and wanted.deadline.seconds != _GROWTH_SECONDS
 
 
 def gpu_of(call: LayerCall) -> int | None:

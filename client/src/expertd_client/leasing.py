@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from expertd_client.arenas import A, Holder, Lease, Need, Sizes
+from expertd_client.arenas import A, Holder, Lease, Need, Opening
 from expertd_client.deadline import Deadline
 from expertd_client.steps import Steps
 from expertd_client.turns import Signal, Until
 
 
 def take_place(
-    holder: Holder[A], need: Need, deadline: Deadline, open_arena: Callable[[Sizes], Steps[object]]
+    holder: Holder[A], need: Need, deadline: Deadline, open_arena: Callable[[Opening], Steps[object]]
 ) -> Steps[Lease[A] | None]:
     """A place; None if `open_arena` returned None: then another holder may be the right one.
 
@@ -20,7 +20,7 @@ def take_place(
         found = holder.take(need, signal.set)
         if isinstance(found, Lease):
             return found
-        if isinstance(found, Sizes):
+        if isinstance(found, Opening):
             if (yield from open_arena(found)) is None:
                 return None
             continue

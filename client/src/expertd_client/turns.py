@@ -105,7 +105,7 @@ class Turns:
         """A call does not wait any more; it may have been given a turn at the last moment."""
         with self._lock:
             if not signal.is_set:
-                with suppress(ValueError):  # a fork made this a child's, where nobody waits
+                with suppress(ValueError):  # after a fork, the child's queue is empty
                     self._waiting.remove(signal)
                 return
         self.give_back()

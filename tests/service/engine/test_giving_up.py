@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from expertd.service.engine.delivery import Answer
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.steps import Pending
 from expertd.service.memory import Span
@@ -127,6 +128,33 @@ async def test_requests_of_sources_are_answered_once_if_others_give_up_meanwhile
         await soon(scheduler.drained())
     assert sorted(number for number, _ in answers) == [0, 1, 2]
     assert not any(isinstance(answer, Exception) for _, answer in answers)
+
+
+async def test_a_refused_request_is_answered_once_if_the_event_loop_gives_up_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = EchoRunner(poison=1.0)
+    given_up = threading.Event()
+    answers: list[object] = []
+
+    def give_up() -> None:
+        scheduler.give_up(DeviceLostError("the device hangs"))
+        given_up.set()
+
+    async with running(runner) as scheduler:
+        delivery = scheduler._delivery
+        deliver_soon = delivery.deliver_soon
+
+        def slowly(pairs: Sequence[Answer]) -> None:
+            deliver_soon(pairs)
+            delivery.loop.call_soon_threadsafe(give_up)
+            assert given_up.wait(10)
+
+        monkeypatch.setattr(delivery, "deliver_soon", slowly)
+        scheduler.do_between_steps(lambda: None)  # so that the thread computes it
+        scheduler.submit("0", layer_request([1.0]), answers.append)
+        await soon(scheduler.drained())
+    assert len(answers) == 1
 
 
 async def test_a_request_that_is_being_accepted_is_counted_when_the_scheduler_has_closed(

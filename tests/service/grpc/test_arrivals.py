@@ -246,7 +246,9 @@ async def test_a_stream_that_is_ended_before_it_begins_to_read() -> None:
     assert stream.is_cut
 
 
-async def test_messages_that_are_translated_in_a_thread_have_places() -> None:
+async def test_messages_that_are_translated_in_a_thread_have_places(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     settings = tiny_settings({"max_body_bytes": 1 << 20, "max_buffered_bytes": 5 << 20}, **ON)
     async with grpc_serving(EchoRunner(), settings) as calls:
         infer, goes_on = calls.server._service._infer, threading.Event()
@@ -269,6 +271,8 @@ async def test_messages_that_are_translated_in_a_thread_have_places() -> None:
         goes_on.set()
         for call in sent:
             await refusal(call, grpc.StatusCode.INVALID_ARGUMENT)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_a_call_whose_message_does_not_arrive_is_counted() -> None:

@@ -70,9 +70,8 @@ async def test_an_answer_that_is_not_read_is_cut_off_and_counted(caplog: pytest.
 async def test_answers_that_are_not_read_count_as_open() -> None:
     async with unread(2, tiny_settings({"max_connections_per_address": 1}, **ON)) as (calls, _, writer):
         text, _ = await refusal(calls.call("ServerLive"), grpc.StatusCode.UNAVAILABLE)
-        assert text == (
-            "unread answers: expected at most 2, twice limits.max_connections_per_address, got more"
-        )
+        limit = "expected at most 2, twice limits.max_connections_per_address, got more"
+        assert text == f"open calls and unread answers: {limit}"
         writer.write(raw.window_update(1, 1000))
         await until(lambda: unsent(calls) == 1)
         assert (await calls.call("ServerLive")).live

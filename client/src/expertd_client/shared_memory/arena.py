@@ -86,7 +86,7 @@ class RegionArena(Arena):
         self.discard()
 
     def discard(self) -> None:
-        """Free the memory, which the server does not have."""
+        """Free the memory."""
         if self._file is not None:
             self._file.close()
         self._file = self._gpu = None
@@ -174,10 +174,10 @@ def _register(
         path = f"/v2/{kind}sharedmemory/region/{arena.name}/register"
         yield from http.request("POST", path, wanted.deadline, body)
     except BaseException as error:
-        if isinstance(error, ExpertError) and is_answer(error):
-            arena.discard()
-        else:
+        if _is_unknown(error):
             arena.close()
+        else:
+            arena.discard()
         if not prefix and (demanded := _DEMANDED_PREFIX.search(str(error))):
             return (yield from _register(http, wanted, sizes, closed, demanded[1]))
         raise _refusal(error) from error
@@ -199,6 +199,13 @@ def _region(
         raise RefusedError(TransportUnavailableError(text)) from error
     body = {"key": file.key, "offset": 0, "byte_size": sizes.num_bytes}
     return RegionArena(sizes, name, file, None, closed), body
+
+
+def _is_unknown(error: BaseException) -> bool:
+    """Whether the server may have the region although its registration failed."""
+    if not isinstance(error, ExpertError) or not is_answer(error):
+        return True
+    return str(error).startswith("name")  # taken: by the same request, sent again after a lost connection
 
 
 def _refusal(error: BaseException) -> BaseException:
