@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.service.apps import tiny_settings
-from tests.service.sockets import Answer
+from tests.service.sockets import Answer, read_answer
 from tests.service.waiting import wait_for
 from tests.soak.plan import Plan
 from tests.soak.reference import Sample, samples
@@ -95,11 +95,20 @@ def calling(plan: Plan, caller: object, tally: Tally) -> Iterator[None]:
 
 @pytest.mark.parametrize(("caller", "count"), [(in_json, 2), (slow, 1)])
 @pytest.mark.parametrize("drops", [False, True])
-def test_what_a_stopped_server_drops_is_lost(tmp_path: Path, caller: object, count: int, drops: bool) -> None:
+def test_what_a_stopped_server_drops_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caller: object, count: int, drops: bool
+) -> None:
+    waiting: list[socket.socket] = []
+
+    def read(sock: socket.socket) -> Answer:
+        waiting.append(sock)
+        return read_answer(sock)
+
+    monkeypatch.setattr("tests.soak.sockets.read_answer", read)
     server, stage, tally = StandIn(drops), Stage(), Tally("a")
     plan = Plan(tmp_path, server.port, 0, samples(tiny_settings(), 1, ONE)[:1], stage)
     with calling(plan, caller, tally):
-        wait_for(lambda: server.num_whole == count, "it has read the requests")
+        wait_for(lambda: server.num_whole == count == len(waiting), "it has the requests, as callers know")
         wait_for(lambda: stop(server, stage) == 0, "it has ended")
     counts = tally.counts()
     assert (counts["lost"], counts["refused"]) == ((count, 0) if drops else (0, count))
