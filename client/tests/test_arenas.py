@@ -353,11 +353,11 @@ class Limited:
         yield
 
     def call(self, num_tokens: int, num_threads: int, times: int) -> None:
-        """Have calls answered, each in a millisecond."""
+        """Have calls answered, each in a few milliseconds."""
         call = layer_call("m", np.zeros((num_tokens, 8), np.float32))
 
         def exchange(*_: object) -> Steps[bool]:
-            yield Work(lambda: time.sleep(0.001))
+            yield Work(lambda: time.sleep(0.005))
             return True
 
         def answer() -> None:
@@ -460,14 +460,45 @@ def test_calls_do_without_more_places(error: Exception) -> None:
     directory = Directory("channel", 8, make, by_model=True)
     call = layer_call("m", np.zeros((1, 3), np.float32))
     object.__setattr__(call.inputs[0], "value", OnGpu())
+
+    def answer() -> None:
+        run(directory.answer(call, Deadline(30), exchange))
+
+    answer()  # alone: more places are wanted later
     with ThreadPoolExecutor(8) as pool:
-        for done in [
-            pool.submit(lambda: run(directory.answer(call, Deadline(30), exchange))) for _ in range(50)
-        ]:
+        for done in [pool.submit(answer) for _ in range(50)]:
             done.result()
     assert directory.gpu_for(call) == 3, "its memory is used"
     assert len(deadlines) == 1
     assert deadlines[0] <= 1, "calls wait for places, not for the server"
+
+
+def test_smaller_memory_of_a_gpu_is_taken_if_there_is_no_more() -> None:
+    def one(sizes: Sizes) -> Steps[Memory]:
+        if sizes.num_places > 1:
+            raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
+        return Memory(sizes)
+        yield
+
+    wanted = Wanted("m", SMALL, Opening((Sizes(16, 4096, 2), Sizes(1, 4096, 1))), 3, Deadline(1))
+    assert run(largest(wanted, one)).sizes.num_places == 1
+
+
+@pytest.mark.parametrize("error", [DeadlineError("late"), ServerBusyError("no room", 503)])
+def test_an_arena_that_is_lost_while_more_places_are_refused_is_replaced(error: ExpertError) -> None:
+    holder: Holder[Memory] = Holder(8)
+    leases = [leased(holder, SMALL), leased(holder, SMALL)]
+    for _ in range(3):
+        holder.enter()
+    wanted = holder.take(SMALL, never)
+    assert isinstance(wanted, Opening)
+    assert not wanted.is_needed
+    leases[0].arena.is_alive = False
+    assert isinstance(holder.take(SMALL, lambda: None), Later)
+    assert not holder.failed(SMALL, error)
+    wanted = holder.take(SMALL, never)
+    assert isinstance(wanted, Opening)
+    assert wanted.is_needed
 
 
 def test_a_call_that_asks_for_more_places_has_its_own_deadline() -> None:

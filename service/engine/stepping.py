@@ -98,13 +98,15 @@ class Stepping:
         except SomeRefusedError as error:
             for place, refusal in error.refused.items():
                 self._refuse([chunks[place]], refusal)
-            self.in_step = None
-            if others := [chunk for place, chunk in enumerate(chunks) if place not in error.refused]:
+            others = [chunk for place, chunk in enumerate(chunks) if place not in error.refused]
+            self.in_step = others or None
+            if others:
                 self.begin(others)
             return
         except Exception as error:
             with self._held(chunks):
                 self._finish_all()  # keep the order of the answers
+                self._began, self.in_step = began, chunks
             self._failed(chunks, error)
             self.in_step = None
             return
@@ -128,7 +130,7 @@ class Stepping:
     def finish_first(self) -> None:
         """Wait for the step that began first, and answer its requests."""
         first = self.running[0]
-        self._began, self.in_step = first.began, first.chunks  # before it is in `running` no more
+        self._began, self.in_step = first.began, first.chunks  # before it leaves `running`
         self.running.popleft()
         self._finish(first)
 
@@ -162,10 +164,11 @@ class Stepping:
         return self.in_step or (running[0].chunks if running else [])
 
     def unfinished(self) -> list[Chunk]:
-        """What all steps in flight compute, and what waits to be tried again; as `in_flight`."""
+        """What all steps in flight compute, and what waits to be tried again, some twice; as `in_flight`."""
+        before = self.in_step or []  # which go to `running` next
         running = [chunk for step in self.running.copy() for chunk in step.chunks]
         held = [chunk for chunks in self._held_back.copy() for chunk in chunks]
-        return [*(self.in_step or []), *running, *held]
+        return [*before, *running, *held, *(self.in_step or [])]  # which came from `running`
 
     def busy_seconds(self) -> float:
         """Until the steps in flight are likely done; for any thread, at about this time."""

@@ -8,7 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from expertd_client.errors import ExpertError, ServerBusyError, TransportUnavailableError
+from expertd_client.errors import (
+    DeadlineError,
+    ExpertError,
+    ServerBusyError,
+    TransportUnavailableError,
+)
 from expertd_client.places import aligned
 from expertd_client.transport import NotThisCallError
 
@@ -150,7 +155,8 @@ class Holder(Generic[A]):
             if self._opening is not None or is_full:
                 self._waiting.append(wake)
                 return Later(None if all_known else 0.005)
-            self._check_refusal(need)
+            if not fits:
+                self._check_refusal(need)
             old = arena.sizes if arena is not None else None
             self._opening = _opening(need, self._larger(need, old), old)
             return self._opening
@@ -177,14 +183,16 @@ class Holder(Generic[A]):
             self._wake_all()
 
     def failed(self, need: Need, error: ExpertError | None) -> bool:
-        """No arena was opened; `error` if the server refused it. Whether such calls must go elsewhere."""
+        """No arena was opened, because of `error`; None: for the call's own reason.
+
+        Whether such calls must go elsewhere.
+        """
         with self._lock:
-            self._opening = None
+            asked, self._opening = self._opening, None
             self._wake_all()
-            arena = self._arena
-            if arena is not None and arena.sizes.hold(need):  # only more places were wanted
+            if asked is not None and not asked.is_needed:
                 if error is not None:
-                    self._have_no_more()
+                    self._have_no_more(error)
                 return False
             if error is not None:
                 self._refusal = least_sizes(need), error, time.monotonic() + _pause(error)
@@ -239,10 +247,12 @@ class Holder(Generic[A]):
         if not arena.users:
             arena.close()
 
-    def _have_no_more(self) -> None:
-        """The server refuses more places, for now: calls wait for those that there are."""
-        assert self._arena is not None
-        self._granted = self._arena.sizes.num_places, time.monotonic() + _MORE_PLACES_SECONDS
+    def _have_no_more(self, error: ExpertError | None = None) -> None:
+        """The server gives no more places, for now: calls wait for those that there are."""
+        may_end_soon = isinstance(error, ServerBusyError | DeadlineError)
+        seconds = _PAUSE_SECONDS if may_end_soon else _MORE_PLACES_SECONDS
+        if self._arena is not None:
+            self._granted = self._arena.sizes.num_places, time.monotonic() + seconds
 
     def _may_have_more(self, sizes: Sizes) -> bool:
         return self._callers > sizes.num_places and sizes.num_places < self._most(sizes.place_bytes)
@@ -289,9 +299,9 @@ def _pause(error: ExpertError) -> float:
 
 
 def _opening(need: Need, sizes: Sizes, old: Sizes | None) -> Opening:
-    """One of `sizes`, or else of what a call needs exactly, with fewer and fewer places.
+    """One of `sizes`, or else with fewer and fewer places, each as large as the call needs.
 
-    Places are never smaller than those of the current arena, `old`, nor fewer, unless `sizes` has fewer.
+    They are never smaller than those of the current arena, `old`, nor fewer, unless `sizes` has fewer.
     """
     is_needed = old is None or not old.hold(need)
     if old is None:

@@ -16,7 +16,6 @@ from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
 from expertd_client.errors import (
-    DeadlineError,
     ExpertError,
     InvalidRequestError,
     TransportUnavailableError,
@@ -31,7 +30,8 @@ T = TypeVar("T")
 
 # What the server's error is about if it refuses memory of a GPU rather than the channel.
 _MEMORY = ("memory", "raw_handle", "device_id", "byte_size")
-_GROWTH_SECONDS = 0.5  # to open an arena that calls can do without; too short for a second try
+_GROWTH_SECONDS = 0.5  # to open an arena that calls can do without; shorter than any Retry-After
+_LEAST_SECONDS = 1e-3
 _TOKENS = "max_tokens:"  # beyond the server's limit of a request, over any transport
 _ROUTING = "flags:"  # the layer needs routing in host memory
 
@@ -118,7 +118,7 @@ class Directory(Generic[A]):
             arena = yield from self._make(wanted, holder)
         except (RefusedError, ExpertError) as error:
             reason = error.error if isinstance(error, RefusedError) else error
-            if not wanted.opening.is_needed and not _is_late(wanted, reason):
+            if not wanted.opening.is_needed:
                 holder.failed(wanted.need, reason)
                 return None
             if wanted.gpu is not None and _is_about_memory(reason):
@@ -194,21 +194,16 @@ def largest(wanted: Wanted, make: Callable[[Sizes], Steps[T]]) -> Steps[T]:
     """What `make` makes with the first of the sizes that are not refused. Raises RefusedError."""
     *larger, least = wanted.opening.sizes
     for sizes in larger:
-        with suppress(RefusedError):
+        with suppress(RefusedError, DeviceMemoryError):
             return (yield from make(sizes))
     return (yield from make(least))
 
 
 def _opening_deadline(opening: Opening, deadline: Deadline) -> Deadline:
-    """To open an arena for a call. If it has only more places, some of those that there are become free."""
-    if opening.is_needed or deadline.remaining() < _GROWTH_SECONDS:
+    """The time to open an arena for a call, which may get a place of the current one if that fails."""
+    if opening.is_needed:
         return deadline
-    return Deadline(_GROWTH_SECONDS)
-
-
-def _is_late(wanted: Wanted, error: ExpertError) -> bool:
-    """Whether the call's own deadline has passed."""
-    return isinstance(error, DeadlineError) and wanted.deadline.seconds != _GROWTH_SECONDS
+    return Deadline(max(_LEAST_SECONDS, min(_GROWTH_SECONDS, deadline.remaining() / 2)))
 
 
 def gpu_of(call: LayerCall) -> int | None:

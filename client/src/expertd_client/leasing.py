@@ -16,6 +16,7 @@ def take_place(
     Raises what `open_arena` does, NotThisCallError and DeadlineError.
     """
     while True:
+        deadline.check()
         signal = Signal()
         found = holder.take(need, signal.set)
         if isinstance(found, Lease):

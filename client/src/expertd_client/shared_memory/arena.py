@@ -33,7 +33,8 @@ from expertd_client.transport import Asker
 if TYPE_CHECKING:
     import torch
 
-_LIMITS = ("region", "byte_size")  # what the server's error is about if it has no room
+# What the server's error is about if it may take another region: it has no room, or the name is taken.
+_ABOUT_THIS_REGION = ("region", "byte_size", "name")
 # In the server's error; only what cannot lead out of /dev/shm.
 _DEMANDED_PREFIX = re.compile(r"^key: expected .*shared_memory\.key_prefix \('([\w.-]{1,128})'\)")
 _UNREGISTERED = "expected a registered region"
@@ -214,6 +215,6 @@ def _refusal(error: BaseException) -> BaseException:
         return error
     if isinstance(error, AccessDeniedError | DeadlineError | ServerUnreachableError):
         return error
-    if isinstance(error, InvalidRequestError) and not str(error).startswith(_LIMITS):
+    if isinstance(error, InvalidRequestError) and not str(error).startswith(_ABOUT_THIS_REGION):
         return TransportUnavailableError(str(error), error.status)
     return RefusedError(error)
