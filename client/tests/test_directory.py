@@ -1,0 +1,200 @@
+"""What a client asks a server for, and what it does when that is refused."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from expertd_client import arenas
+from expertd_client.arenas import Holder, Lease, Opening, Sizes
+from expertd_client.calls import layer_call
+from expertd_client.deadline import Deadline
+from expertd_client.device_memory import DeviceMemoryError
+from expertd_client.directory import Directory, RefusedError, Wanted, largest
+from expertd_client.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    ServerBusyError,
+    TransportUnavailableError,
+)
+from expertd_client.steps import Steps, Work, run
+from expertd_client.transport import NotThisCallError
+from tests.arenas import SMALL, Memory, never
+
+
+class OnGpu:
+    """As much of a tensor as tells where it is."""
+
+    def __init__(self) -> None:
+        self.device = type("device", (), {"type": "cuda", "index": 3})
+
+
+def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        yield Work(lambda: None)
+        if wanted.gpu is not None:
+            raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
+        return Memory(wanted.opening.sizes[0])
+
+    directory = Directory("channel", 4, make, by_model=True)
+    call = layer_call("m", np.zeros((1, 3), np.float32))
+    object.__setattr__(call.inputs[0], "value", OnGpu())
+    assert directory.gpu_for(call) == 3
+    for _ in range(2):
+        wanted = Wanted("m", SMALL, Opening((Sizes(1, 4096, 1),)), 3, Deadline(1))
+        assert run(directory.open(wanted)) is None
+    assert directory.gpu_for(call) is None
+    text = "memory of GPU 3: cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2; taking host memory"
+    assert caplog.messages == [f"transport channel: {text}"]
+
+
+def test_a_refused_arena_concerns_this_call() -> None:
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        yield Work(lambda: None)
+        raise RefusedError(ServerBusyError("limit: expected room, got none", 503))
+
+    directory = Directory("channel", 4, make, by_model=True)
+    wanted = Wanted("m", SMALL, Opening((Sizes(1, 4096, 1),)), None, Deadline(1))
+    with pytest.raises(NotThisCallError) as caught:
+        run(directory.open(wanted))
+    assert isinstance(caught.value.error, ServerBusyError)
+
+
+class Limited:
+    """Makes arenas like a server that allows only so many tokens and places."""
+
+    def __init__(self, most_tokens: int, most_places: int) -> None:
+        self.most_tokens, self.most_places = most_tokens, most_places
+        self.asked: list[Sizes] = []
+        self.made: list[Memory] = []
+        self.directory = Directory("channel", 8, self._make, by_model=True)
+
+    def _make(self, wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        return (yield from largest(wanted, self._one))
+
+    def _one(self, sizes: Sizes) -> Steps[Memory]:
+        self.asked.append(sizes)
+        if sizes.max_tokens > self.most_tokens or sizes.num_places > self.most_places:
+            raise RefusedError(InvalidRequestError("byte_size: expected less", 400))
+        self.made.append(Memory(sizes))
+        return self.made[-1]
+        yield
+
+    def call(self, num_tokens: int, num_threads: int, times: int) -> None:
+        """Have calls answered, each in a few milliseconds."""
+        call = layer_call("m", np.zeros((num_tokens, 8), np.float32))
+
+        def exchange(*_: object) -> Steps[bool]:
+            yield Work(lambda: time.sleep(0.005))
+            return True
+
+        def answer() -> None:
+            run(self.directory.answer(call, Deadline(30), exchange))
+
+        with ThreadPoolExecutor(num_threads) as pool:
+            for done in [pool.submit(answer) for _ in range(times)]:
+                done.result()
+
+
+@pytest.mark.parametrize(("most_tokens", "most_places"), [(1000, 8), (1 << 20, 1), (1000, 1)])
+def test_what_a_server_accepts_is_not_asked_for_again(most_tokens: int, most_places: int) -> None:
+    server = Limited(most_tokens, most_places)
+    server.call(600, num_threads=4, times=60)
+    assert len(server.made) <= 2 if most_places > 1 else len(server.made) == 1
+    assert len(server.asked) <= 6
+    assert max(memory.sizes.num_places for memory in server.made) == min(4, most_places)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 600])
+def test_an_arena_is_not_replaced_by_a_smaller_one(num_tokens: int) -> None:
+    server = Limited(most_tokens=1000, most_places=4)
+    server.call(16, num_threads=4, times=60)
+    server.call(num_tokens, num_threads=8, times=60)  # 8 places are refused, and 1024 tokens
+    assert server.made[-1].sizes.num_places == 4
+    assert server.made[-1].sizes.max_tokens == num_tokens
+    server.call(20, num_threads=4, times=60)
+    assert server.made[-1].sizes.max_tokens >= num_tokens
+
+
+def test_more_places_are_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "_MORE_PLACES_SECONDS", 0.2)
+    server = Limited(most_tokens=1000, most_places=2)
+    server.call(16, num_threads=8, times=60)
+    assert server.made[-1].sizes.num_places == 2
+    server.most_places = 8
+    time.sleep(0.25)
+    server.call(16, num_threads=8, times=60)
+    assert server.made[-1].sizes.num_places == 8
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RefusedError(InvalidRequestError("byte_size: expected less in all regions, got more", 400)),
+        DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2"),
+        DeadlineError("late"),
+        TransportUnavailableError("an answer without a channel"),
+    ],
+)
+def test_calls_do_without_more_places(error: Exception) -> None:
+    deadlines: list[float] = []
+
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        yield Work(lambda: None)
+        if not wanted.opening.is_needed:
+            deadlines.append(wanted.deadline.seconds)
+            raise error
+        return Memory(wanted.opening.sizes[0])
+
+    def exchange(*_: object) -> Steps[bool]:
+        yield Work(lambda: time.sleep(0.01))
+        return True
+
+    directory = Directory("channel", 8, make, by_model=True)
+    call = layer_call("m", np.zeros((1, 3), np.float32))
+    object.__setattr__(call.inputs[0], "value", OnGpu())
+
+    def answer() -> None:
+        run(directory.answer(call, Deadline(30), exchange))
+
+    answer()  # alone: more places are wanted later
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(answer) for _ in range(50)]:
+            done.result()
+    assert directory.gpu_for(call) == 3, "its memory is used"
+    assert len(deadlines) == 1
+    assert deadlines[0] <= 1, "calls wait for places, not for the server"
+
+
+def test_smaller_memory_of_a_gpu_is_taken_if_there_is_no_more() -> None:
+    def one(sizes: Sizes) -> Steps[Memory]:
+        if sizes.num_places > 1:
+            raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
+        return Memory(sizes)
+        yield
+
+    wanted = Wanted("m", SMALL, Opening((Sizes(16, 4096, 2), Sizes(1, 4096, 1))), 3, Deadline(1))
+    assert run(largest(wanted, one)).sizes.num_places == 1
+
+
+def test_a_call_that_asks_for_more_places_has_its_own_deadline() -> None:
+    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
+        while not wanted.opening.is_needed:
+            wanted.deadline.check()
+            yield Work(lambda: time.sleep(0.01))
+        return Memory(wanted.opening.sizes[0])
+
+    directory = Directory("channel", 8, make, by_model=True)
+    holder = directory.holder("m", None)
+    for number in range(2):
+        wanted = holder.take(SMALL, never)
+        if isinstance(wanted, Opening):
+            run(directory.open(Wanted("m", SMALL, wanted, None, Deadline(30))))
+            wanted = holder.take(SMALL, never)
+        assert isinstance(wanted, Lease), number
+    for _ in range(3):
+        holder.enter()
+    call = layer_call("m", np.zeros((1, 3), np.float32))
+    with pytest.raises(DeadlineError, match=r"within 0\.1 s"):
+        run(directory.answer(call, Deadline(0.1), lambda *_: None))  # type: ignore[arg-type]
