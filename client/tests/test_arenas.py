@@ -113,7 +113,7 @@ def test_a_refusal_lasts_a_while_for_calls_of_that_size() -> None:
     lease = leased(holder, SMALL)
     assert isinstance(holder.take(LARGE, never), Opening)
     assert isinstance(holder.take(LARGE, lambda: None), Later)  # another thread is opening it
-    assert holder.failed(LARGE, ServerBusyError("limit: expected room, got none", 503))
+    holder.failed(LARGE, ServerBusyError("limit: expected room, got none", 503))
     with pytest.raises(NotThisCallError, match="expected room"):
         holder.take(LARGE, never)
     assert leased(holder, SMALL).arena is lease.arena
@@ -133,7 +133,7 @@ def test_a_busy_server_is_asked_again_sooner(
 ) -> None:
     holder: Holder[Memory] = Holder(4)
     assert isinstance(holder.take(SMALL, never), Opening)
-    assert holder.failed(SMALL, error)
+    holder.failed(SMALL, error)
     now = time.monotonic()
     monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + 0.9 * seconds)
     with pytest.raises(NotThisCallError):
@@ -149,7 +149,7 @@ def test_no_more_places_are_asked_for_after_a_refusal() -> None:
     for _ in range(4):
         holder.enter()
     assert isinstance(holder.take(SMALL, never), Opening)
-    assert not holder.failed(SMALL, ServerBusyError("limit: expected room, got none", 503))
+    holder.failed(SMALL, ServerBusyError("limit: expected room, got none", 503))
     assert holder.take(SMALL, lambda: None) == Later(None)
 
 
@@ -272,7 +272,7 @@ def test_as_many_places_are_had_as_a_server_gives(room: int) -> None:
     if given:
         holder.opened(Memory(given[0]))
     else:
-        assert not holder.failed(SMALL, ServerBusyError("no room", 503))
+        holder.failed(SMALL, ServerBusyError("no room", 503))
         assert isinstance(holder.take(SMALL, lambda: None), Later), "and not again at once"
         holder.give_back(first)
     assert leased(holder, SMALL).arena.sizes.num_places == {64: 64, 5: 4, 2: 2}[room]
@@ -289,7 +289,7 @@ def test_an_arena_that_is_lost_while_more_places_are_refused_is_replaced(error: 
     assert not wanted.is_needed
     leases[0].arena.is_alive = False
     assert isinstance(holder.take(SMALL, lambda: None), Later)
-    assert not holder.failed(SMALL, error)
+    holder.failed(SMALL, error)
     wanted = holder.take(SMALL, never)
     assert isinstance(wanted, Opening)
     assert wanted.is_needed

@@ -62,7 +62,7 @@ def test_a_refused_arena_concerns_this_call() -> None:
 
 
 class Limited:
-    """Makes arenas like a server that allows only so many tokens and places."""
+    """Stands in for a server that limits tokens and places."""
 
     def __init__(self, most_tokens: int, most_places: int) -> None:
         self.most_tokens, self.most_places = most_tokens, most_places

@@ -8,12 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
-from expertd_client.errors import (
-    DeadlineError,
-    ExpertError,
-    ServerBusyError,
-    TransportUnavailableError,
-)
+from expertd_client.errors import DeadlineError, ExpertError, ServerBusyError, TransportUnavailableError
 from expertd_client.places import aligned
 from expertd_client.transport import NotThisCallError
 
@@ -182,21 +177,17 @@ class Holder(Generic[A]):
                 self._retire(arena)
             self._wake_all()
 
-    def failed(self, need: Need, error: ExpertError | None) -> bool:
-        """No arena was opened, because of `error`; None: for the call's own reason.
-
-        Whether such calls must go elsewhere.
-        """
+    def failed(self, need: Need, error: ExpertError | None) -> None:
+        """No arena was opened, because of `error`; None: for the call's own reason."""
         with self._lock:
             asked, self._opening = self._opening, None
             self._wake_all()
+            if error is None:
+                return
             if asked is not None and not asked.is_needed:
-                if error is not None:
-                    self._have_no_more(error)
-                return False
-            if error is not None:
+                self._have_no_more(error)
+            else:
                 self._refusal = least_sizes(need), error, time.monotonic() + _pause(error)
-            return True
 
     def give_back(self, lease: Lease[A], unanswered: int | None = None) -> None:
         """End the use of a place. `unanswered`: the request there, if it has no answer."""

@@ -15,11 +15,7 @@ from expertd_client.arenas import A, Holder, Lease, Need, Opening, Sizes
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
-from expertd_client.errors import (
-    ExpertError,
-    InvalidRequestError,
-    TransportUnavailableError,
-)
+from expertd_client.errors import ExpertError, InvalidRequestError, TransportUnavailableError
 from expertd_client.leasing import take_place
 from expertd_client.places import layout_of
 from expertd_client.steps import Steps
@@ -31,7 +27,7 @@ T = TypeVar("T")
 # What the server's error is about if it refuses memory of a GPU rather than the channel.
 _MEMORY = ("memory", "raw_handle", "device_id", "byte_size")
 _GROWTH_SECONDS = 0.5  # to open an arena that calls can do without; shorter than any Retry-After
-_LEAST_SECONDS = 1e-3
+_LEAST_SECONDS = 1e-3  # a deadline has some
 _TOKENS = "max_tokens:"  # beyond the server's limit of a request, over any transport
 _ROUTING = "flags:"  # the layer needs routing in host memory
 
@@ -131,9 +127,8 @@ class Directory(Generic[A]):
             if not isinstance(error, RefusedError):
                 holder.failed(wanted.need, None)
                 raise
-            if holder.failed(wanted.need, reason):
-                raise NotThisCallError(reason) from error
-            return None
+            holder.failed(wanted.need, reason)
+            raise NotThisCallError(reason) from error
         except BaseException:
             holder.failed(wanted.need, None)
             raise

@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
+from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.delivery import Answer
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.steps import Pending
@@ -15,6 +16,17 @@ from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest
 from tests.service.engine.test_batching import held, running, soon
 from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, layer_request
+
+
+def submit_together(
+    scheduler: Scheduler, requests: Sequence[LayerRequest], done: Callable[[int, object], None]
+) -> None:
+    """Submit a source's requests, for one step; `done` also gets their numbers."""
+    both = threading.Event()
+    scheduler.do_between_steps(lambda: both.wait(10))
+    for number, request in enumerate(requests):
+        scheduler.submit("0", request, partial(done, number), on_worker=True)
+    both.set()
 
 
 class FailsTogether(EchoRunner):
@@ -87,11 +99,7 @@ async def test_requests_of_sources_are_answered_once_if_the_device_fails_meanwhi
 
         scheduler.watch_device(lambda: "gone", give_up)
         requests = [layer_request([float(number)]) for number in range(3)]
-        both = threading.Event()
-        scheduler.do_between_steps(lambda: both.wait(10))
-        for number, request in enumerate(requests):
-            scheduler.submit("0", request, partial(done, number), on_worker=True)
-        both.set()
+        submit_together(scheduler, requests, done)
         await soon(scheduler.drained())
     assert sorted(number for number, _ in answers) == [0, 1, 2]
 
@@ -120,11 +128,7 @@ async def test_requests_of_sources_are_answered_once_if_others_give_up_meanwhile
             requests = [
                 replace(request, output=Span(0, 4, None, memoryview(bytearray(4)))) for request in requests
             ]
-        both = threading.Event()
-        scheduler.do_between_steps(lambda: both.wait(10))
-        for number, request in enumerate(requests):
-            scheduler.submit("0", request, partial(done, number), on_worker=True)
-        both.set()
+        submit_together(scheduler, requests, done)
         await soon(scheduler.drained())
     assert sorted(number for number, _ in answers) == [0, 1, 2]
     assert not any(isinstance(answer, Exception) for _, answer in answers)

@@ -41,7 +41,7 @@ async def unread(
         reader, writer = await asyncio.open_connection("127.0.0.1", calls.server.port)
         try:
             writer.write(raw.settings(initial_window_size=0))
-            for index in range(count):  # one by one: only so many may be open
+            for index in range(count):  # one at a time: the limit is on open calls
                 writer.write(raw.unary(1 + 2 * index, LIVE))
                 await until(partial(are_answered, calls, index + 1))
             yield calls, reader, writer
