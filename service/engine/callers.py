@@ -1,5 +1,6 @@
 """Requests that wait, by caller: deficit round robin in tokens."""
 
+import math
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
@@ -90,14 +91,27 @@ class FairQueue(Generic[T]):
         found = self._callers.get(caller)
         return found is not None and bool(found.waiting)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all requests that wait, or of which a part does."""
+        return sum(caller.num_tokens for caller in self._callers.values())
+
     def tokens_before(self, number: int) -> int:
         """About how many tokens are computed before a new request of a caller."""
         own = self._callers.get(number)
-        turns = self._quantum + (own.num_tokens if own else 0)  # of each other one, until it has its own
-        return sum(
-            caller.num_tokens if caller is own else min(caller.num_tokens, turns)
-            for caller in self._callers.values()
-        )
+        if own is None:
+            own = _Caller(number, self._quantum)
+        has_turns = own.credit > own.num_tokens  # else others use up theirs before its next round
+        tokens = own.num_tokens
+        for caller in self._callers.values():
+            if caller is own or not caller.waiting:
+                continue
+            most = self._quantum + own.num_tokens
+            if has_turns:  # a request for each of its own, and one before the new one
+                requests = min(len(own.waiting) + 1, len(caller.waiting))
+                most = min(most, math.ceil(caller.num_tokens * requests / len(caller.waiting)))
+            tokens += min(caller.num_tokens, most)
+        return tokens
 
     def all(self) -> list[T]:
         """The requests that wait."""

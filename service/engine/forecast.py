@@ -13,10 +13,31 @@ _SPREADS = 2.5  # by which few steps exceed what is forecast for them
 _BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
 
 
+class Arrivals:
+    """The rate at which tokens arrive, from the last second."""
+
+    __slots__ = ("_clock", "_tokens", "_when")
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._tokens = 0.0  # weighted by age
+        self._when = -math.inf  # of the latest ones
+
+    def note(self, num_tokens: int, when: float) -> None:
+        """Count tokens that wait for a step now."""
+        self._tokens = num_tokens + self._tokens * _kept(when - self._when)
+        self._when = when
+
+    @property
+    def per_second(self) -> float:
+        """How many will likely arrive."""
+        return self._tokens * _kept(self._clock() - self._when) * math.log(2) / _HALF_SECONDS
+
+
 class Forecast:
     """A line through the recent steps: seconds by tokens, by least squares."""
 
-    __slots__ = ("_arrived", "_arrived_at", "_clock", "_excess", "_largest", "_sums", "_when")
+    __slots__ = ("_clock", "_excess", "_largest", "_sums", "_when")
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -25,13 +46,6 @@ class Forecast:
         self._sums: tuple[float, ...] = (0.0,) * 5
         self._excess = 0.0  # the same of the squared part by which steps took longer than the line says
         self._largest = 0.0  # tokens; it fades, too
-        self._arrived = 0.0  # tokens, weighted by age
-        self._arrived_at = -math.inf
-
-    def arrived(self, num_tokens: int, when: float) -> None:
-        """Count tokens that wait for a step now."""
-        self._arrived = num_tokens + self._arrived * _kept(when - self._arrived_at)
-        self._arrived_at = when
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Keep what a step took."""
@@ -80,18 +94,17 @@ class Forecast:
         spread = math.sqrt(self._excess / weight) if weight else 0.0
         return min(max(_LEAST_MARGIN, 1.0 + _SPREADS * spread), _MOST_MARGIN)
 
-    def until_end(self, num_tokens: int, most: int, wait: float = 0.0) -> float:
+    def until_end(
+        self, num_tokens: int, most: int, wait: float = 0.0, behind: int = 0, arriving: float = 0.0
+    ) -> float:
         """Seconds, after `wait`, of steps of at most `most` tokens each, until `num_tokens` are done.
 
-        The last one has what arrives before it begins, too.
+        behind    tokens that wait, and are in the last step, too, if it has room
+        arriving  the same, a second, until it begins
         """
         full, rest = divmod(num_tokens - 1, most)
         wait += full * self.step(most) if full else 0.0
-        more = 0.0
-        if wait:
-            rate = self._arrived * _kept(self._clock() - self._arrived_at) * math.log(2) / _HALF_SECONDS
-            more = rate * wait
-        return wait + self.step(min(most, rest + 1 + more))
+        return wait + self.step(min(most, rest + 1 + behind + arriving * wait))
 
 
 def _kept(age: float) -> float:

@@ -1,10 +1,12 @@
 """The requests of one model that wait for a step, and the composition of its next step."""
 
+import math
 from bisect import insort
+from itertools import takewhile
 
 from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk, chunk_size
-from expertd.service.engine.forecast import Forecast
+from expertd.service.engine.forecast import Arrivals, Forecast
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 
 
@@ -30,6 +32,7 @@ class Queue:
         self.step_seconds = 0.0
         self.last_seconds: dict[int, float] = {}
         self.forecast = Forecast()
+        self._arrivals = Arrivals(), Arrivals()  # of long requests, the second one
         self.failures = 0
         self.is_closed = False
         self._quantum = quantum
@@ -48,7 +51,7 @@ class Queue:
         fair.put(pending)
         self.num_requests += 1
         self.num_tokens += pending.request.num_tokens
-        self.forecast.arrived(pending.request.num_tokens, pending.arrived)
+        self._arrivals[pending.is_long].note(pending.request.num_tokens, pending.arrived)
 
     def remove(self, pending: Pending) -> None:
         """Forget what is left of a request."""
@@ -68,10 +71,28 @@ class Queue:
         """Whether a request of `caller` waits."""
         return any(self._fair_queues[key].has(caller) for key in self._order.copy())
 
-    def tokens_before(self, priority: int, caller: int) -> int:
-        """About how many tokens are computed before a new request of this priority and caller."""
-        queues = (self._fair_queues[key] for key in self._order if key >> 1 <= priority)
-        return sum(queue.tokens_before(caller) for queue in queues)
+    def tokens_before(self, pending: Pending) -> int:
+        """About how many tokens are computed before a new request, but for chunks that take turns with it."""
+        queues = (self._fair_queues[key] for key in self._order if key <= _key(pending))
+        return sum(queue.tokens_before(pending.caller) for queue in queues)
+
+    def until_end(self, pending: Pending, room: int, most: int, joins: bool, wait: float = 0.0) -> float:
+        """Seconds, after `wait`, until a new request is likely done; the others as for `take`."""
+        before = self.tokens_before(pending)
+        num_tokens = before + pending.request.num_tokens
+        arriving = self._arrivals[False].per_second
+        keys = takewhile(lambda key: not (most and key & 1), self._order)
+        behind = max(0, sum(self._fair_queues[key].num_tokens for key in keys) - before)
+        if pending.is_long:
+            arriving += self._arrivals[True].per_second
+        elif most and (_key(pending) | 1) in self._order:
+            chunk = min(most, self._fair_queues[_key(pending) | 1].num_tokens)
+            if joins:
+                num_tokens += math.ceil(num_tokens / (room - min(most, room // 2))) * chunk
+            else:
+                turns = math.ceil(num_tokens / room) - 1 + self._chunk_is_due
+                wait += turns * self.forecast.step(chunk)
+        return self.forecast.until_end(num_tokens, room, wait, behind, arriving)
 
     @property
     def priority(self) -> int:

@@ -109,18 +109,17 @@ class Queues:
         """
         model, num_tokens = pending.model, pending.request.num_tokens
         self.check_room(model, num_tokens, pending.caller)
+        pending.is_long = num_tokens > self._most_short()
+        # Also if it is refused below: while long requests are computed whole, there is no time for any other.
+        if self._num_short if pending.is_long else self.just_ended or self._long:
+            self._competing_until = pending.arrived + _COMPETING_SECONDS
         if pending.deadline < math.inf:
             self._check_time(pending, busy())
         queue = self._of[model]
-        if num_tokens > self._most_short():
-            pending.is_long = True
-            competes = self._num_short > 0
+        if pending.is_long:
             self._long.add(pending)
         else:
-            competes = self.just_ended or bool(self._long)
             self._num_short += 1
-        if competes:
-            self._competing_until = pending.arrived + _COMPETING_SECONDS
         if not queue.num_requests:
             self.turns.append(model)
         queue.put(pending)
@@ -215,18 +214,17 @@ class Queues:
         num_tokens = pending.request.num_tokens
         if not busy and not self.turns and self._of[model].forecast.is_doubtful(num_tokens):
             return
-        before = {name: self._of[name].tokens_before(pending.priority, pending.caller) for name in self.turns}
-        own = self._of[model]
-        num_tokens += before.pop(model, 0)
-        alone = own.forecast.until_end(num_tokens, limits.max_batch_tokens)
-        for name, tokens in before.items():  # what other models get of the device meanwhile
+        own, most = self._of[model], self._chunk_tokens()
+        alone = own.until_end(pending, limits.max_batch_tokens, most, limits.join_chunks)
+        for name in self.turns:  # what other models get of the device meanwhile
             other = self._of[name]
-            seconds = other.forecast.until_end(tokens, limits.max_batch_tokens) if tokens else 0.0
-            busy += min(seconds, alone * other.weight / own.weight)
+            if other is not own and (tokens := other.tokens_before(pending)):
+                seconds = other.forecast.until_end(tokens, limits.max_batch_tokens)
+                busy += min(seconds, alone * other.weight / own.weight)
         margin = max(_MARGIN, own.forecast.margin)
         given = pending.deadline - pending.arrived
-        least = own.forecast.until_end(pending.request.num_tokens, limits.max_batch_tokens)
-        seconds = margin * own.forecast.until_end(num_tokens, limits.max_batch_tokens, busy)
+        least = own.forecast.until_end(num_tokens, limits.max_batch_tokens)
+        seconds = margin * own.until_end(pending, limits.max_batch_tokens, most, limits.join_chunks, busy)
         if seconds <= given:
             return
         retry: float | None = seconds

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from expertd.service.engine.forecast import Forecast
+from expertd.service.engine.forecast import Arrivals, Forecast
 
 
 class Clock:
@@ -78,18 +78,27 @@ def test_a_request_waits_for_full_steps_and_for_its_own(forecast: Forecast) -> N
     assert forecast.until_end(1, 64, wait=0.5) == pytest.approx(0.5 + seconds(1))
 
 
-def test_what_arrives_before_a_step_begins_is_computed_in_it(forecast: Forecast, clock: Clock) -> None:
+def test_what_waits_or_arrives_before_a_step_begins_is_computed_in_it(forecast: Forecast) -> None:
     for tokens in (1, 64):
         forecast.note(tokens, seconds(tokens))
+    assert forecast.until_end(1, 4096, arriving=1000) == pytest.approx(seconds(1)), "it begins at once"
+    assert forecast.until_end(1, 4096, wait=0.05, arriving=1000) == pytest.approx(0.05 + seconds(1 + 50))
+    assert forecast.until_end(1, 16, wait=0.05, arriving=1000) == pytest.approx(0.05 + seconds(16)), "room"
+    assert forecast.until_end(1, 64, behind=30) == pytest.approx(seconds(31))
+    assert forecast.until_end(60, 64, behind=30) == pytest.approx(seconds(64))
+
+
+def test_the_rate_of_arrivals(clock: Clock) -> None:
+    arrivals = Arrivals(clock)
+    assert arrivals.per_second == 0.0
     for _ in range(1000):
-        forecast.arrived(1, clock.now)
+        arrivals.note(1, clock.now)
         clock.now += 0.001
-    forecast.note(64, seconds(64))
-    forecast.note(1, seconds(1))
-    assert forecast.until_end(1, 4096, wait=0.0) == pytest.approx(seconds(1))
-    expected = 0.05 + seconds(1 + 50)
-    assert forecast.until_end(1, 4096, wait=0.05) == pytest.approx(expected, rel=0.1), "a token each ms"
-    assert forecast.until_end(1, 16, wait=0.05) == pytest.approx(0.05 + seconds(16)), "a step has no more"
+    assert arrivals.per_second == pytest.approx(1000, rel=0.1)
+    clock.now += 0.25
+    assert arrivals.per_second == pytest.approx(500, rel=0.1)
+    clock.now += 1.0
+    assert arrivals.per_second == 0.0
 
 
 def test_the_margin_is_what_nearly_all_steps_stay_within() -> None:

@@ -332,12 +332,12 @@ def test_a_full_queue_has_room_for_one_request_of_each_other_key(limit: dict[str
     assert filled.queues["0"].num_requests == 5
 
 
-def timed(models: Mapping[str, float] | None = None, **limits: int) -> Filled:
-    """Queues of which a step of n tokens takes n seconds."""
+def timed(models: Mapping[str, float] | None = None, unit: float = 1.0, **limits: int) -> Filled:
+    """Queues of which a step of n tokens takes n seconds, or n of another unit."""
     filled = Filled(models, **limits)
     for model in filled.models:
         for tokens in (1, 32):
-            filled.queues[model].forecast.note(tokens, tokens)
+            filled.queues[model].forecast.note(tokens, tokens * unit)
     return filled
 
 
@@ -351,7 +351,7 @@ def admits(filled: Filled, timeout: float, size: int = 1, **request: Any) -> boo
 
 
 def test_a_request_that_would_be_answered_too_late_is_refused_at_once() -> None:
-    filled = timed()
+    filled = timed(prefill_chunk_tokens=0)
     filled.add(32, 16)  # as much will arrive before the second step, which then has 32
     assert not admits(filled, 1.2 * 64)
     assert filled.queues["0"].num_requests == 2
@@ -414,11 +414,58 @@ def test_less_urgent_requests_do_not_count() -> None:
 
 
 def test_another_callers_turns_count_and_not_all_of_its_requests() -> None:
-    filled = timed(max_batch_tokens=32, max_request_tokens=32)
+    filled = timed(prefill_chunk_tokens=0)
     filled.add(*[32] * 10, caller=1)
     assert not admits(filled, 300.0, caller=1)
     assert not admits(filled, 32.0, caller=2)
     assert admits(filled, 100.0, caller=2)
+
+
+def test_another_caller_with_credit_comes_before_the_next_request() -> None:
+    filled = timed(prefill_chunk_tokens=0)
+    filled.add(*[4] * 100, caller=1)
+    assert not admits(filled, 31.0 * 1.25, caller=2), "a step is filled with what waits"
+    assert admits(filled, 33.0 * 1.25, caller=2)
+    assert 2 in [chunk.pending.caller for chunk in filled.chunks()]
+    filled.add(32, 1, caller=2)
+    while 2 in [chunk.pending.caller for chunk in filled.chunks()]:
+        pass
+    assert not admits(filled, 100.0, caller=2), "its credit is used up"
+
+
+@pytest.mark.parametrize("caller", [0, 1, 2])
+def test_short_requests_wait_for_one_chunk_of_long_ones(caller: int) -> None:
+    filled, ms = timed(unit=1e-3), 1.25e-3  # with the margin; more would arrive in whole seconds
+    filled.add(32, 32, 32, 32, caller=1)
+    assert not admits(filled, 0.9 * ms, caller=caller)
+    assert admits(filled, 1.1 * ms, caller=caller), "the next step"
+    assert filled.step() == [1]
+    assert not admits(filled, 8.9 * ms, caller=caller)
+    assert admits(filled, 9.1 * ms, caller=caller), "behind the chunk that is due"
+    assert [filled.step(), filled.step()] == [[8], [1]]
+    filled.add(*[8] * 8, caller=caller)
+    three_steps = 8 + 32 + 8 + 32 + 8 + 1
+    assert not admits(filled, (three_steps - 1) * ms, caller=caller)
+    assert admits(filled, (three_steps + 20) * ms, caller=caller), "some more will arrive"
+
+
+def test_short_requests_join_a_chunk() -> None:
+    filled = timed(unit=1e-3, join_chunks=True)
+    filled.add(32, 32)
+    assert not admits(filled, 8.9 * 1.25e-3)
+    assert admits(filled, 9.1 * 1.25e-3)
+    assert filled.step() == [1, 8]
+
+
+def test_a_refused_request_competes() -> None:
+    """Else long ones would be computed whole, and there would never be time for it."""
+    filled = timed()
+    filled.add(32)
+    whole = filled.queues.next_step()
+    filled.add(32, 32)
+    assert not admits(filled, 2.0, busy=32.0)
+    filled.queues.end(whole[0], b"")
+    assert filled.step() == [8]
 
 
 def test_other_models_get_their_share_meanwhile() -> None:
