@@ -50,6 +50,8 @@ class InferCall(InferEnding):
             head.read(engine.settings.limits)
             if (least := least_tokens(head, self._spec)) > 1:
                 engine.check_capacity(head.model, head.caller, least)
+            if head.has_large_json:
+                self._endpoint.threads.check_json(engine.settings.limits, head.caller)
         except Exception as error:
             self.refuse(error)
             return False
@@ -72,7 +74,7 @@ class InferCall(InferEnding):
                     self._plan = plan
                     self._parsed(None)
                     return
-            self._run(where_to_parse(received, head), self._parse, self._parsed)
+            self._run(where_to_parse(received, head), self._parse, self._parsed, parses=True)
         except Exception as error:
             self.refuse(error)
 
@@ -229,14 +231,23 @@ class InferCall(InferEnding):
             self._deadline.cancel()
         self._caller.reply(self, answer)
 
-    def _run(self, where: Where, work: Callable[[], T], then: Callable[[T], object]) -> None:
-        """`then(work())`, with `work` done there; not at all if the caller leaves or is answered before."""
+    def _run(
+        self, where: Where, work: Callable[[], T], then: Callable[[T], object], parses: bool = False
+    ) -> None:
+        """`then(work())`, with `work` done there; not at all if the caller leaves or is answered before.
+
+        parses  it is the request's JSON that large JSON is, whose line has a limit
+        """
         if where is Where.EVENT_LOOP:
             then(work())
             return
+        threads, loop, work = self._endpoint.threads, self._caller.loop, partial(self._work, work)
+        if parses and where is Where.JSON_THREAD:
+            done = threads.parse(loop, work, self._endpoint.engine.settings.limits, self._head.caller)
+        else:
+            done = threads.run(where, loop, work)
         self._working = True
-        threads, loop = self._endpoint.threads, self._caller.loop
-        threads.run(where, loop, partial(self._work, work)).add_done_callback(partial(self._worked, then))
+        done.add_done_callback(partial(self._worked, then))
 
     def _work(self, work: Callable[[], T]) -> T:
         if self._left is not None:

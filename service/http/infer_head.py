@@ -6,6 +6,7 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.bodies import number_of_bytes
 from expertd.service.http.plans import Plans
 from expertd.service.http.protocol import BodyLimit, body_limit
+from expertd.service.http.threads import INLINE_BYTES
 from expertd.service.settings.keys import Keys
 from expertd.service.settings.parts import Limits
 
@@ -68,6 +69,13 @@ class InferHead:
                 self.accept_encoding = _joined(self.accept_encoding, value)
         self._check_sizes(limits)
         self._is_read = True
+
+    @property
+    def has_large_json(self) -> bool:
+        """Whether the headers say that the JSON is large, or may become so: see `where_to_parse`."""
+        if self.header_length is not None:
+            return self.header_length > INLINE_BYTES
+        return self.content_encoding is not None or (self.content_length or 0) > INLINE_BYTES
 
     def _check_sizes(self, limits: Limits) -> None:
         length, json_bytes = self.content_length, self.header_length

@@ -1,11 +1,16 @@
 """Where the work of infer requests is done: large JSON has one thread, in which nobody else gets to run."""
 
 import asyncio
+import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from typing import TypeVar
+
+from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
+from expertd.service.settings.parts import Limits
 
 T = TypeVar("T")
 
@@ -43,14 +48,51 @@ class Threads:
     def __init__(self) -> None:
         self._json = ThreadPoolExecutor(1, "expertd-json")
         self._rests_until = 0.0
+        self._seconds = 0.0  # of one with its rest, smoothed
+        self._length = 0  # of the line for JSON
+        self._parsing = Counter[int]()  # requests in it that are not parsed yet, by caller
+
+    def check_json(self, limits: Limits, caller: int) -> None:
+        """Raise QueueFullError if too many requests wait to be parsed.
+
+        A caller that has none there may have one: others do not shut it out.
+        """
+        waiting = self._parsing.total()
+        if waiting < limits.max_queue_json or (caller and not self._parsing[caller]):
+            return
+        full = TooManyRequestsError if limits.queue_full_status == 429 else QueueFullError
+        text = f"the line for JSON is full: {waiting} requests of at most {limits.max_queue_json} wait to be"
+        hint = "parsed; send tensors in binary, with Inference-Header-Content-Length"
+        raise full(f"{text} {hint}", max(1, math.ceil(self._length * self._seconds)))
+
+    def parse(
+        self, loop: asyncio.AbstractEventLoop, work: Callable[[], T], limits: Limits, caller: int
+    ) -> "asyncio.Future[T]":
+        """As `run` for a request's JSON. Raises as `check_json`."""
+        self.check_json(limits, caller)
+        self._parsing[caller] += 1
+        future = self.run(Where.JSON_THREAD, loop, work)
+        future.add_done_callback(lambda _: self._parsed(caller))
+        return future
 
     def run(
         self, where: Where, loop: asyncio.AbstractEventLoop, work: Callable[[], T]
     ) -> "asyncio.Future[T]":
         """The future result of `work` in a thread."""
-        if where is Where.JSON_THREAD:
-            return loop.run_in_executor(self._json, self._in_turn, work)
-        return loop.run_in_executor(None, work)
+        if where is not Where.JSON_THREAD:
+            return loop.run_in_executor(None, work)
+        self._length += 1
+        future = loop.run_in_executor(self._json, self._in_turn, work)
+        future.add_done_callback(self._done)
+        return future
+
+    def _done(self, _: object) -> None:
+        self._length -= 1
+
+    def _parsed(self, caller: int) -> None:
+        self._parsing[caller] -= 1
+        if not self._parsing[caller]:
+            del self._parsing[caller]
 
     def _in_turn(self, work: Callable[[], T]) -> T:
         time.sleep(max(0.0, self._rests_until - time.perf_counter()))
@@ -58,4 +100,6 @@ class Threads:
         try:
             return work()
         finally:
-            self._rests_until = time.perf_counter() + time.thread_time() - began
+            took = time.thread_time() - began
+            self._rests_until = time.perf_counter() + took
+            self._seconds = 0.8 * self._seconds + 0.2 * 2 * took if self._seconds else 2 * took

@@ -44,6 +44,12 @@ class Limits(Frozen):
     )
     max_queue_tokens: int = Field(default=65536, ge=1, description="maximum queued tokens per model")
     max_queue_requests: int = Field(default=4096, ge=1, description="maximum queued requests per model")
+    max_queue_json: int = Field(
+        default=64,
+        ge=1,
+        description="maximum infer requests whose JSON of more than 64 KiB, or compressed JSON, waits to be "
+        "parsed; there is one thread for it, in each HTTP process",
+    )
     queue_full_status: Literal[429, 503] = Field(
         default=503, description="status of a request that finds the queue full; with Retry-After"
     )
