@@ -65,7 +65,7 @@ async def test_errors_reach_the_caller_and_the_thread_goes_on() -> None:
 
 @pytest.mark.parametrize("status", [429, 503])
 async def test_the_line_for_json_has_a_limit_and_room_for_each_other_key(status: int) -> None:
-    limits = Limits(max_queue_json=2, queue_full_status=status)
+    limits = Limits.model_validate({"max_queue_json": 2, "queue_full_status": status})
     threads, loop, gate = Threads(), asyncio.get_running_loop(), threading.Event()
     await threads.run(Where.JSON_THREAD, loop, busy)
     for _ in range(100):  # answers are not limited, but those who wait for them come first
