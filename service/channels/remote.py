@@ -6,7 +6,6 @@ import math
 import mmap
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +43,7 @@ from expertd.service.engine.errors import (
     StepFailedError,
     TooManyRequestsError,
 )
+from expertd.service.engine.queue_counts import QueueCounts
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, StepTimes
 from expertd.service.memory import Arena, Block, RegionUses
@@ -106,10 +106,10 @@ class RemoteEngine:
     like which there is none in the channel, of that caller: the engine has to know all between which it
     chooses. All methods but `validate` and `region_uses` belong to the event loop.
 
-    waiting  where the numbers of requests and of tokens that wait here are kept, for each model
+    counts  of what waits in all processes; None: of this one alone
     """
 
-    def __init__(self, settings: Settings, waiting: "memoryview[float] | list[float] | None" = None) -> None:
+    def __init__(self, settings: Settings, counts: QueueCounts | None = None) -> None:
         self.settings = settings
         self.models = specs_of(settings)
         self.arena: Arena | None = None
@@ -122,8 +122,8 @@ class RemoteEngine:
         self._sequence = 0
         self._cancels = 0
         self._calls: dict[int, RemoteCall] = {}  # in the channel, by slot
-        self._waiting: WaitingCalls[RemoteCall] = WaitingCalls(settings, waiting)
-        self._in_channel: Counter[tuple[Kind, int]] = Counter()  # by kind and caller
+        self._waiting: WaitingCalls[RemoteCall] = WaitingCalls(settings, counts)
+        self._in_channel = self._waiting.in_channel
 
     def connect(self, descriptors: Sequence[int], num_cells: int) -> None:
         """Use the channel of these descriptors from now on, in the running event loop."""
@@ -150,9 +150,8 @@ class RemoteEngine:
             raise NotReadyError(f"model {model} is not ready: the server is {phase}")
 
     def check_capacity(self, model: str, caller: int, least_tokens: int = 1) -> None:
-        """Of what waits here. Only the engine knows its queues."""
-        if self._room() <= self._kept_cells:
-            self._waiting.check_capacity(model, least_tokens, caller)
+        """Of what the engine has read, and of what waits; what is in channels, it has yet to refuse."""
+        self._waiting.check_capacity(model, least_tokens, caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Of 64-bit ids, because they are sent as 32-bit ones; all others are checked by the engine."""

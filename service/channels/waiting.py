@@ -1,14 +1,13 @@
 """Requests of an HTTP process that wait for room in its channel, in the engine's order."""
 
-from collections.abc import Iterator
+from collections import Counter
 from contextlib import suppress
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from expertd.service.engine.callers import FairQueue, Waiting
-from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
+from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.queue_counts import QueueCounts, num_cells, why_full
 from expertd.service.settings.model import Settings
-
-_RETRY_SECONDS = 1  # until another try: only the engine knows how long its steps take
 
 
 class Kind(NamedTuple):
@@ -37,12 +36,14 @@ class WaitingCalls(Generic[T]):
     The most urgent requests leave first. Of equal ones, models get tokens in proportion to their weights, and
     a model's long requests as many as its others; then callers take turns.
 
-    Of each model, as much may wait as the queue limits of `settings` allow; with lanes, on each lane.
+    Of each model, as much may wait as the queue limits of `settings` allow, with lanes, on each lane; what
+    waits in other processes, and in the engine's queue, counts.
 
-    totals  where the numbers of requests and of tokens that wait are kept, for each model
+    counts      of all processes; None: of this one alone
+    in_channel  the numbers of requests in the channel, by kind and caller
     """
 
-    def __init__(self, settings: Settings, totals: "memoryview[float] | list[float] | None" = None) -> None:
+    def __init__(self, settings: Settings, counts: QueueCounts | None = None) -> None:
         self._limits = settings.limits
         self._has_lanes = settings.lanes.are_on
         self._weights = {model.name: model.weight for model in settings.models}
@@ -52,12 +53,14 @@ class WaitingCalls(Generic[T]):
         self._used: dict[Kind, float] = {}  # tokens that have left, over the weight
         self._clock: dict[int, float] = {}  # by priority: `_used` of the kind that left last, before it
         self._ready: dict[Kind, None] = {}  # with requests, those that have had some for longest first
-        self._places = {model.name: 2 * number for number, model in enumerate(settings.models)}
-        self._totals = [0.0] * 2 * len(settings.models) if totals is None else totals
-        self._counts: dict[tuple[str, bool], list[int]] = {}  # requests and tokens, by model and lane
+        self._numbers = {model.name: number for number, model in enumerate(settings.models)}
+        num_models = len(settings.models)
+        self._counts = QueueCounts([0.0] * num_cells(num_models), num_models, 0) if counts is None else counts
+        self._num_requests = 0
+        self.in_channel: Counter[tuple[Kind, int]] = Counter()
 
     def __len__(self) -> int:
-        return sum(requests for requests, _ in self._counts.values())
+        return self._num_requests
 
     def kind(self, model: str, num_tokens: int, priority: int) -> Kind:
         """That of a request."""
@@ -108,29 +111,23 @@ class WaitingCalls(Generic[T]):
             del self._ready[call.kind]
 
     def _count(self, call: T, sign: int) -> None:
-        counts = self._counts.setdefault((call.kind.model, call.kind.is_long and self._has_lanes), [0, 0])
-        counts[0] += sign
-        counts[1] += sign * call.left
-        place = self._places[call.kind.model]
-        self._totals[place] += sign
-        self._totals[place + 1] += sign * call.left
+        self._num_requests += sign
+        lane = call.kind.is_long and self._has_lanes
+        self._counts.add(self._numbers[call.kind.model], lane, sign, sign * call.left)
 
     def _check_room(self, model: str, lane: bool, num_tokens: int, caller: int) -> None:
-        requests, tokens = self._counts.get((model, lane), (0, 0))
-        limits = self._limits
-        if requests >= limits.max_queue_requests:
-            waiting = f"{requests} requests of at most {limits.max_queue_requests}"
-        elif tokens + num_tokens > limits.max_queue_tokens:
-            waiting = f"{tokens} tokens of at most {limits.max_queue_tokens}"
-        else:
-            return
-        if caller and not any(queue.has(caller) for queue in self._queues_of(model, lane)):
-            return
-        full = TooManyRequestsError if limits.queue_full_status == 429 else QueueFullError
-        text = f"the queue of model {model} is full: {waiting} are waiting in this HTTP process"
-        raise full(text, _RETRY_SECONDS)
+        backlog = self._counts.total(self._numbers[model], lane)
+        error = why_full(self._limits, model, backlog, num_tokens)
+        if error is not None and (not caller or self._has_one(caller, model, lane)):
+            raise error
 
-    def _queues_of(self, model: str, lane: bool) -> Iterator[FairQueue[T]]:
-        for kind in self._ready:
-            if kind.model == model and (kind.is_long and self._has_lanes) == lane:
-                yield self._queues[kind]
+    def _has_one(self, caller: int, model: str, lane: bool) -> bool:
+        """Whether a request of the caller waits, here or likely in the engine: one may be in a step."""
+
+        def is_of(kind: Kind) -> bool:
+            return kind.model == model and (kind.is_long and self._has_lanes) == lane
+
+        if any(is_of(kind) and self._queues[kind].has(caller) for kind in self._ready):
+            return True
+        sent = (count for (kind, of), count in self.in_channel.items() if of == caller and is_of(kind))
+        return sum(sent) > 1

@@ -18,6 +18,7 @@ from expertd.service.engine.errors import EngineError, SchedulerClosedError
 from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.lane_work import LaneWork
 from expertd.service.engine.lookout import Lookout
+from expertd.service.engine.queue_counts import Backlog
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.short_steps import ShortSteps
@@ -103,6 +104,16 @@ class Scheduler:
         """Set the limits of further requests and steps."""
         with self._lock:
             self._queues.limits = limits
+
+    def tell_changes(self, on_change: Callable[[str, int, Backlog], None]) -> None:
+        """Call `on_change`, on any thread, with a model, the lane, and what waits, whenever that changes."""
+        with self._lock:
+            self._queues.on_change = lambda model, backlog: on_change(model, self.lane, backlog)
+
+    def tell_all(self) -> None:
+        """Say what waits for each model, to whom changes are told."""
+        with self._lock:
+            self._queues.tell_all()
 
     def add_runner(self, model: str, runner: Runner, weight: float = 1.0) -> None:
         """Serve one more model."""

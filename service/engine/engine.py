@@ -37,6 +37,7 @@ from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.placement_metrics import placement_metrics
 from expertd.service.engine.profiling import Profiling, Recording
+from expertd.service.engine.queue_counts import Backlog, QueueCounts
 from expertd.service.engine.queue_metrics import QueueState, queue_metrics
 from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
@@ -81,8 +82,7 @@ class Engine:
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)
         self.can_be_reached: Callable[[], bool] = lambda: True  # by all of the server's processes
-        # In each HTTP process: the numbers of requests and of tokens, for each model.
-        self.waiting_elsewhere: list[Sequence[float]] = []
+        self._counts: QueueCounts | None = None
         self._metrics = metrics
         self._load = load
         self._loading: asyncio.Task[None] | None = None
@@ -222,6 +222,12 @@ class Engine:
             self._watchdog = Watchdog(self.scheduler.lanes, self.settings.step_timeout_seconds, self._give_up)
         self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
 
+    def share_counts(self, counts: QueueCounts) -> None:
+        """Tell the server's HTTP processes what waits, and count what waits there."""
+        self._counts = counts
+        numbers = {model: number for number, model in enumerate(self.models)}
+        self.scheduler.tell_changes(lambda model, lane, backlog: counts.set(numbers[model], lane, backlog))
+
     async def wait_loaded(self) -> None:
         """Wait until loading has succeeded or failed."""
         if self._loading is not None:
@@ -238,7 +244,7 @@ class Engine:
         await asyncio.sleep(self.settings.shutdown_delay_seconds)
         self.repository.close()
         until = time.monotonic() + self.settings.drain_timeout_seconds
-        while any(map(any, self.waiting_elsewhere)) and time.monotonic() < until:
+        while any(elsewhere.num_requests for elsewhere in self._elsewhere()) and time.monotonic() < until:
             await asyncio.sleep(_LOOK_SECONDS)
         self.scheduler.poll_sources()
         self.scheduler.close()
@@ -442,15 +448,20 @@ class Engine:
     def queue_states(self) -> dict[str, QueueState]:
         """What waits for each model; on any thread."""
         states, serves = {}, self.repository.serves
-        for number, name in enumerate(self.models):
+        for name, elsewhere in zip(self.models, self._elsewhere(), strict=True):
             served = self.loaded and serves(name)
             state = self.scheduler.queue_state(name) if served else QueueState(0, 0, 0)
-            requests = sum(int(counts[2 * number]) for counts in self.waiting_elsewhere)
-            tokens = sum(int(counts[2 * number + 1]) for counts in self.waiting_elsewhere)
             states[name] = state._replace(
-                num_requests=state.num_requests + requests, num_tokens=state.num_tokens + tokens
+                num_requests=state.num_requests + elsewhere.num_requests,
+                num_tokens=state.num_tokens + elsewhere.num_tokens,
             )
         return states
+
+    def _elsewhere(self) -> list[Backlog]:
+        """What waits for each model in HTTP processes."""
+        if self._counts is None:
+            return [Backlog(0, 0)] * len(self.models)
+        return [self._counts.elsewhere(number) for number in range(len(self.models))]
 
     def _lane_metrics(self) -> Iterator[Metric]:
         if isinstance(self.scheduler, Lanes):

@@ -23,6 +23,7 @@ from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.queue_counts import Backlog
 from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner
 from expertd.service.engine.wakeup import Source
@@ -122,6 +123,18 @@ class Lanes:
             return job()
 
         return self.lanes[0].do_between_steps(between, may_take)
+
+    def tell_changes(self, on_change: Callable[[str, int, Backlog], None]) -> None:
+        """See `Scheduler.tell_changes`. While both lanes are joined, that of short requests is the second."""
+        decode, prefill = self.lanes
+
+        def on_prefill(model: str, lane: int, backlog: Backlog) -> None:
+            on_change(model, lane, backlog)
+            if not self.decode_max_tokens:
+                on_change(model, decode.lane, backlog)
+
+        decode.tell_changes(on_change)
+        prefill.tell_changes(on_prefill)
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
         """Raise as `Scheduler.check_capacity` if every request of at least `num_tokens` would be refused."""
@@ -256,6 +269,7 @@ class Lanes:
             }
             limits = limits.model_copy(update=changes)
         self.lanes[1].set_limits(limits)
+        self.lanes[0 if choice.decode_sms else 1].tell_all()
 
     def _lane_of(self, num_tokens: int) -> Scheduler:
         return self.lanes[num_tokens > self.decode_max_tokens]

@@ -7,6 +7,7 @@ from itertools import takewhile
 from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk, chunk_size
 from expertd.service.engine.forecast import Arrivals, Forecast
+from expertd.service.engine.queue_counts import Backlog
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 
 
@@ -93,6 +94,11 @@ class Queue:
                 turns = math.ceil(num_tokens / room) - 1 + self._chunk_is_due
                 wait += turns * self.forecast.step(chunk)
         return self.forecast.until_end(num_tokens, room, wait, behind, arriving)
+
+    @property
+    def backlog(self) -> Backlog:
+        """What waits, and what a step takes."""
+        return Backlog(self.num_requests, self.num_tokens, self.step_seconds)
 
     @property
     def priority(self) -> int:

@@ -17,13 +17,9 @@ from collections.abc import Callable, Mapping
 from threading import Lock
 
 from expertd.service.engine.chunks import end_chunk
-from expertd.service.engine.errors import (
-    EngineError,
-    ModelUnloadedError,
-    QueueFullError,
-    TooManyRequestsError,
-)
+from expertd.service.engine.errors import EngineError, ModelUnloadedError
 from expertd.service.engine.queue import Queue
+from expertd.service.engine.queue_counts import Backlog, full_error, why_full
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
 from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
@@ -40,12 +36,14 @@ class Queues:
     """All queues. Who changes them holds `lock`, but for `end`, which takes it.
 
     why_missing  the error for a model without a queue, ModelUnloadedError or NotReadyError; on any thread
+    on_change    is told what waits for a model, by the thread that has the lock; None: nobody wants to know
     """
 
     def __init__(self, limits: Limits) -> None:
         self.lock = Lock()
         self.limits = limits
         self.why_missing: Callable[[str], EngineError] = _unloaded
+        self.on_change: Callable[[str, Backlog], None] | None = None
         self._of: dict[str, Queue] = {}
         self.turns: deque[str] = deque()  # models with waiting requests, the one that waits longest first
         self._clock: dict[int, float] = {}  # by priority: `Queue.used` of its last step's model, before it
@@ -87,20 +85,12 @@ class Queues:
 
         A caller without requests in a full queue may have one there: others do not shut it out.
         """
-        queue, limits = self[model], self.limits
+        queue = self[model]
         if queue.is_closed:
             raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloading")
-        if queue.num_requests >= limits.max_queue_requests:
-            waiting = f"{queue.num_requests} requests of at most {limits.max_queue_requests} are waiting"
-        elif queue.num_tokens + num_tokens > limits.max_queue_tokens:
-            room = f"{queue.num_tokens} tokens of at most {limits.max_queue_tokens} are waiting"
-            waiting = room if num_tokens == 1 else f"{room}, and {num_tokens} more do not fit"
-        else:
-            return
-        if caller and not queue.has(caller):
-            return
-        steps = math.ceil(queue.num_tokens / limits.max_batch_tokens) + 1
-        raise self._full(f"the queue of model {model} is full: {waiting}", steps * queue.step_seconds)
+        error = why_full(self.limits, model, queue.backlog, num_tokens)
+        if error is not None and (not caller or queue.has(caller)):
+            raise error
 
     def add(self, pending: Pending, busy: Callable[[], float] = lambda: 0.0) -> Queue:
         """Put a request in its queue. Raises as `check_room` does, also if it would be answered too late.
@@ -123,6 +113,7 @@ class Queues:
         if not queue.num_requests:
             self.turns.append(model)
         queue.put(pending)
+        self._changed(model)
         return queue
 
     def remove(self, pending: Pending) -> bool:
@@ -138,6 +129,7 @@ class Queues:
             self._num_short -= 1
         elif not pending.running:
             self._long.discard(pending)
+        self._changed(pending.model)
         return True
 
     def end(self, chunk: Chunk, answer: Output | Exception) -> Output | Exception | None:
@@ -206,7 +198,17 @@ class Queues:
         self.turns.remove(model)
         if queue.num_requests:
             self.turns.append(model)
+        self._changed(model)
         return step
+
+    def tell_all(self) -> None:
+        """Call `on_change` for each model."""
+        for model in self._of:
+            self._changed(model)
+
+    def _changed(self, model: str) -> None:
+        if self.on_change is not None:
+            self.on_change(model, self._of[model].backlog)
 
     def _check_time(self, pending: Pending, busy: float) -> None:
         """Refuse a request whose output would come after its deadline, by what recent steps took."""
@@ -233,12 +235,7 @@ class Queues:
             seconds, retry = least, None
             why = "what recent steps take for this request alone"
         expected = f"expected about {round(1e6 * seconds)} microseconds"
-        raise self._full(f"timeout: {expected}, {why}, got {round(1e6 * given)}", retry)
-
-    def _full(self, text: str, seconds: float | None) -> QueueFullError:
-        """`seconds` until another try may succeed; None: it would not."""
-        full = TooManyRequestsError if self.limits.queue_full_status == 429 else QueueFullError
-        return full(text, 0 if seconds is None else max(1, math.ceil(seconds)))
+        raise full_error(limits, f"timeout: {expected}, {why}, got {round(1e6 * given)}", retry)
 
     def _chunk_tokens(self) -> int:
         """The most tokens of a chunk; 0: steps have whole requests, in their turn."""

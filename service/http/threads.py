@@ -1,7 +1,6 @@
 """Where the work of infer requests is done: large JSON has one thread, in which nobody else gets to run."""
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from typing import TypeVar
 
-from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
+from expertd.service.engine.queue_counts import full_error
 from expertd.service.settings.parts import Limits
 
 T = TypeVar("T")
@@ -60,10 +59,9 @@ class Threads:
         waiting = self._parsing.total()
         if waiting < limits.max_queue_json or (caller and not self._parsing[caller]):
             return
-        full = TooManyRequestsError if limits.queue_full_status == 429 else QueueFullError
         text = f"the line for JSON is full: {waiting} requests of at most {limits.max_queue_json} wait to be"
         hint = "parsed; send tensors in binary, with Inference-Header-Content-Length"
-        raise full(f"{text} {hint}", max(1, math.ceil(self._length * self._seconds)))
+        raise full_error(limits, f"{text} {hint}", self._length * self._seconds)
 
     def parse(
         self, loop: asyncio.AbstractEventLoop, work: Callable[[], T], limits: Limits, caller: int

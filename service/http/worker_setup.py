@@ -2,15 +2,14 @@
 
 import mmap
 import os
-from array import array
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from expertd.service.channels.cells import CELL_BYTES
+from expertd.service.engine import queue_counts, request_counts
 from expertd.service.engine.key_counts import NUM_CELLS
-from expertd.service.engine.request_counts import CELL_BYTES as COUNT_BYTES
-from expertd.service.engine.request_counts import num_cells
+from expertd.service.engine.queue_counts import QueueCounts
 from expertd.service.settings.certificates import TlsFiles
 from expertd.service.settings.keys import Key
 from expertd.service.settings.model import Settings
@@ -54,23 +53,21 @@ class SharedCounts:
     """The counts of all HTTP processes: open connections, what waits, requests, and those by key."""
 
     def __init__(self, descriptor: int, num_processes: int, num_models: int) -> None:
-        size = num_processes * (1 + 2 * num_models + num_cells(num_models) + NUM_CELLS)
-        os.ftruncate(descriptor, size * COUNT_BYTES)
-        cells = memoryview(mmap.mmap(descriptor, size * COUNT_BYTES)).cast("d")
+        self._stride = request_counts.num_cells(num_models)
+        self._num_models = num_models
+        num_queues = (1 + num_processes) * queue_counts.num_cells(num_models)
+        size = num_processes * (1 + self._stride + NUM_CELLS) + num_queues
+        num_bytes = size * request_counts.CELL_BYTES
+        os.ftruncate(descriptor, num_bytes)
+        cells = memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
         self.connections = cells[:num_processes]
-        self._waiting = cells[num_processes:]
-        self._requests = self._waiting[num_processes * 2 * num_models :]
-        self._keys = self._requests[num_processes * num_cells(num_models) :]
-        self._num_models, self._stride = num_models, num_cells(num_models)
+        self._queues = cells[num_processes:][:num_queues]
+        self._requests = cells[num_processes + num_queues :]
+        self._keys = self._requests[num_processes * self._stride :]
 
-    def nothing_waits(self, index: int) -> None:
-        """In this process, because it has ended."""
-        waiting = self.waiting(index)
-        waiting[:] = array("d", bytes(waiting.nbytes))
-
-    def waiting(self, index: int) -> "memoryview[float]":
-        """What waits in a process for its channel: the requests and the tokens of each model."""
-        return self._waiting[index * 2 * self._num_models :][: 2 * self._num_models]
+    def queues(self, index: int | None) -> QueueCounts:
+        """What waits for each model, for this process to count in; None: for the one that owns the device."""
+        return QueueCounts(self._queues, self._num_models, 0 if index is None else 1 + index)
 
     def requests(self, index: int) -> "memoryview[float]":
         """The cells of a process, for `RequestCounts`."""
@@ -82,14 +79,12 @@ class SharedCounts:
 
 
 def shares(settings: Settings) -> Settings:
-    """The settings of one process alone: its share of connections, memory, and what may wait."""
+    """The settings of one process alone: its share of connections and memory."""
     count, limits = settings.http_workers, settings.limits
     update = {
         "max_connections": max(1, -(-limits.max_connections // count)),
         "max_connections_per_address": max(1, -(-limits.max_connections_per_address // count)),
         "max_buffered_bytes": settings.buffered_bytes // count,
-        "max_queue_requests": -(-limits.max_queue_requests // count),
-        "max_queue_tokens": max(limits.max_request_tokens, -(-limits.max_queue_tokens // count)),
     }
     return settings.model_copy(update={"http_workers": 1, "limits": limits.model_copy(update=update)})
 

@@ -86,9 +86,9 @@ class Workers:
         """Start the processes, on the running event loop."""
         app.pass_on_log_level = self.set_log_level
         app.engine.can_be_reached = lambda: len(self._reached) == self._count
+        app.engine.share_counts(self._counts.queues(None))
         for index in range(self._count):
             app.metrics.add_process(self._counts.requests(index), self._counts.keys(index))
-            app.engine.waiting_elsewhere.append(self._counts.waiting(index))
             self._counts.connections[index] = math.inf
             self._tasks.append(asyncio.get_running_loop().create_task(self._keep(app, index)))
 
@@ -170,7 +170,7 @@ class Workers:
             handing.cancel()
             process.kill()
             code = await asyncio.to_thread(process.popen.wait)
-            self._counts.nothing_waits(index)
+            self._counts.queues(index).clear()
             process.close(app)
             del self._processes[index]
         return code

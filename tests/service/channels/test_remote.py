@@ -23,6 +23,7 @@ from expertd.service.engine.errors import (
     StepFailedError,
     TooManyRequestsError,
 )
+from expertd.service.engine.queue_counts import QueueCounts, num_cells
 from expertd.service.engine.repository import ModelState
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output
@@ -39,7 +40,6 @@ ARENA = 8 * CELL_BYTES
 async def remote(
     directory: Path,
     runner: EchoRunner | None = None,
-    waiting: list[float] | None = None,
     **limits: Any,
 ) -> AsyncIterator[tuple[Serving, RemoteEngine]]:
     """A server, and an engine that computes in it."""
@@ -57,7 +57,9 @@ async def remote(
         assert entry.token is not None
         channel = app.channels.claim(entry.token, 1, lambda: None)
         assert channel is not None
-        engine = RemoteEngine(app.engine.settings, waiting)
+        cells = [0.0] * 2 * num_cells(1)
+        engine = RemoteEngine(app.engine.settings, QueueCounts(cells, 1, 1))
+        app.engine.share_counts(QueueCounts(cells, 1, 0))
         engine.connect(channel.take_descriptors(), CELLS)
         yield server, engine
         asyncio.get_running_loop().remove_reader(engine._answers)
@@ -178,10 +180,9 @@ async def test_more_than_may_wait_is_refused_from_the_headers(tmp_path: Path) ->
         for number in range(2):
             engine.check_capacity("tiny", 0)
             asked.append(Asked(engine, request(1, number)))
-        text = "2 requests of at most 2 are waiting in this HTTP process"
-        with pytest.raises(QueueFullError, match=text):
+        with pytest.raises(QueueFullError, match="2 requests of at most 2 are waiting"):
             engine.check_capacity("tiny", 0)
-        with pytest.raises(QueueFullError, match=text):
+        with pytest.raises(QueueFullError, match="2 requests of at most 2 are waiting"):
             Asked(engine, request(1))
         runner.gate.set()
         for each in asked:
@@ -189,13 +190,31 @@ async def test_more_than_may_wait_is_refused_from_the_headers(tmp_path: Path) ->
         engine.check_capacity("tiny", 0)
 
 
+async def test_a_full_queue_of_the_engine_is_known_from_the_headers(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    async with remote(tmp_path, runner, max_queue_requests=2) as (server, engine):
+        runner.gate.clear()
+        asked = [Asked(engine, request(1), caller=1)]
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        asked += [Asked(engine, request(1), caller=1) for _ in range(2)]
+        server.app.engine.scheduler.poll_sources()
+        text = "^the queue of model tiny is full: 2 requests of at most 2 are waiting$"
+        for caller in (0, 1):
+            with pytest.raises(QueueFullError, match=text):
+                engine.check_capacity("tiny", caller)
+        engine.check_capacity("tiny", 2)
+        asked.append(Asked(engine, request(1), caller=2))
+        runner.gate.set()
+        for each in asked:
+            await each.output()
+        engine.check_capacity("tiny", 0)
+
+
 async def test_what_waits_is_in_metrics_and_answered_in_a_drain(tmp_path: Path) -> None:
-    runner, counts = EchoRunner(), [0.0, 0.0]
-    async with remote(tmp_path, runner, counts) as (server, engine):
-        server.app.engine.waiting_elsewhere.append(counts)
+    runner = EchoRunner()
+    async with remote(tmp_path, runner) as (server, engine):
         asked = await filled(runner, engine, caller=0)
         asked += [Asked(engine, request(2)) for _ in range(3 * CELLS)]
-        assert counts == [3 * CELLS, 6 * CELLS]
         server.app.engine.scheduler.poll_sources()
         assert server.metric("queue_requests", model="tiny") == CELLS - 2 + 3 * CELLS
         assert server.metric("queue_tokens", model="tiny") == (CELLS - 2) * 128 + 6 * CELLS
@@ -205,7 +224,6 @@ async def test_what_waits_is_in_metrics_and_answered_in_a_drain(tmp_path: Path) 
         for each in asked:
             await each.output()
         assert await drain
-        assert counts == [0, 0]
 
 
 async def test_the_time_in_which_a_request_waits_is_part_of_its_timeout(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from expertd.service.channels.waiting import Kind, WaitingCalls
 from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
+from expertd.service.engine.queue_counts import Backlog, QueueCounts, num_cells
 from tests.service.apps import MODEL, tiny_settings
 
 LIMITS = {
@@ -32,10 +33,15 @@ class Waits:
     def __init__(self, **changes: Any) -> None:
         limits = {**LIMITS, **changes.pop("limits", {})}
         models = [MODEL, {**MODEL, "name": "other", "weight": 4.0}]
-        self.totals = [0.0] * 4
+        cells = [0.0] * 3 * num_cells(2)
+        self.engine, self.counts, self.other = (QueueCounts(cells, 2, row) for row in range(3))
         self.calls: WaitingCalls[Call] = WaitingCalls(
-            tiny_settings(limits, models=models, **changes), self.totals
+            tiny_settings(limits, models=models, **changes), self.counts
         )
+
+    @property
+    def totals(self) -> list[Backlog]:
+        return [self.counts.total(model, 0) for model in range(2)]
 
     def put(self, caller: int = 0, num_tokens: int = 1, priority: int = 128, model: str = "tiny") -> Call:
         call = Call(self.calls.kind(model, num_tokens, priority), caller, num_tokens)
@@ -95,9 +101,9 @@ def test_what_is_removed_does_not_leave() -> None:
     waits = Waits()
     kept, removed = waits.put(1), waits.put(2, 17)
     waits.calls.remove(removed)
-    assert waits.totals == [1, 1, 0, 0]
+    assert waits.totals == [(1, 1, 0), (0, 0, 0)]
     assert waits.order() == [kept]
-    assert waits.totals == [0] * 4
+    assert waits.totals == [(0, 0, 0), (0, 0, 0)]
 
 
 def test_as_many_requests_wait_as_the_limits_allow() -> None:
@@ -105,7 +111,7 @@ def test_as_many_requests_wait_as_the_limits_allow() -> None:
     for _ in range(2):
         waits.calls.check_capacity("tiny", 1, 0)
         waits.put()
-    text = "the queue of model tiny is full: 2 requests of at most 2 are waiting in this HTTP process"
+    text = "^the queue of model tiny is full: 2 requests of at most 2 are waiting$"
     with pytest.raises(TooManyRequestsError, match=text) as raised:
         waits.calls.check_capacity("tiny", 1, 0)
     assert raised.value.retry_after >= 1
@@ -114,14 +120,14 @@ def test_as_many_requests_wait_as_the_limits_allow() -> None:
     waits.put(model="other")
     waits.calls.take()
     waits.put()
-    assert waits.totals == [2, 2, 1, 1]
+    assert waits.totals == [(2, 2, 0), (1, 1, 0)]
 
 
 def test_as_many_tokens_wait_as_the_limits_allow() -> None:
     waits = Waits(limits={"max_queue_tokens": 64})
     waits.put(num_tokens=60)
     waits.calls.check_capacity("tiny", 4, 0)
-    with pytest.raises(QueueFullError, match="60 tokens of at most 64 are waiting in this HTTP process"):
+    with pytest.raises(QueueFullError, match="60 tokens of at most 64 are waiting, and 5 more"):
         waits.calls.check_capacity("tiny", 5, 0)
     with pytest.raises(QueueFullError):
         waits.put(num_tokens=5)
@@ -136,6 +142,38 @@ def test_a_caller_without_requests_is_not_shut_out() -> None:
     for caller in (0, 1, 2):
         with pytest.raises(QueueFullError):
             waits.calls.check_capacity("tiny", 1, caller)
+
+
+def test_what_waits_in_other_processes_counts() -> None:
+    waits = Waits(limits={"max_queue_requests": 4})
+    waits.put(caller=1)
+    waits.other.add(0, 0, 1, 60)
+    waits.calls.check_capacity("tiny", 1, 0)
+    waits.engine.set(0, 0, Backlog(2, 128, 1.5))
+    text = "^the queue of model tiny is full: 4 requests of at most 4 are waiting$"
+    with pytest.raises(QueueFullError, match=text) as raised:
+        waits.calls.check_capacity("tiny", 1, 0)
+    assert raised.value.retry_after == 6, "189 tokens are three steps of 1.5 seconds, and one runs"
+    with pytest.raises(QueueFullError):
+        waits.put(caller=1)
+    waits.put(caller=2)
+    waits.other.clear()
+    waits.engine.set(0, 0, Backlog(0, 0, 1.5))
+    waits.put(caller=1)
+    waits.put(model="other")
+
+
+def test_a_caller_with_requests_in_the_channel_is_refused() -> None:
+    waits = Waits()
+    waits.engine.set(0, 0, Backlog(64, 64))
+    waits.calls.check_capacity("tiny", 1, 2)
+    waits.calls.in_channel[waits.calls.kind("other", 1, 128), 2] += 1
+    waits.calls.check_capacity("tiny", 1, 2)
+    waits.calls.in_channel[waits.calls.kind("tiny", 1, 1), 2] += 1
+    waits.calls.check_capacity("tiny", 1, 2)  # it may be in a step
+    waits.calls.in_channel[waits.calls.kind("tiny", 32, 1), 2] += 1
+    with pytest.raises(QueueFullError):
+        waits.calls.check_capacity("tiny", 1, 2)
 
 
 def test_each_lane_has_the_limits() -> None:

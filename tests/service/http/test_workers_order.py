@@ -22,7 +22,7 @@ ROOM = 10  # requests of one kind and caller in a channel, with the `max_buffere
 WAITING = 40
 LIMITS = {
     "max_buffered_bytes": 12_000_000,
-    "max_queue_requests": 2 * WAITING,
+    "max_queue_requests": WAITING,
     "queue_full_status": 429,
 }
 
@@ -56,7 +56,7 @@ def test_callers_take_turns_and_what_may_wait_has_a_bound(tmp_path: Path) -> Non
             answer = read_answer(refused)
             assert answer.status == 429, "from the headers"
             assert int(answer.headers["retry-after"]) >= 1
-            assert b"40 requests of at most 40 are waiting in this HTTP process" in answer.body
+            assert b"40 requests of at most 40 are waiting" in answer.body
             for sock in socks[-3:]:  # one after another: the event loop reads sockets in any order
                 send([sock], "b")
                 wait_for(lambda: all_received(server), "the requests of b wait")

@@ -1,0 +1,98 @@
+"""What waits for the steps of each model, in all processes of a server, and whether it leaves room."""
+
+import math
+from typing import NamedTuple
+
+from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
+from expertd.service.settings.parts import Limits
+
+_LANES = 2
+_FIELDS = 3  # of a model's queue on a lane: requests, tokens, seconds of a step
+
+
+def num_cells(num_models: int) -> int:
+    """Of one process, each a float64."""
+    return num_models * _LANES * _FIELDS
+
+
+class Backlog(NamedTuple):
+    """What waits, and what a step takes, smoothed."""
+
+    num_requests: int
+    num_tokens: int
+    step_seconds: float = 0.0
+
+
+class QueueCounts:
+    """The cells of all processes, in memory that they share; each writes those of its own row.
+
+    Row 0 has the queues of the process that owns the device; the others have what waits in HTTP processes for
+    room in their channels. Of a server without lanes, the first lane is all there is.
+
+    cells  one row after the other
+    row    of this process
+    """
+
+    def __init__(self, cells: "memoryview[float] | list[float]", num_models: int, row: int) -> None:
+        self._cells = cells
+        self._stride = num_cells(num_models)
+        self._row = row
+
+    def set(self, model: int, lane: int, backlog: Backlog) -> None:
+        """Say what waits in this process for a model, by its number."""
+        place = self._place(model, lane)
+        for field, value in enumerate(backlog):
+            self._cells[place + field] = value
+
+    def add(self, model: int, lane: int, requests: int, tokens: int) -> None:
+        """Add to what waits in this process."""
+        place = self._place(model, lane)
+        self._cells[place] += requests
+        self._cells[place + 1] += tokens
+
+    def clear(self) -> None:
+        """Nothing waits in this process any more: it has ended."""
+        for place in range(self._row * self._stride, (self._row + 1) * self._stride):
+            self._cells[place] = 0.0
+
+    def total(self, model: int, lane: int) -> Backlog:
+        """What waits on a lane, in all processes."""
+        first = self._first(model, lane)
+        requests = sum(self._cells[first :: self._stride])
+        tokens = sum(self._cells[first + 1 :: self._stride])
+        return Backlog(int(requests), int(tokens), self._cells[first + 2])
+
+    def elsewhere(self, model: int) -> Backlog:
+        """What waits on all lanes in HTTP processes."""
+        requests = tokens = 0.0
+        for lane in range(_LANES):
+            first = self._first(model, lane) + self._stride
+            requests += sum(self._cells[first :: self._stride])
+            tokens += sum(self._cells[first + 1 :: self._stride])
+        return Backlog(int(requests), int(tokens))
+
+    def _first(self, model: int, lane: int) -> int:
+        """The place in row 0."""
+        return (model * _LANES + lane) * _FIELDS
+
+    def _place(self, model: int, lane: int) -> int:
+        return self._row * self._stride + self._first(model, lane)
+
+
+def why_full(limits: Limits, model: str, backlog: Backlog, num_tokens: int) -> QueueFullError | None:
+    """The error for one more request of `num_tokens`, or more; None: there is room."""
+    if backlog.num_requests >= limits.max_queue_requests:
+        text = f"{backlog.num_requests} requests of at most {limits.max_queue_requests} are waiting"
+    elif backlog.num_tokens + num_tokens > limits.max_queue_tokens:
+        text = f"{backlog.num_tokens} tokens of at most {limits.max_queue_tokens} are waiting"
+        text = text if num_tokens == 1 else f"{text}, and {num_tokens} more do not fit"
+    else:
+        return None
+    steps = math.ceil(backlog.num_tokens / limits.max_batch_tokens) + 1
+    return full_error(limits, f"the queue of model {model} is full: {text}", steps * backlog.step_seconds)
+
+
+def full_error(limits: Limits, text: str, seconds: float | None) -> QueueFullError:
+    """`seconds` until another try may succeed; None: it would not."""
+    full = TooManyRequestsError if limits.queue_full_status == 429 else QueueFullError
+    return full(text, 0 if seconds is None else max(1, math.ceil(seconds)))
