@@ -16,8 +16,8 @@ MAX_RANKS = 8
 _COUNTER_BYTES = MAX_RANKS * 128
 _ALIGNMENT = 1024
 _PARTS = 5  # of a rank's memory
-# csrc/ranks.cuh: the memories, then num_ranks, rank, calls, done, status, timeout, max_own_tokens
-_RANKS = struct.Struct(f"<{_PARTS * MAX_RANKS}Q4I3Q")
+# csrc/ranks.cuh: the memories, then num_ranks, rank, calls, max_pairs, status, timeout, max_own_tokens
+_RANKS = struct.Struct(f"<{_PARTS * MAX_RANKS}Q4I3Q8x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def part_bytes(
     """The bytes of each part of a rank's memory, with the arguments of `RankMemory`."""
     sizes = (
         _COUNTER_BYTES,
-        max_tokens * top_k * 8,
+        2 * max_tokens * top_k * 8,
         max_tokens * hidden_size,
         max_tokens * math.ceil(hidden_size / SCALE_BLOCK) * 4,
         (top_k if exact else num_ranks) * max_own_tokens * hidden_size * 2,
@@ -129,7 +129,7 @@ class RankMemory:
         addresses = [base + start for base in bases for start in starts[:-1]]
         addresses += [0] * (_PARTS * MAX_RANKS - len(addresses))
         packed = _RANKS.pack(
-            *addresses, self.num_ranks, self.rank, 0, 0,
+            *addresses, self.num_ranks, self.rank, 0, self.max_tokens * self.top_k,
             self._status.data_ptr(), int(timeout * 1e9), self.max_own_tokens,
         )  # fmt: skip
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 // The order in which a CTA returns tokens and completes own ones.
 //
 // A CTA returns a token of each other rank, then completes an own one from LAG steps before, whose rows have had that
-// time to arrive. With few tokens, each of these has a CTA of its own.
+// time to arrive. With few tokens, several CTAs share these.
 #pragma once
 
 #include "floats.cuh"
@@ -38,7 +38,8 @@ struct Items {
     const int* firsts;  // [kMaxRanks + 1]: rank r has the tokens from firsts[r] on
     const Problem& problem;
     int column;  // this thread's first one; n: it has none
-    int each;    // CTAs for the same columns; 0: a CTA has one item
+    int share;   // CTAs that share a token's columns
+    int stride;  // tokens of a step
     int lag;     // an own token is completed that many tokens later
     u64 until;
 
@@ -66,7 +67,7 @@ struct Items {
         return static_cast<i64>(firsts[owner(item)] + token(item)) * problem.top_k;
     }
     __device__ __forceinline__ const Pair* sent(Item item) const {  // its pairs
-        return reinterpret_cast<const Pair*>(ranks.own().pairs) + pairs(item);
+        return ranks.pairs(ranks.rank, ranks.calls - 1) + pairs(item);
     }
     __device__ __forceinline__ int own_id(Item item, int slot) const {  // of an own token's expert, -1: none
         return slot < problem.top_k ? problem.topk_ids[static_cast<i64>(token(item)) * problem.top_k + slot] : -1;
@@ -86,12 +87,12 @@ struct Items {
     __device__ __forceinline__ const uint4* computed(int row) const {  // this thread's columns
         return reinterpret_cast<const uint4*>(problem.rows + static_cast<i64>(row) * problem.n + column);
     }
-    __device__ __forceinline__ Item first() const {
-        const int index = static_cast<int>(blockIdx.x) / problem.parts(), num_ranks = static_cast<int>(ranks.num_ranks);
-        return each == 0 ? Item{index / num_ranks, index % num_ranks + 1} : Item{index, 1};
-    }
+    __device__ __forceinline__ int index() const { return static_cast<int>(blockIdx.x) / problem.parts(); }
+    __device__ __forceinline__ Item first() const { return {index() / share, index() % share + 1}; }
     __device__ __forceinline__ Item after(Item item) const {
-        return completes(item) ? Item{item.token + each, 1} : Item{item.token, item.other + 1};
+        const int other = item.other + share;
+        if (other <= static_cast<int>(ranks.num_ranks)) return {item.token, other};
+        return {item.token + stride, index() % share + 1};
     }
 };
 
@@ -99,53 +100,44 @@ struct Items {
 struct Shared {
     Ranks ranks;
     int firsts[kMaxRanks + 1];
-    bool is_last;
 };
 
-// Ends a CTA; the last one of the call's last launch tells the other ranks.
-__device__ __forceinline__ void finish(Ranks* ranks_in_memory, Shared& shared, const Items& items) {
-    __syncthreads();
-    __threadfence();  // the CTA's reads come first
-    if (threadIdx.x == 0) shared.is_last = atomicAdd(&ranks_in_memory->done, 1) == gridDim.x - 1;
-    __syncthreads();
-    if (!shared.is_last) return;
-    if (threadIdx.x == 0) ranks_in_memory->done = 0;
-    if (items.problem.end_column == items.problem.n) shared.ranks.announce_consumed(threadIdx.x);
+// Waits for the preceding launch. All tokens are taken then: the call's last launch tells the other ranks.
+__device__ __forceinline__ void begin(const Items& items) {
+    ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
+    ptx::launch_dependents();
+    if (blockIdx.x == 0 && items.problem.end_column == items.problem.n) items.ranks.announce_consumed(threadIdx.x);
 }
 
 // Runs everything of a CTA: `fetch` loads what does not depend on the preceding launch, one item ahead of `run`.
 template <class How>
-__device__ __forceinline__ void run_all(Ranks* ranks_in_memory, Shared& shared, const Items& items, int most,
-                                        const How& how) {
-    const bool alone = items.each == 0;
+__device__ __forceinline__ void run_all(const Items& items, int most, const How& how) {
     Item item = items.first();
     auto next = how.fetch(item);
-    ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
-    ptx::launch_dependents();
-    const int end = alone ? 0 : most + items.lag;
+    begin(items);
+    const int end = most + items.lag;
 #pragma unroll 1
-    do {
+    while (item.token < end) {
         const Item now = item;
         const auto fetched = next;
         item = items.after(item);
-        if (!alone) next = how.fetch(item);
+        next = how.fetch(item);
         if (items.exists(now)) how.run(now, fetched);
-    } while (item.token < end);
-    finish(ranks_in_memory, shared, items);
+    }
 }
 
 // What a CTA needs, once `shared` is filled.
-__device__ __forceinline__ Items items_of(const Shared& shared, const Problem& problem, int most) {
-    const int parts = problem.parts(), ctas = static_cast<int>(gridDim.x) / parts;
+__device__ __forceinline__ Items items_of(const Shared& shared, const Problem& problem, int most, int share) {
+    const int parts = problem.parts(), stride = static_cast<int>(gridDim.x) / parts / share;
     const int part = static_cast<int>(blockIdx.x) % parts;
     const int column = problem.first_column + part * kColumns + static_cast<int>(threadIdx.x) * 8;
-    const bool alone = !STAGED && ctas >= most * static_cast<int>(shared.ranks.num_ranks);
     return {shared.ranks,
             shared.firsts,
             problem,
             column < problem.end_column ? column : problem.n,
-            alone ? 0 : ctas,
-            alone ? 0 : LAG * ctas,
+            share,
+            stride,
+            stride < most ? LAG * stride : 0,
             shared.ranks.until()};
 }
 
@@ -155,6 +147,7 @@ __device__ __forceinline__ void fill(Shared& shared, int* place_of, const Ranks*
     copy_ranks(shared.ranks, ranks);
     copy_words(shared.firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
+    ptx::wait_for_async_copies();
     __syncthreads();
 }
 

@@ -1,17 +1,18 @@
 // Returns what this rank has computed for tokens of other ranks, and adds up what all ranks have computed for its own
-// ones. The launch with the last columns ends the call.
+// ones. The launch with the last columns tells the other ranks that the next call may begin.
 #include "combine_slots.cuh"
 #include "combine_staged.cuh"
 
 static_assert(!(STAGED && BIASED), "staged sums have no biases");
 
 extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
-    combine_rows(Ranks* ranks,
+    combine_rows(const Ranks* ranks,
                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
                  const int* __restrict__ places, int num_experts,                           // see Problem
                  const int* __restrict__ topk_ids, const float* __restrict__ topk_weights,  // likewise
                  const u16* rows, const int* __restrict__ inverse_permutation,              // likewise
                  int most,                                                                  // tokens of a rank
+                 int share,                                                                 // see Items
                  int top_k, int n, int first_column, int end_column,                        // see Problem
                  const u16* __restrict__ bias,                                              // likewise
                  void* __restrict__ out  // kDatatype [num_tokens of this rank, n]
@@ -22,13 +23,12 @@ extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
     combine::fill(shared, place_of, ranks, first_tokens, places, num_experts);
     const combine::Problem problem = {rows, inverse_permutation, topk_ids,   topk_weights, place_of, num_experts, top_k,
                                       n,    first_column,        end_column, bias,         out};
-    const combine::Items items = combine::items_of(shared, problem, most);
+    const combine::Items items = combine::items_of(shared, problem, most, share);
 #if STAGED
-    combine::run_all_staged(ranks, shared, items, most,
-                            {items, *reinterpret_cast<combine::StagedSums::Storage*>(memory)});
+    combine::run_all_staged(items, most, {items, *reinterpret_cast<combine::StagedSums::Storage*>(memory)});
 #elif EXACT
-    combine::run_all(ranks, shared, items, most, combine::Rows{items});
+    combine::run_all(items, most, combine::Rows{items});
 #else
-    combine::run_all(ranks, shared, items, most, combine::Sums{items});
+    combine::run_all(items, most, combine::Sums{items});
 #endif
 }

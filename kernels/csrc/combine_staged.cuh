@@ -209,12 +209,10 @@ struct StagedSums {
 };
 
 // As run_all.
-__device__ __forceinline__ void run_all_staged(Ranks* ranks_in_memory, Shared& shared, const Items& items, int most,
-                                               StagedSums how) {
+__device__ __forceinline__ void run_all_staged(const Items& items, int most, StagedSums how) {
     Item now = items.first(), next = items.after(now);
     auto fetched = how.sums.fetch(now);
-    ptx::grid_dependency_wait();
-    ptx::launch_dependents();
+    begin(items);
     auto begun = how.begin(now, fetched, 0);
     fetched = how.sums.fetch(next);
     int stage = 0;
@@ -232,7 +230,6 @@ __device__ __forceinline__ void run_all_staged(Ranks* ranks_in_memory, Shared& s
         stage ^= 1;
     }
     ptx::commit_and_wait_bulk_stores();
-    finish(ranks_in_memory, shared, items);
 }
 
 }  // namespace combine

@@ -33,7 +33,7 @@ struct GroupIds {
     int top_k;
     u64 until;
 
-    __device__ __forceinline__ Pair* pairs() const { return reinterpret_cast<Pair*>(ranks->own().pairs); }
+    __device__ __forceinline__ Pair* pairs() const { return ranks->pairs(ranks->rank, ranks->calls); }
 
     __device__ __forceinline__ int load(int pair) const {
         if constexpr (!kRanks) return given[pair];
@@ -54,21 +54,20 @@ struct GroupIds {
         if constexpr (kRanks) pairs()[pair].group = static_cast<int>(kNothing);
     }
 
-    // Sends own pairs to all ranks; called by the cluster's threads.
+    // Sends own pairs to all ranks; called by the cluster's threads. `id` and `weight`: of `thread`'s first pair.
     __device__ __forceinline__ void send(const OwnPairs& own, const int* place_of, int num_experts, int thread,
-                                         int threads) const {
+                                         int threads, int id, u32 weight) const {
 #pragma unroll 1
         for (int pair = thread; pair < own.count; pair += threads) {
-            const int id = own.topk_ids[pair];
+            if (pair != thread) id = own.topk_ids[pair], weight = __float_as_uint(own.topk_weights[pair]);
             const int at = static_cast<u32>(id) < static_cast<u32>(num_experts) ? place_of[id] : -1;
-            const u32 weight = __float_as_uint(own.topk_weights[pair]);
             u32 to = ranks->rank;
 #pragma unroll 1
             for (u32 i = 0; i < ranks->num_ranks; ++i) {  // other ranks first
                 to = to + 1 == ranks->num_ranks ? 0 : to + 1;
                 const u32 group = at >= 0 && static_cast<u32>(at) >> 16 == to ? at & 0xffff : kNoGroup;
-                u64* const there = reinterpret_cast<u64*>(ranks->memory[to].pairs);
-                ptx::store_relaxed_system(there + own.first + pair, static_cast<u64>(weight) << 32 | group);
+                u64* const there = reinterpret_cast<u64*>(ranks->pairs(to, ranks->calls) + own.first + pair);
+                ptx::store_relaxed_system(there, static_cast<u64>(weight) << 32 | group);
             }
         }
     }
@@ -176,20 +175,27 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
         __shared__ Ranks ranks;
         int* const place_of = words;  // a copy of places
         counters += num_experts;
-        const u32 seen = thread < kMaxRanks ? ptx::load_acquire_system(consumed + thread * kCounterStride) : 0;
         copy_ranks(ranks, ranks_in_memory);
         copy_words(place_of, places, num_experts);
+        const u32 seen = thread < kMaxRanks ? ptx::load_acquire_system(consumed + thread * kCounterStride) : 0;
+        ptx::grid_dependency_wait();
+        const int first = rank * static_cast<int>(blockDim.x) + thread;
+        const int id = first < own_pairs ? given_ids[first] : -1;
+        const u32 weight = first < own_pairs ? __float_as_uint(topk_weights[first]) : 0;
+        ptx::wait_for_async_copies();
         __syncthreads();
         group_ids.ranks = &ranks;
         group_ids.until = ranks.until();
         ranks.wait_for_consumed(seen, group_ids.until);
-        ptx::grid_dependency_wait();
-        group_ids.send({given_ids, topk_weights, own_pairs, first_pair}, place_of, num_experts,
-                       rank * static_cast<int>(blockDim.x) + thread, ctas * static_cast<int>(blockDim.x));
+        ptx::launch_dependents();  // may send tokens from now on
+        group_ids.send({given_ids, topk_weights, own_pairs, first_pair}, place_of, num_experts, first,
+                       ctas * static_cast<int>(blockDim.x), id, weight);
     }
     if (num_pairs <= kFewPairs) {
-        ptx::grid_dependency_wait();
-        ptx::launch_dependents();
+        if constexpr (!kRanks) {
+            ptx::grid_dependency_wait();
+            ptx::launch_dependents();
+        }
         if (kRanks && thread == 0) ranks_in_memory->calls += 1;
         compare_all(group_ids, num_pairs, num_groups, inverse_permutation, offsets, offsets_copy, tile_counters);
         return;
@@ -205,8 +211,10 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
 #pragma unroll 1
     for (int i = thread; i < warps * num_groups; i += blockDim.x) counters[i] = 0;
     __syncthreads();
-    ptx::grid_dependency_wait();
-    ptx::launch_dependents();
+    if constexpr (!kRanks) {
+        ptx::grid_dependency_wait();
+        ptx::launch_dependents();
+    }
     Chunk chunk;
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
@@ -244,11 +252,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
     const int sum = ptx::warp_prefix_sum(total);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();
-    int before = sum - total;
-#pragma unroll 1
-    for (int w = 0; w < warp; ++w) before += sums[w];
     if (rank == 0 && thread < 4) tile_counters[thread] = 0;
     if (thread < num_groups) {
+        int before = sum - total;
+#pragma unroll 1
+        for (int w = 0; w < warp; ++w) before += sums[w];
         if (rank == 0) {
             offsets[thread] = before;
             if (thread == num_groups - 1) offsets[num_groups] = before + total;

@@ -2,10 +2,9 @@
 // copies the tokens that arrive from those to their permuted rows. e4m3 with an fp32 scale per row and 128 columns.
 // With DATATYPE=E4M3 the tokens are quantized already: k bytes of values, then the row's k / 128 scales.
 //
-// The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends a token, then copies one of
-// each other rank from its step before, which has had that time to arrive. With few tokens, each of these has a CTA of
-// its own.
-#include "permuted_rows.cuh"
+// The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends a token one step ahead of
+// those that it copies. With few tokens, the first step is sent while the permutation is still computed, and several
+// CTAs share what is to be done for a token.
 #include "quantize.cuh"
 #include "ranks.cuh"
 
@@ -17,18 +16,26 @@ constexpr auto kDatatype = floats::DATATYPE;
 __device__ __forceinline__ u32 arriving(u32 word, u32 nan) { return word == kNothing ? nan : word; }
 
 struct Problem {
-    const void* hidden_states;       // [num_tokens of this rank, k], contiguous; e4m3: rows of k + k / 32 bytes
-    const int* topk_ids;             // [num_tokens of this rank, top_k]; others name no expert
+    const void* hidden_states;       // [own_rows, k], contiguous; e4m3: rows of k + k / 32 bytes
+    const int* topk_ids;             // [own_rows, top_k]; others name no expert
+    int own_rows;                    // of which the first ones are this rank's tokens
     const int* inverse_permutation;  // [num_tokens of all ranks, top_k], -1: no row
     const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
     int num_experts, top_k, k;
     u8* data;       // e4m3 [rows, k]
     float* scales;  // fp32 [ceil(k / 128), scale_stride]
     u32 scale_stride;
+};
 
-    __device__ __forceinline__ void write(const PermutedRows& rows, uint4 columns, float scale, int column) const {
-        rows.write(columns, scale, column, k, data, scales, scale_stride);
-    }
+// This thread's columns of a token, and what is known of its slots.
+struct Own {
+    quantize::Row row;
+    int id = -1;  // of lane l's slot
+};
+struct Arrival {
+    uint4 columns;
+    u32 scale;
+    int row;  // of lane l's slot
 };
 
 struct Dispatch {
@@ -39,10 +46,14 @@ struct Dispatch {
     u64 until;
 
     __device__ __forceinline__ int tokens(u32 rank) const { return firsts[rank + 1] - firsts[rank]; }
+    __device__ __forceinline__ bool has_columns() const { return column < problem.k; }
+    static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x % 32); }
 
-    __device__ __forceinline__ quantize::Row load(int token) const {
-        quantize::Row row;
-        const bool valid = token < tokens(ranks.rank) && column < problem.k;
+    // An own token. Needs no shared memory.
+    __device__ __forceinline__ Own load(int token) const {
+        Own own;
+        if (token < problem.own_rows) own.id = id(token, lane());
+        const bool valid = token < problem.own_rows && has_columns();
         if constexpr (kDatatype == floats::E4M3) {
             if (valid) {
                 const u8* const from = static_cast<const u8*>(problem.hidden_states) +
@@ -50,71 +61,108 @@ struct Dispatch {
                 const uint4 columns = *reinterpret_cast<const uint4*>(from + column);
                 const u32 words[4] = {columns.x, columns.y, columns.z, columns.w};
 #pragma unroll
-                for (int i = 0; i < 4; ++i) row.words[i] = arriving(words[i], 0x7f7f7f7f);
+                for (int i = 0; i < 4; ++i) own.row.words[i] = arriving(words[i], 0x7f7f7f7f);
                 const u32 scale = *reinterpret_cast<const u32*>(from + problem.k + column / floats::kScaleBlock * 4);
-                row.scale = __uint_as_float(arriving(scale, 0x7fffffff));
+                own.row.scale = __uint_as_float(arriving(scale, 0x7fffffff));
             }
         } else {
-            row.load<kDatatype>(problem.hidden_states, static_cast<i64>(token) * problem.k + column, valid);
+            own.row.load<kDatatype>(problem.hidden_states, static_cast<i64>(token) * problem.k + column, valid);
         }
-        return row;
+        return own;
     }
 
-    // An own token, to the other ranks and to its rows here. Called by whole warps.
-    __device__ __forceinline__ void send(int token, const quantize::Row& row) const {
+    // Sends an own token to the other ranks. Called by whole warps.
+    __device__ __forceinline__ void send(int token, const Own& own) const {
+        if (token >= tokens(ranks.rank)) return;
         u32 wanted = 0;  // a bit per rank that holds an expert of the token
 #pragma unroll 1
-        for (int slot = static_cast<int>(threadIdx.x % 32), first = 0; first < problem.top_k; slot += 32, first += 32) {
-            const int id = slot < problem.top_k ? problem.topk_ids[static_cast<i64>(token) * problem.top_k + slot] : -1;
-            const int at = static_cast<u32>(id) < static_cast<u32>(problem.num_experts) ? problem.place_of[id] : -1;
+        for (int first = 0; first < problem.top_k; first += 32) {
+            const int expert = first == 0 ? own.id : id(token, first + lane());
+            const bool exists = static_cast<u32>(expert) < static_cast<u32>(problem.num_experts);
+            const int at = exists ? problem.place_of[expert] : -1;
             wanted |= __reduce_or_sync(0xffffffff, at >= 0 ? 1u << (at >> 16) : 0);
         }
-        if (column >= problem.k) return;
+        if (!has_columns()) return;
         const i64 among_all = static_cast<i64>(firsts[ranks.rank]) + token;
         u32 to = ranks.rank;
 #pragma unroll 1
         for (u32 i = 1; i < ranks.num_ranks; ++i) {  // not all ranks to the same one at once
             to = to + 1 == ranks.num_ranks ? 0 : to + 1;
             if ((wanted >> to & 1) == 0) continue;
-            ptx::store_relaxed_system(data(to, among_all), row.packed());
-            if (threadIdx.x % 8 == 0) ptx::store_relaxed_system(scale(to, among_all), __float_as_uint(row.scale));
-        }
-        if ((wanted >> ranks.rank & 1) == 0) return;
-        PermutedRows rows;
-#pragma unroll 1
-        for (int first = 0; first < problem.top_k; first += rows.kAtOnce) {
-            rows.load(problem.inverse_permutation + among_all * problem.top_k + first, problem.top_k - first);
-            problem.write(rows, row.packed(), row.scale, column);
+            ptx::store_relaxed_system(data(to, among_all), own.row.packed());
+            if (threadIdx.x % 8 == 0) ptx::store_relaxed_system(scale(to, among_all), __float_as_uint(own.row.scale));
         }
     }
 
-    // A token of rank `source`, if it comes to this rank.
-    __device__ __forceinline__ void receive(u32 source, int token) const {
-        if (column >= problem.k) return;
-        const i64 among_all = static_cast<i64>(firsts[source]) + token;
-        uint4* const place = data(ranks.rank, among_all);
-        u32* const scale_place = scale(ranks.rank, among_all);
-        uint4 columns = ptx::load_relaxed_system(place);
-        u32 scale = ptx::load_relaxed_system(scale_place);
-        bool is_here = false;
-        PermutedRows rows;
+    // Lane l's permuted row, of a slot of a token of all ranks.
+    __device__ __forceinline__ int permuted_row(i64 among_all, int first) const {
+        const int slot = first + lane();
+        return slot < problem.top_k ? problem.inverse_permutation[among_all * problem.top_k + slot] : -1;
+    }
+
+    // Writes an own token to its permuted rows here. Called by whole warps.
+    __device__ __forceinline__ void keep(int token, const Own& own) const {
+        if (token >= tokens(ranks.rank)) return;
+        const i64 among_all = static_cast<i64>(firsts[ranks.rank]) + token;
 #pragma unroll 1
-        for (int first = 0; first < problem.top_k; first += rows.kAtOnce) {
-            rows.load(problem.inverse_permutation + among_all * problem.top_k + first, problem.top_k - first);
-            if (!is_here && rows.any()) {
+        for (int first = 0; first < problem.top_k; first += 32)
+            write(permuted_row(among_all, first), own.row.packed(), own.row.scale);
+    }
+
+    // Begins to take a token of rank `source`.
+    __device__ __forceinline__ Arrival fetch(u32 source, int token) const {
+        Arrival arrival = {{}, 0, -1};
+        if (token >= tokens(source)) return arrival;
+        const i64 among_all = static_cast<i64>(firsts[source]) + token;
+        arrival.row = permuted_row(among_all, 0);
+        if (has_columns()) {
+            arrival.columns = ptx::load_relaxed_system(data(ranks.rank, among_all));
+            if (threadIdx.x % 8 == 0) arrival.scale = ptx::load_relaxed_system(scale(ranks.rank, among_all));
+        }
+        return arrival;
+    }
+
+    // Takes it, if it comes to this rank. Called by whole warps.
+    __device__ __forceinline__ void receive(u32 source, int token, Arrival arrival) const {
+        if (token >= tokens(source)) return;
+        const i64 among_all = static_cast<i64>(firsts[source]) + token;
+        bool is_here = !has_columns();
+#pragma unroll 1
+        for (int first = 0; first < problem.top_k; first += 32) {
+            if (first > 0) arrival.row = permuted_row(among_all, first);
+            const bool comes = __any_sync(0xffffffff, arrival.row >= 0);
+            if (!is_here && comes) {
                 is_here = true;
-                columns = ranks.wait_for(columns, place, source, until);
+                uint4* const place = data(ranks.rank, among_all);
+                arrival.columns = ranks.wait_for(arrival.columns, place, source, until);
                 *place = {kNothing, kNothing, kNothing, kNothing};
                 if (threadIdx.x % 8 == 0) {
-                    scale = ranks.wait_for(scale, scale_place, source, until);
+                    u32* const scale_place = scale(ranks.rank, among_all);
+                    arrival.scale = ranks.wait_for(arrival.scale, scale_place, source, until);
                     *scale_place = kNothing;
                 }
             }
-            problem.write(rows, columns, __uint_as_float(scale), column);
+            write(arrival.row, arrival.columns, __uint_as_float(arrival.scale));
         }
     }
 
   private:
+    __device__ __forceinline__ int id(int token, int slot) const {
+        return slot < problem.top_k ? problem.topk_ids[static_cast<i64>(token) * problem.top_k + slot] : -1;
+    }
+
+    // Writes columns to the permuted rows that the lanes have. Called by whole warps.
+    __device__ __forceinline__ void write(int rows, uint4 columns, float scale) const {
+#pragma unroll 1
+        for (u32 left = __ballot_sync(0xffffffff, rows >= 0); left != 0; left &= left - 1) {
+            const i64 row = __shfl_sync(0xffffffff, rows, __ffs(static_cast<int>(left)) - 1);
+            if (!has_columns()) continue;
+            *reinterpret_cast<uint4*>(problem.data + row * problem.k + column) = columns;
+            if (threadIdx.x % 8 == 0)
+                problem.scales[static_cast<i64>(column / floats::kScaleBlock) * problem.scale_stride + row] = scale;
+        }
+    }
+
     __device__ __forceinline__ uint4* data(u32 owner, i64 token) const {
         return reinterpret_cast<uint4*>(ranks.memory[owner].data + token * problem.k + column);
     }
@@ -128,10 +176,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     dispatch_rows(const Ranks* ranks_in_memory,
                   const int* __restrict__ first_tokens,  // [kMaxRanks + 1]
                   const int* __restrict__ places,        // [num_experts]
-                  int num_experts, const void* __restrict__ hidden_states,
-                  const int* __restrict__ topk_ids,  // see Problem
-                  const int* inverse_permutation,    // likewise
-                  int most,                          // tokens of a rank
+                  int num_experts, const void* __restrict__ hidden_states, const int* __restrict__ topk_ids,
+                  int own_rows,                    // see Problem
+                  const int* inverse_permutation,  // likewise
+                  int most,                        // tokens of a rank
+                  int share,                       // CTAs that share a token's columns
+                  int early,                       // 1: sends before the permutation is there
                   int top_k, int k, u8* __restrict__ data, float* __restrict__ scales, u32 scale_stride  // see Problem
     ) {
     extern __shared__ int place_of[];  // a copy of places
@@ -140,46 +190,45 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     copy_ranks(ranks, ranks_in_memory);
     copy_words(firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
-    __syncthreads();
-    const Problem problem = {hidden_states, topk_ids, inverse_permutation, place_of, num_experts, top_k, k,
+    const Problem problem = {hidden_states, topk_ids, own_rows,    inverse_permutation, place_of, num_experts, top_k, k,
                              data,          scales,   scale_stride};
     const int parts = (k + kColumns - 1) / kColumns, index = static_cast<int>(blockIdx.x) / parts;
     const int column =
         static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * quantize::kEach;
-    const Dispatch dispatch = {ranks, firsts, problem, column, ranks.until()};
-    const int num_ranks = static_cast<int>(ranks.num_ranks), rank = static_cast<int>(ranks.rank);
-    const int each = static_cast<int>(gridDim.x) / parts;  // CTAs for the same columns
-    const int own_tokens = dispatch.tokens(ranks.rank);
-    if (each >= most * num_ranks) {
-        const int token = index / num_ranks, source = index % num_ranks;
-        if (source == rank) {
-            const quantize::Row row = dispatch.load(token);
-            ptx::grid_dependency_wait();  // inverse_permutation may not be complete yet; the tokens are
-            ptx::launch_dependents();
-            if (token < own_tokens) dispatch.send(token, row);
-        } else {
-            ptx::grid_dependency_wait();
-            ptx::launch_dependents();
-            if (token < dispatch.tokens(source)) dispatch.receive(source, token);
-        }
-        return;
-    }
-    int token = index;
-    quantize::Row row = dispatch.load(token);
-    ptx::grid_dependency_wait();
+    Dispatch dispatch = {ranks, firsts, problem, column, 0};
+    // Of a token, 0 is to send and keep it, i to take the i-th rank's from this one on: this CTA has each `share`-th.
+    const int first = index % share, stride = static_cast<int>(gridDim.x) / parts / share;
+    const bool sends = first == 0;
+    int token = index / share;
+    Own own;  // a token that is sent, and not kept yet
+    if (sends) own = dispatch.load(token);
+    ptx::wait_for_async_copies();
+    __syncthreads();
+    dispatch.until = ranks.until();
+    if (sends && early != 0) dispatch.send(token, own);
+    ptx::grid_dependency_wait();  // inverse_permutation was not complete
     ptx::launch_dependents();
+    if (sends && early == 0) dispatch.send(token, own);
+    const int num_ranks = static_cast<int>(ranks.num_ranks);
+    const auto source = [&](int i) {
+        const int other = static_cast<int>(ranks.rank) + i;
+        return static_cast<u32>(other < num_ranks ? other : other - num_ranks);
+    };
 #pragma unroll 1
-    for (; token < most + each; token += each) {
-        if (token < own_tokens) {
-            if (token != index) row = dispatch.load(token);
-            dispatch.send(token, row);
+    for (; token < most; token += stride) {
+        int i = sends ? share : first;
+        Arrival arrival = {{}, 0, -1};
+        if (i < num_ranks) arrival = dispatch.fetch(source(i), token);
+        if (sends) {
+            dispatch.keep(token, own);
+            own = dispatch.load(token + stride);
+            dispatch.send(token + stride, own);
         }
-        const int before = token - each;
-        int source = rank;
 #pragma unroll 1
-        for (int i = 1; i < num_ranks; ++i) {
-            source = source + 1 == num_ranks ? 0 : source + 1;
-            if (before >= 0 && before < dispatch.tokens(source)) dispatch.receive(source, before);
+        for (; i < num_ranks; i += share) {
+            const Arrival here = arrival;
+            if (i + share < num_ranks) arrival = dispatch.fetch(source(i + share), token);
+            dispatch.receive(source(i), token, here);
         }
     }
 }

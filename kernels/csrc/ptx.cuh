@@ -184,6 +184,11 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
                  : "memory");
 }
 
+// The same with 4 bytes.
+__device__ __forceinline__ void copy_word_async(void* destination, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(destination)), "l"(source) : "memory");
+}
+
 // Waits for this thread's copies.
 __device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -4,7 +4,9 @@
 // announces such a write: kNothing stands wherever one will come, which none of them writes. Whoever needs a value
 // waits until it is there, and puts kNothing back once it has it. A launch's writes are in L2, where those of other
 // GPUs arrive, before the next launch passes its wait; so nothing new is overwritten. A rank begins a call once all
-// ranks are done with the tokens of the call before: each of them counts its calls in every rank's memory.
+// ranks have taken the tokens of the call before: each of them counts its calls in every rank's memory, as soon as its
+// dispatch_rows is complete. What they still read then, the pairs of that call, is not where those of the next one
+// come.
 #pragma once
 
 #include "ptx.cuh"
@@ -23,7 +25,7 @@ struct __align__(8) Pair {
 // The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/rank_memory.py.
 struct RankMemory {
     u64 consumed;      // u32 [kMaxRanks][kCounterStride]: calls whose tokens each rank is done with
-    u64 pairs;         // Pair [max_tokens, top_k]
+    u64 pairs;         // Pair [2, max_tokens, top_k]: of calls in turn
     u64 data;          // e4m3 [max_tokens, h]
     u64 scales;        // fp32 [max_tokens, ceil(h / 128)]
     u64 partial_sums;  // bf16 [num_ranks, max_own_tokens, h]: of this rank's own tokens, by the rank that computed
@@ -31,16 +33,19 @@ struct RankMemory {
 };
 
 // The calling rank's view: all memories, and its own state.
-struct Ranks {
+struct __align__(16) Ranks {
     RankMemory memory[kMaxRanks];  // addresses in the caller's address space
     u32 num_ranks, rank;
-    u32 calls;    // that have begun: compute_permutation.cu counts them
-    u32 done;     // CTAs of this launch of combine_rows that are done with the tokens of other ranks
-    u64 status;   // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
-    u64 timeout;  // nanoseconds
+    u32 calls;      // that have begun: compute_permutation.cu counts them
+    u32 max_pairs;  // of a call
+    u64 status;     // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
+    u64 timeout;    // nanoseconds
     u64 max_own_tokens;
 
-    __device__ __forceinline__ const RankMemory& own() const { return memory[rank]; }
+    // Where a rank has the pairs of the call before which `calls` have begun.
+    __device__ __forceinline__ Pair* pairs(u32 owner, u32 calls) const {
+        return reinterpret_cast<Pair*>(memory[owner].pairs) + static_cast<u64>(calls % 2) * max_pairs;
+    }
 
     // When a launch that begins now gives up waiting.
     __device__ __forceinline__ u64 until() const { return ptx::global_nanoseconds() + timeout; }
@@ -55,7 +60,11 @@ struct Ranks {
     // What `source` writes to `place`, once it is there; `value` was there before.
     template <class Value>
     __device__ __forceinline__ Value wait_for(Value value, const Value* place, u32 source, u64 until) const {
-        while (is_missing(value) && !is_late(source, until)) value = ptx::load_relaxed_system(place);
+        bool late = false;
+        while (is_missing(value) && !late) {
+            value = ptx::load_relaxed_system(place);
+            late = is_late(source, until);  // while the value is on its way
+        }
         return value;
     }
 
@@ -69,9 +78,9 @@ struct Ranks {
         __syncthreads();
     }
 
-    // Tells a rank that this one is done with the tokens of all calls so far.
+    // Tells a rank that this one has taken the tokens of all calls so far, which earlier launches have done.
     __device__ __forceinline__ void announce_consumed(u32 to) const {
-        if (to < num_ranks) ptx::store_release_system(consumed(to, rank), calls);
+        if (to < num_ranks) ptx::store_relaxed_system(consumed(to, rank), calls);
     }
 
     static __device__ __forceinline__ bool is_missing(u32 word) { return word == kNothing; }
@@ -85,20 +94,19 @@ struct Ranks {
     }
 };
 
-// Copies the state to shared memory; all threads of a CTA call it. An earlier launch has changed it, and may still run
-// beside one that has read it on the same SM: what L1 holds may be old.
+// Begins to copy the state to shared memory; all threads of a CTA call it. An earlier launch has changed it, and may
+// still run beside one that has read it on the same SM: what L1 holds may be old.
 __device__ __forceinline__ void copy_ranks(Ranks& to, const Ranks* from) {
-    const u32* const words = reinterpret_cast<const u32*>(from);
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < sizeof(Ranks) / 4; i += blockDim.x)
-        reinterpret_cast<u32*>(&to)[i] = ptx::load_relaxed_system(words + i);
+    static_assert(sizeof(Ranks) % 16 == 0 && sizeof(Ranks) / 16 <= 32);
+    if (threadIdx.x < sizeof(Ranks) / 16)
+        ptx::copy_async(reinterpret_cast<uint4*>(&to) + threadIdx.x,
+                        reinterpret_cast<const uint4*>(from) + threadIdx.x);
 }
 
-// Copies words to shared memory; all threads of a CTA call it. Reading them where they are costs a microsecond for each
-// load that depends on another.
-template <class Word>
-__device__ __forceinline__ void copy_words(Word* to, const void* from, int count) {
+// Begins to copy words to shared memory; all threads of a CTA call it. Reading them where they are costs a microsecond
+// for each load that depends on another.
+__device__ __forceinline__ void copy_words(int* to, const int* from, int count) {
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
-        to[i] = static_cast<const Word*>(from)[i];
+        ptx::copy_word_async(to + i, from + i);
 }

@@ -37,6 +37,24 @@ def test_ctas_are_whole_rows_that_run_at_once(
     assert ctas(num_sms, per_sm, tokens, columns) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_ctas", "tokens", "columns", "expected"),
+    [
+        (2 * 4, [1, 0], 7168, 2),  # a CTA for each step of each rank
+        (528, [33, 66], 7168, 2),
+        (528, [67, 67, 67, 67], 7168, 1),  # 132 CTAs for the same columns, fewer than two for each token
+        (528, [33, 33, 33, 33], 7168, 4),
+        (528, [20, 20, 20, 20], 7168, 4),  # no more than there are steps
+        (396, [1000, 1000], 2304, 1),
+        (1, [0, 0], 2048, 1),
+    ],
+)
+def test_ctas_without_a_token_share_those_of_others(
+    num_ctas: int, tokens: list[int], columns: int, expected: int
+) -> None:
+    assert rank_grids.sharing(num_ctas, tokens, columns) == expected
+
+
 def test_an_sm_has_room_for_its_ctas() -> None:
     """228 KB, of which the driver takes 1 KB for each CTA."""
     assert rank_grids.resident(26_640 + 4 * 64) == 8

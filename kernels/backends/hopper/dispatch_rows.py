@@ -14,7 +14,7 @@ from expertd.kernels.backends.hopper.launch import (
     named_source,
     variants_by_dtype,
 )
-from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes
+from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes, sharing
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, as_floats
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.limits import SCALE_BLOCK
@@ -22,6 +22,10 @@ from expertd.limits import SCALE_BLOCK
 _BY_DTYPE = variants_by_dtype("dispatch_rows", 128, place_bytes)
 _BY_DTYPE[torch.uint8] = Variant(named_source("dispatch_rows", "fp8", DATATYPE="E4M3"), 128, place_bytes)
 _CTAS = 8  # per SM at most: as many as run at once
+_FEW_TOKENS = 256
+_CTAS_OF_FEW = 4  # up to so many tokens of a rank: CTAs of the next launch find room, and wait there
+_EARLY_TOKENS = 512
+"""Up to this number of tokens of a rank, sending begins early; more of them would hold up the permutation."""
 
 VARIANTS = tuple(_BY_DTYPE.values())
 
@@ -48,12 +52,14 @@ def dispatch_rows(
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
     size = (math.ceil(k / SCALE_BLOCK), num_rows)
     scales = torch.empty(size, dtype=torch.float32, device=inverse.device)
-    num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, k)
+    most = max(tokens.counts)
+    num_ctas = ctas(on, num_sms, _CTAS_OF_FEW if most <= _FEW_TOKENS else _CTAS, tokens.counts, k)
+    share = sharing(num_ctas, tokens.counts, k)
     kernels.launch(
         on, _BY_DTYPE[hidden_states.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
         memory.ranks, tokens.first_tokens, places, np.int32(places.numel()),
-        hidden_states, topk_ids, inverse, np.int32(max(tokens.counts)), np.int32(top_k), np.int32(k),
-        data, scales, np.uint32(num_rows),
+        hidden_states, topk_ids, np.int32(len(topk_ids)), inverse, np.int32(most), np.int32(share),
+        np.int32(most <= _EARLY_TOKENS), np.int32(top_k), np.int32(k), data, scales, np.uint32(num_rows),
     )  # fmt: skip
     return Quantized(data, scales.t())
 

@@ -41,3 +41,9 @@ def ctas(
     each = math.ceil(columns / columns_at_once)
     most = per_sm * multiprocessors(on.device, num_sms) // each
     return min(max(1, len(tokens) * max(tokens)), max(1, most)) * each
+
+
+def sharing(num_ctas: int, tokens: Sequence[int], columns: int, columns_at_once: int = COLUMNS) -> int:
+    """The CTAs of a launch that share a token's columns, so that few have nothing to do."""
+    each = num_ctas // math.ceil(columns / columns_at_once)
+    return max(1, min(len(tokens), each // max(1, *tokens)))
