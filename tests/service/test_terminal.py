@@ -126,7 +126,9 @@ for number in range(3):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
-            subprocess.run([sys.executable, "-u", "-c", program], stderr=theirs, check=True, timeout=60)
+            subprocess.run(
+                [sys.executable, "-u", "-c", program], stderr=theirs.fileno(), check=True, timeout=60
+            )
         written = list(iter(lambda: ours.recv(65536).decode(), ""))
     assert [text.rpartition(": ")[2] for text in written] == [f"line {number}\n" for number in range(3)]
 
