@@ -1,6 +1,7 @@
 """Formats values and validation errors for messages of the form `name: expected this, got that`."""
 
 import re
+import sys
 from collections.abc import Collection
 from itertools import islice
 
@@ -56,6 +57,11 @@ def expected_and_got(error: ErrorDetails) -> str:
     message = message.partition(", unable to parse")[0]
     message = re.sub(r"^expected (greater|less)", r"expected a number \1", message)
     return f"{message}, got {shown(error['input'])}"
+
+
+def long_integer() -> str:
+    """The text for JSON with an integer that has more digits than Python converts."""
+    return f"expected integers of at most {sys.get_int_max_str_digits()} digits in JSON, got a longer one"
 
 
 def shortened(text: str, limit: int = 80) -> str:

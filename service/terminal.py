@@ -61,7 +61,9 @@ class _Handler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=self.stream)
-            self.flush()
+            line = self.format(record) + self.terminator
+            with tqdm.external_write_mode(file=self.stream):
+                self.stream.write(line)  # at once: other processes write to the same stderr
+                self.flush()
         except Exception:  # as in every handler: a failed log line must not stop the program
             self.handleError(record)

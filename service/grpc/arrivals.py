@@ -126,4 +126,4 @@ class Arrived:
 
 def _ending() -> OipError:
     text = "the server is shutting down, and the message had not arrived"
-    return OipError(503, text, reason="shutting_down", headers={"Retry-After": "1"})
+    return OipError(503, text, reason="shutting_down")

@@ -65,7 +65,7 @@ class Infer:
 
         `message` is freed once it is copied.
         """
-        received_at = time.perf_counter()
+        received_at, seconds = time.perf_counter(), context.time_remaining()
         caller, rpc = _Caller(), self._rpc(context, method)
         try:
             request = await self._translated(message, caller.loop)
@@ -79,7 +79,7 @@ class Infer:
         head = self._head(request, authorization)
         call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc, request.request_id)
         if call.admit():
-            self._receive(call, head, request, received_at)
+            self._receive(call, head, request, received_at, seconds)
         del request  # whose tensors were copied, unless they are small
         message.free()
         try:
@@ -136,7 +136,9 @@ class Infer:
             in_thread.add_done_callback(_forget_result)
             raise
 
-    def _receive(self, call: InferCall, head: InferHead, request: Translated, received_at: float) -> None:
+    def _receive(
+        self, call: InferCall, head: InferHead, request: Translated, received_at: float, seconds: float | None
+    ) -> None:
         engine = self._endpoint.engine
         body: InferBody | None = None
         try:
@@ -149,7 +151,7 @@ class Infer:
                 body.release()
             call.refuse(error)
         else:
-            call.receive(content, body, received_at)
+            call.receive(content, body, received_at, seconds)
 
     def _head(self, request: Translated, authorization: Headers) -> InferHead:
         """The head of the same request over HTTP, kept for those like it."""

@@ -169,7 +169,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 def _ending() -> OipError:
-    return OipError(503, "the server is shutting down", headers={"Retry-After": "1"})
+    return OipError(503, "the server is shutting down")
 
 
 def _authorization(context: Any) -> Headers:

@@ -35,7 +35,7 @@ class Connection(Receiving):
         self._turn: asyncio.Handle | None = None  # of this connection, while others have theirs
 
     @property
-    def more_pending(self) -> bool:
+    def has_input(self) -> bool:
         return len(self._data) - self._position > self._parsed
 
     # The callbacks of asyncio.
@@ -83,7 +83,9 @@ class Connection(Receiving):
                     self._turn = self.loop.call_soon(self._take_turn)
                     break
                 if self._body is not None:
+                    self._is_feeding = True
                     self._position = self._body.feed(self._data, self._position)
+                    self._is_feeding = False
                     if self._body is not None and self._body.done:
                         self._end_body()
                     else:
@@ -97,7 +99,7 @@ class Connection(Receiving):
         except RefusedError as error:
             self._refuse_input(error)
         finally:
-            self._is_consuming = False
+            self._is_consuming = self._is_feeding = False
         if self._ignore_input or self._position == len(self._data):
             self._data, self._position = b"", 0
         self._settle()
@@ -109,7 +111,7 @@ class Connection(Receiving):
     def _settle(self) -> None:
         if self._is_consuming or self._ignore_input or self._turn is not None:
             return
-        if self._half_closed is not None and not self.more_pending:
+        if self._half_closed is not None and not self.has_input:
             self._drop_incomplete()
         if self._infer_body is not None:
             self.receive_body(True)
@@ -119,7 +121,7 @@ class Connection(Receiving):
                 self.receive_body(True)
         elif self._body is not None:
             self._drop_body()
-        elif self.more_pending:
+        elif self.has_input:
             self._consume()
         elif self._half_closed is not None:
             self._finish()

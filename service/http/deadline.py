@@ -1,4 +1,4 @@
-"""A request's `timeout`: from the time when its body was complete until its answer is ready to be sent."""
+"""A request's `timeout`, or its call's deadline: from its complete body until its answer is ready."""
 
 import asyncio
 import time
@@ -8,9 +8,12 @@ from expertd.service.engine.errors import QueueTimeoutError
 
 
 class Deadline:
-    """Calls `passed` `seconds` after `since`, by time.perf_counter, unless `cancel` is called before."""
+    """Calls `passed` `seconds` after `since`, by time.perf_counter, unless `cancel` is called before.
 
-    __slots__ = ("_seconds", "_timer", "_when")
+    name  what it is of the request, in errors
+    """
+
+    __slots__ = ("_name", "_seconds", "_timer", "_when")
 
     def __init__(
         self,
@@ -18,7 +21,9 @@ class Deadline:
         since: float,
         loop: asyncio.AbstractEventLoop,
         passed: Callable[[], object],
+        name: str = "timeout",
     ) -> None:
+        self._name = name
         self._seconds = seconds
         self._when = since + seconds
         self._timer = loop.call_later(self.left, passed)
@@ -31,7 +36,7 @@ class Deadline:
     def error(self, where: str) -> QueueTimeoutError:
         """The refusal of a request for which it passed `where`."""
         return QueueTimeoutError(
-            f"the request's timeout of {round(self._seconds * 1e6)} microseconds expired {where}"
+            f"the request's {self._name} of {round(self._seconds * 1e6)} microseconds expired {where}"
         )
 
     def cancel(self) -> None:

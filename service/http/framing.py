@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from copy import copy
 
 from expertd.service.http.refused import RefusedError
 
@@ -119,3 +120,16 @@ class FixedBody:
         if self.sink is not None:
             self.sink(memoryview(data)[position : position + size])
         return position + size
+
+
+def end_of(body: FixedBody | ChunkedBody, data: bytes, position: int) -> int | None:
+    """Where `body` ends in `data`, whose bytes from `position` on it has not been fed; None if not nearby."""
+    rest = copy(body)
+    rest.sink = None
+    if isinstance(rest, ChunkedBody):
+        rest.announce = None
+    try:
+        end = rest.feed(data, position)
+    except RefusedError:
+        return None
+    return end if rest.done else None

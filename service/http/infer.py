@@ -37,7 +37,7 @@ class InferCall(InferEnding):
     arena  where large outputs are written; None: to memory of the runner's own
     """
 
-    __slots__ = ("_layer", "_received_at", "_spec")
+    __slots__ = ("_call_seconds", "_layer", "_received_at", "_spec")
 
     def admit(self) -> bool:
         """Check all that is known before the body; False if the request is refused."""
@@ -58,13 +58,19 @@ class InferCall(InferEnding):
         return True
 
     def receive(
-        self, content: Buffer | Span, body: InferBody | None = None, received_at: float | None = None
+        self,
+        content: Buffer | Span,
+        body: InferBody | None = None,
+        received_at: float | None = None,
+        call_seconds: float | None = None,
     ) -> None:
         """Compute the answer to the whole body, as for `Received`.
 
-        received_at  when it was complete, by time.perf_counter; None: now
+        received_at   when it was complete, by time.perf_counter; None: now
+        call_seconds  what the call's own deadline left then; None: it has none
         """
         head = self._head
+        self._call_seconds = call_seconds
         self._received_at = time.perf_counter() if received_at is None else received_at
         received = self._received = Received(content, body)
         try:
@@ -88,8 +94,11 @@ class InferCall(InferEnding):
     def _parsed(self, _: None) -> None:
         plan = self._plan
         assert plan is not None
-        if (seconds := plan.request.timeout_seconds) is not None:
-            self._deadline = Deadline(seconds, self._received_at, self._caller.loop, self._expire)
+        seconds, name = plan.request.timeout_seconds, "timeout"
+        if self._call_seconds is not None and (seconds is None or self._call_seconds < seconds):
+            seconds, name = self._call_seconds, "deadline"
+        if seconds is not None:
+            self._deadline = Deadline(seconds, self._received_at, self._caller.loop, self._expire, name)
         output = plan.output
         size = plan.num_tokens * self._spec.hidden_size * ELEMENT_BYTES[plan.output_datatype]
         if output is None and size >= LARGE_BYTES and self._arena is not None:

@@ -76,8 +76,8 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     @abstractmethod
-    def more_pending(self) -> bool:
-        """Whether pipelined requests wait behind the current one."""
+    def has_input(self) -> bool:
+        """Whether input waits that was not handled: of the current request's body, or behind it."""
 
     @property
     @abstractmethod
@@ -98,7 +98,7 @@ class Link(asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Close after the answers to what was received."""
         self._shuts_down = True
-        if self._call is None and not self.more_pending and not self._ignore_input:
+        if self._call is None and not self.has_input and not self._ignore_input:
             self._end()
 
     def stop(self, error: RefusedError) -> None:
@@ -162,9 +162,9 @@ class Link(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         if self._is_lingering:
             return False
-        if not self.more_pending:
+        if not self.has_input:
             self._drop_incomplete()
-        if self._call is None and not self.more_pending:
+        if self._call is None and not self.has_input:
             return False
         # True keeps the transport open: the client may only have shut down its sending side.
         self._half_closed = HalfClosed(self.transport, self.loop, self._may_probe, self._abort, self._confirm)

@@ -12,6 +12,8 @@ from expertd.service.settings.parts import Limits
 class CrowdedError(RefusedError):
     """Too many connections are open: `bound` is the limit of the setting `limits.{limit}`."""
 
+    retry_after = 1
+
     def __init__(self, limit: str, bound: int, address: str = "") -> None:
         whose = "connections from one address" if address else "connections"
         super().__init__(503, f"{whose}: expected at most {bound}, got {bound + 1}")

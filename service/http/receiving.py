@@ -8,7 +8,7 @@ from typing import Any
 
 from expertd.service.http.asgi_cycle import AsgiCycle, scope_of
 from expertd.service.http.delivery import CONNECTION
-from expertd.service.http.framing import ChunkedBody, FixedBody, Sink
+from expertd.service.http.framing import ChunkedBody, FixedBody, Sink, end_of
 from expertd.service.http.infer import InferCall
 from expertd.service.http.infer_body import LARGE_BYTES, InferBody
 from expertd.service.http.infer_head import InferHead
@@ -31,6 +31,7 @@ class Receiving(Replies):
         self._data = b""
         self._position = 0
         self._body: FixedBody | ChunkedBody | None = None  # while it is incomplete
+        self._is_feeding = False  # with a part of the input, behind which `_position` has not moved yet
         self._infer_body: InferBody | None = None  # where it goes
         self._reads_infer_body = False  # directly from the socket
         self._drops_body = False  # the request is answered already
@@ -38,8 +39,15 @@ class Receiving(Replies):
         self._is_paused = False  # reading
 
     @property
-    def more_pending(self) -> bool:
+    def has_input(self) -> bool:
         return self._position < len(self._data)
+
+    @property
+    def more_pending(self) -> bool:
+        if self._body is None or self._is_feeding:
+            return self.has_input
+        end = end_of(self._body, self._data, self._position)
+        return end is not None and end < len(self._data)
 
     @property
     def _has_unread(self) -> bool:
@@ -140,7 +148,7 @@ class Receiving(Replies):
 
     def ask_for_body(self) -> None:
         assert self._head is not None
-        if self._waits_for_body and not self.more_pending:
+        if self._waits_for_body and not self.has_input:
             self._asked = True
             self.transport.write(_CONTINUE)
 

@@ -12,7 +12,12 @@ BROWSER_HEADERS = (("x-content-type-options", "nosniff"), ("cache-control", "no-
 
 
 class RefusedError(Exception):
-    """Input to answer with `status` and this text before the connection is closed."""
+    """Input to answer with `status` and this text before the connection is closed.
+
+    retry_after  seconds until another try may succeed; 0: unknown
+    """
+
+    retry_after = 0
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -27,8 +32,8 @@ class RefusedError(Exception):
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        if self.status == 503:
-            headers.append((b"retry-after", b"1"))
+        if self.retry_after:
+            headers.append((b"retry-after", str(self.retry_after).encode()))
         head = first_lines(self.status, default_headers) + header_lines(headers) + b"\r\n"
         return head + body if self.with_body else head
 

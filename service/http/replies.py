@@ -28,6 +28,11 @@ class Replies(Link):
 
     @property
     @abstractmethod
+    def more_pending(self) -> bool:
+        """Whether pipelined requests wait behind the current one, of whose body there may be a rest."""
+
+    @property
+    @abstractmethod
     def _waits_for_body(self) -> bool:
         """Whether the client may wait for 100 Continue."""
 

@@ -9,6 +9,7 @@ import httptools
 
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.infer_head import InferHead
+from expertd.service.http.invalid_head import check_host, check_version, what_is_wrong
 from expertd.service.http.refused import RefusedError
 from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
@@ -70,19 +71,21 @@ class HeadParser:
         self._headers: list[tuple[bytes, bytes]] = []
         self._head: RequestHead | None = None
         self._error: Exception | None = None  # of a callback
+        self._fed = bytearray()
         self._parser = httptools.HttpRequestParser(self)
-        # We refuse other versions with a message of our own.
-        self._parser.set_dangerous_leniencies(lenient_version=True)
+        # We refuse other versions with a message of our own, and each coding but `chunked`.
+        self._parser.set_dangerous_leniencies(lenient_version=True, lenient_transfer_encoding=True)
 
     def parse(self, data: bytes) -> RequestHead:
         """Parse a whole head. Raises RefusedError."""
         head = self.feed(data)
         if head is None:
-            raise self._refusal_of(httptools.HttpParserError("an incomplete head"))
+            raise self._refusal_of(httptools.HttpParserError("a part of a head"))
         return head
 
     def feed(self, data: bytes) -> RequestHead | None:
         """Parse a part of a head; None while the parser expects more of it. Raises RefusedError."""
+        self._fed += data
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -97,14 +100,14 @@ class HeadParser:
 
     def on_message_begin(self) -> None:
         if self._head is not None:
-            self._error = RefusedError(400, "request: expected HTTP/1.1, got invalid input: two heads")
+            self._error = _invalid("two heads")
             raise self._error
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        self._headers.append((name.lower(), value.strip(b" \t")))  # RFC 9110, 5.5
 
     def on_headers_complete(self) -> None:
         try:
@@ -144,12 +147,11 @@ class HeadParser:
         """
         if version not in ("1.1", "1.0"):
             raise RefusedError(505, f"HTTP version: expected 1.1 or 1.0, got {version}")
+        check_version(self._begun)  # the parser takes RTSP and ICE for HTTP
         bound = self._limits.max_headers
         if len(self._headers) > bound:
             raise RefusedError(431, f"headers: expected at most {bound}, got {len(self._headers)}")
-        hosts = sum(name == b"host" for name, _ in self._headers)
-        if hosts != 1 and (hosts or version == "1.1"):
-            raise RefusedError(400, f"Host: expected one header, got {hosts or 'none'}")
+        check_host([value for name, value in self._headers if name == b"host"], version)
         codings = [value for name, value in self._headers if name == b"transfer-encoding"]
         if codings:
             _check_transfer_encoding(b", ".join(codings), version)
@@ -163,9 +165,21 @@ class HeadParser:
         if isinstance(error, httptools.HttpParserCallbackError):
             logger.error("failed to handle the head of a request", exc_info=self._error)
             return RefusedError(500, "internal server error: see the server's log")
-        if self._parser.get_method() == b"PRI":
-            return RefusedError(505, "HTTP version: expected 1.1 or 1.0, got 2.0")
-        return RefusedError(400, f"request: expected HTTP/1.1, got invalid input: {error}")
+        if self._target:
+            try:
+                check_version(self._begun)
+            except RefusedError as refusal:
+                return refusal
+        return _invalid(what_is_wrong(self._begun, bool(self._target)))
+
+    @property
+    def _begun(self) -> bytes:
+        """What there is of the head."""
+        return bytes(self._fed).lstrip(b"\r\n")
+
+
+def _invalid(what: str) -> RefusedError:
+    return RefusedError(400, f"request: expected HTTP/1.1, got invalid input: {what}")
 
 
 def infer_head(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> InferHead | None:

@@ -132,7 +132,8 @@ class _Server(ConnectionServer):
                 return await super().on_tick(counter)
             return self.finish(settings.drain_timeout_seconds)
         if self._signals and self._drain is None:
-            logger.info("shutting down after all accepted requests are answered")
+            if self._signals == 1:
+                logger.info("shutting down after all accepted requests are answered")
             self._drain_by = now + settings.shutdown_delay_seconds + settings.drain_timeout_seconds
             self._drain = asyncio.create_task(self._engine.drain())
         # The responses still have to be sent, within the same timeout.

@@ -22,7 +22,7 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
             expected = f"the number of devices ({settings.ranks_per_node})"
             yield f"ranks: expected {expected}, got {settings.ranks}"
     if settings.overlap.mode == "always" and (settings.devices is None or settings.nnodes > 1):
-        yield "overlap.mode: expected auto or never without GPUs of one host (devices), got 'always'"
+        yield "overlap.mode: expected auto or never without GPUs of one machine (devices), got 'always'"
     yield from _wrong_placement(settings)
     yield from _wrong_shrinking(settings)
     if count == 1:

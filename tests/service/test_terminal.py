@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import select
+import socket
 import subprocess
 import sys
 import termios
@@ -111,6 +112,25 @@ logging.info("the end")
         text for n in range(3) for text in (f"before {n}", *(f"within {n}.{part}" for part in range(20)))
     ]
     assert shown == [*expected, "a warning", "the end"]
+
+
+def test_each_log_line_is_written_at_once() -> None:
+    program = """
+import logging
+from expertd.service.terminal import configure_logging
+configure_logging("info")
+for number in range(3):
+    logging.info("line %d", number)
+"""
+    # Each write to this socket is one packet; stderr without a buffer, as PYTHONUNBUFFERED=1 has it.
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            subprocess.run(
+                [sys.executable, "-u", "-c", program], stderr=theirs.fileno(), check=True, timeout=60
+            )
+        written = list(iter(lambda: ours.recv(65536).decode(), ""))
+    assert [text.rpartition(": ")[2] for text in written] == [f"line {number}\n" for number in range(3)]
 
 
 @pytest.mark.slow

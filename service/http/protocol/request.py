@@ -28,7 +28,7 @@ from expertd.service.http.protocol.places import (
 )
 from expertd.service.memory import Buffer, RegionUses, Span, host_view
 from expertd.service.moe.request import LayerRequest
-from expertd.service.sentences import any_of, shown
+from expertd.service.sentences import any_of, long_integer, shown
 
 INPUT_DATATYPES = {
     "hidden_states": (*FLOATS, *FP8S),
@@ -131,8 +131,10 @@ def _parse_json(data: memoryview, max_rows: int) -> dict[str, Any]:
         header = _DECODER.decode(text)
     except UnicodeDecodeError as error:
         raise OipError(400, f"request: expected JSON in UTF-8, got {error.reason}") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise OipError(400, f"request: expected JSON, got invalid JSON: {error}") from error
+    except ValueError as error:
+        raise OipError(400, f"request: {long_integer()}") from error
     except RecursionError as error:
         raise OipError(400, "request: expected JSON, got arrays nested too deeply") from error
     if not isinstance(header, dict):
@@ -198,7 +200,8 @@ def _shape(name: str, entry: dict[str, Any]) -> list[int]:
     shape = entry.get("shape")
     if not _is_shape(shape):
         _refuse(
-            f"shape of input {name}: expected two sizes of at least 0, [tokens, columns], got {shown(shape)}"
+            f"shape of input {name}: expected two sizes of 0 to 2^31 - 1, [tokens, columns], "
+            f"got {shown(shape)}"
         )
     return shape
 

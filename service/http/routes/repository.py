@@ -14,7 +14,7 @@ from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.open_inference import ModelName
 from expertd.service.http.routes.schemas import ModelIndexEntry, ModelStateResponse
-from expertd.service.sentences import shortened, shown
+from expertd.service.sentences import long_integer, shortened, shown
 
 _DEPENDENTS = "unload_dependents"
 
@@ -72,13 +72,15 @@ def _only_ready(body: bytes) -> bool:
     given = _object(body, 'expected {"ready": true or false}')
     ready = given.get("ready", False)
     if not isinstance(ready, bool):
-        raise OipError(400, f'body: expected {{"ready": true or false}}, got {shown(given)}')
+        raise OipError(400, f"ready: expected true or false, got {shown(ready)}")
     return ready
 
 
 def _check_parameters(body: bytes, known: Collection[str]) -> None:
     """Raise OipError (400) for parameters that would have no effect."""
-    parameters = _object(body, "expected an object").get("parameters") or {}
+    parameters = _object(body, "expected an object").get("parameters")
+    if parameters is None:
+        return
     if not isinstance(parameters, dict):
         raise OipError(400, f"parameters: expected an object, got {shown(parameters)}")
     for name, value in parameters.items():
@@ -95,8 +97,10 @@ def _object(body: bytes, expected: str) -> dict[str, Any]:
         return {}
     try:
         given = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise OipError(400, "body: expected JSON or nothing, got invalid JSON") from error
+    except ValueError as error:
+        raise OipError(400, f"body: {long_integer()}") from error
     if not isinstance(given, dict):
         raise OipError(400, f"body: {expected}, got {shown(given)}")
     return given

@@ -82,7 +82,8 @@ async def test_messages_that_have_not_arrived_are_refused() -> None:
         slow = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
         await until(lambda: unsent(calls) == 1)
         calls.server.finish(30)
-        text, _ = await refusal(slow, grpc.StatusCode.UNAVAILABLE)
+        text, trailers = await refusal(slow, grpc.StatusCode.UNAVAILABLE)
+        assert "retry-after" not in trailers
         assert text == "the server is shutting down, and the message had not arrived"
         await asyncio.wait_for(calls.server.stop(), 10)
         assert calls.server.cut_off == 0
@@ -116,7 +117,8 @@ async def test_a_call_that_comes_as_the_last_one_ends_is_waited_for() -> None:
 async def test_a_stream_that_opens_as_the_server_ends_is_refused() -> None:
     async with grpc_serving(EchoRunner()) as calls:
         assert await calls.server._service.end(0) == 0
-        text, _ = await refusal(calls.stream().read(), grpc.StatusCode.UNAVAILABLE)
+        text, trailers = await refusal(calls.stream().read(), grpc.StatusCode.UNAVAILABLE)
+        assert "retry-after" not in trailers
         assert text == "the server is shutting down"
 
 

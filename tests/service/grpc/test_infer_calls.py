@@ -194,11 +194,50 @@ async def test_a_timeout_and_a_deadline_pass_in_the_queue() -> None:
         text, _ = await refusal(calls.infer(hidden_message(rows(1), timeout=200_000)), late)
         assert text == "the request's timeout of 200000 microseconds expired in the queue"
         await refusal(calls.infer(hidden_message(rows(1)), timeout=0.2), late)
+        await refusal(calls.infer(hidden_message(rows(1), timeout=10_000_000), timeout=0.2), late)
         name = {"model": "tiny", "reason": "queue_timeout"}
-        await until(lambda: calls.serving.metric("refusals_total", **name) == 2)
+        await until(lambda: calls.serving.metric("refusals_total", **name) == 3)
         runner.gate.set()
         output_of(await first)
-    assert runner.steps == [[3]], "neither was computed"
+    assert runner.steps == [[3]], "none of them was computed"
+
+
+@pytest.mark.parametrize(
+    ("deadline", "timeout", "least", "most"),
+    [
+        (None, None, 0, 0),
+        (None, 20, 19, 20),
+        (29, None, 10, 30),
+        (29, 600, 10, 30),
+        (600, 20, 19, 20),
+    ],
+)
+async def test_the_scheduler_knows_what_is_left_of_a_deadline(
+    deadline: float | None,
+    timeout: int | None,
+    least: float,
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[float | None] = []
+    message = hidden_message(rows(1), timeout=1_000_000 * (timeout or 0))
+    async with grpc_serving(EchoRunner()) as calls:
+        submit = calls.engine.submit
+
+        def noted(*arguments: Any) -> Any:
+            given.append(arguments[-1])
+            return submit(*arguments)
+
+        monkeypatch.setattr(calls.engine, "submit", noted)
+        output_of(await calls.infer(message, timeout=deadline))
+        stream = calls.stream(timeout=deadline)
+        await stream.write(message)
+        assert not (await stream.read()).error_message
+        await stream.done_writing()
+    assert len(given) == 2
+    for left in given:
+        assert (left is None) == (deadline is None and timeout is None)
+        assert left is None or least < left <= most
 
 
 async def test_a_client_that_leaves_is_not_computed() -> None:

@@ -276,6 +276,21 @@ async def test_the_access_log_has_names_and_no_keys(keys: Path, caplog: pytest.L
         assert "secret" not in caplog.text
 
 
+async def test_a_key_that_was_removed_is_not_in_the_log(
+    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tiny_settings(keys=keys, access_log=True, log_format="json")
+    async with serving(settings, serving_runner(EchoRunner())) as server, listening(server) as port:
+        caplog.set_level(logging.INFO, "expertd.service.http.infer_ending")
+        with closing(connect(port)) as sock:
+            assert await statuses(sock, "infer") == [200]
+            write_keys(keys, other=["infer"])
+            clock[0] += 1
+            assert await statuses(sock, "infer") == [401]
+    logged = [vars(record)["fields"] for record in caplog.records if "fields" in vars(record)]
+    assert [(fields["status"], fields.get("key")) for fields in logged] == [(200, "infer"), (401, None)]
+
+
 async def test_without_a_file_everybody_may_call(keys: Path) -> None:
     async with serving(tiny_settings(), serving_runner(EchoRunner())) as server:
         for headers in ({}, bearer("nobody")):

@@ -25,6 +25,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
+from tests.service.sockets import INFER, ask, head, listening
 from tests.service.waiting import until
 
 GOOD = hidden_request(rows(3))
@@ -144,6 +145,23 @@ async def test_draining_answers_with_connection_close_and_is_not_ready() -> None
         output_of(response)
         assert await server.app.engine.drain()
         assert error_of(await server.infer(*GOOD), 503) == "the server is shutting down"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_refusal_while_draining_ends_the_connection_whatever_is_unread(chunked: bool) -> None:
+    size = 300_000
+    framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+    request = head(f"POST {INFER} HTTP/1.1", framing)
+    body = b"%x\r\n%s\r\n0\r\n\r\n" % (size, bytes(size)) if chunked else bytes(size)
+    async with serving(tiny_settings()) as server, listening(server) as port:
+        assert await server.app.engine.drain()
+        (answer,) = await asyncio.to_thread(ask, port, request + body[:1000])
+        assert (answer.status, answer.headers["connection"]) == (503, "close")
+        small = head(f"POST {INFER} HTTP/1.1", framing.replace(str(size), "4"))
+        small += b"4\r\nfour\r\n0\r\n\r\n" if chunked else b"four"
+        answers = await asyncio.to_thread(ask, port, small + request + body[:1000])
+        assert [answer.status for answer in answers] == [503, 503], "the first one has another behind it"
+        assert [answer.headers.get("connection") for answer in answers] == [None, "close"]
 
 
 async def test_a_caller_that_disconnects_is_removed_from_the_queue() -> None:

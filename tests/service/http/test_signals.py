@@ -85,6 +85,7 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Sig
             assert answer.status == 503
             assert answer.error == "the server was stopped before the response was ready"
             assert answer.headers["connection"] == "close"
+            assert "retry-after" not in answer.headers, "nobody knows when a server is there again"
         assert ended(socks[2])[0].status == 503
         assert ended(socks[3]) == []
         assert server.process.wait(30) == 1
@@ -94,6 +95,15 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Sig
         assert not channels.exists()
         for word in ("Traceback", "Error", "ERROR", "terminate"):
             assert word not in log
+
+
+def test_two_signals_at_once_promise_no_answers(tmp_path: Path) -> None:
+    with in_a_slow_step(tmp_path) as (server, _):
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
+            server.process.send_signal(number)
+        assert server.process.wait(30) == 1
+        assert "second signal: exiting at once, with unanswered requests: 2" in server.log()
+        assert "shutting down after all accepted requests are answered" not in server.log()
 
 
 def test_a_step_longer_than_the_drain_timeout_exits_with_1_and_json(tmp_path: Path) -> None:

@@ -74,10 +74,15 @@ def config(tmp_path: Path) -> Path:
         ),
         *(
             (
-                f"models: [{MODEL}]\noverlap: {{mode: always}}{more}",
-                r"overlap\.mode: expected auto or never without GPUs of one host \(devices\), got 'always'",
+                f"host: ::1\nmodels: [{MODEL}]\noverlap: {{mode: always}}{more}",
+                rf"bad\.yaml:3{lines}: overlap\.mode: expected auto or never without GPUs of one machine "
+                r"\(devices\), got 'always'",
             )
-            for more in ("", "\nranks: 2", "\ndevices: 0-1\nnnodes: 2\nrendezvous: a:1")
+            for more, lines in (
+                ("", ""),
+                ("\nranks: 2", ""),
+                ("\ndevices: 0-1\nnnodes: 2\nrendezvous: a:1", r", .*bad\.yaml:4"),
+            )
         ),
         (f"models: [{MODEL}]\ndevices: [1, 1]", r"devices: expected each number once, got 1,1"),
         (

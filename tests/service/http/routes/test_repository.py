@@ -123,7 +123,24 @@ async def test_an_unloaded_model_is_not_there_and_the_server_is_ready_without_it
         ("%2Fetc%2Fpasswd", "load", b"", 404, "model: expected tiny or other, got '"),
         ("other", "load", b"{", 400, "body: expected JSON or nothing, got invalid JSON"),
         ("other", "load", b"[1]", 400, "body: expected an object, got [1]"),
-        ("other", "load", b'{"parameters": 1}', 400, "parameters: expected an object, got 1"),
+        (
+            "other",
+            "load",
+            b"1" * 5000,
+            400,
+            "body: expected integers of at most 4300 digits in JSON, got a longer one",
+        ),
+        *(
+            (
+                "other",
+                what,
+                b'{"parameters": %s}' % value,
+                400,
+                f"parameters: expected an object, got {shown}",
+            )
+            for what in ("load", "unload")
+            for value, shown in ((b"1", "1"), (b"[]", "[]"), (b'""', "''"), (b"0", "0"), (b"false", "false"))
+        ),
         (
             "other",
             "load",
@@ -152,6 +169,25 @@ async def test_wrong_calls_are_refused(model: str, what: str, content: bytes, st
     async with two_models() as server:
         assert error_of(await change(server, what, model, content), status).startswith(text)
         assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
+
+
+async def test_parameters_of_null_are_none() -> None:
+    async with two_models() as server:
+        for what in ("load", "unload"):
+            assert (await change(server, what, content=b'{"parameters": null}')).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b'{"ready": "x"}', "ready: expected true or false, got 'x'"),
+        (b'{"ready": null}', "ready: expected true or false, got null"),
+        (b"[]", 'body: expected {"ready": true or false}, got []'),
+    ],
+)
+async def test_a_wrong_question_for_the_index_is_refused(content: bytes, text: str) -> None:
+    async with two_models() as server:
+        assert error_of(await server.http.post("/v2/repository/index", content=content), 400) == text
 
 
 async def test_a_model_without_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
