@@ -128,12 +128,16 @@ class Lanes:
         """See `Scheduler.tell_changes`. While both lanes are joined, that of short requests is the second."""
         decode, prefill = self.lanes
 
+        def on_decode(model: str, lane: int, backlog: Backlog) -> None:
+            if self.decode_max_tokens:
+                on_change(model, lane, backlog)
+
         def on_prefill(model: str, lane: int, backlog: Backlog) -> None:
             on_change(model, lane, backlog)
             if not self.decode_max_tokens:
                 on_change(model, decode.lane, backlog)
 
-        decode.tell_changes(on_change)
+        decode.tell_changes(on_decode)
         prefill.tell_changes(on_prefill)
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:

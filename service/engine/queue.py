@@ -95,10 +95,9 @@ class Queue:
                 wait += turns * self.forecast.step(chunk)
         return self.forecast.until_end(num_tokens, room, wait, behind, arriving)
 
-    @property
-    def backlog(self) -> Backlog:
-        """What waits, and what a step takes."""
-        return Backlog(self.num_requests, self.num_tokens, self.step_seconds)
+    def backlog(self, step_tokens: int) -> Backlog:
+        """What waits for steps of at most `step_tokens`."""
+        return Backlog(self.num_requests, self.num_tokens, self.step_seconds, step_tokens)
 
     @property
     def priority(self) -> int:

@@ -7,7 +7,7 @@ from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from expertd.service.settings.parts import Limits
 
 _LANES = 2
-_FIELDS = 3  # of a model's queue on a lane: requests, tokens, seconds of a step
+_FIELDS = 4  # of a model's queue on a lane: those of `Backlog`
 
 
 def num_cells(num_models: int) -> int:
@@ -16,11 +16,12 @@ def num_cells(num_models: int) -> int:
 
 
 class Backlog(NamedTuple):
-    """What waits, and what a step takes, smoothed."""
+    """What waits; the seconds of a step, smoothed, and the tokens that one has at most. 0: not known."""
 
     num_requests: int
     num_tokens: int
     step_seconds: float = 0.0
+    step_tokens: int = 0
 
 
 class QueueCounts:
@@ -60,7 +61,7 @@ class QueueCounts:
         first = self._first(model, lane)
         requests = sum(self._cells[first :: self._stride])
         tokens = sum(self._cells[first + 1 :: self._stride])
-        return Backlog(int(requests), int(tokens), self._cells[first + 2])
+        return Backlog(int(requests), int(tokens), self._cells[first + 2], int(self._cells[first + 3]))
 
     def elsewhere(self, model: int) -> Backlog:
         """What waits on all lanes in HTTP processes."""
@@ -88,7 +89,7 @@ def why_full(limits: Limits, model: str, backlog: Backlog, num_tokens: int) -> Q
         text = text if num_tokens == 1 else f"{text}, and {num_tokens} more do not fit"
     else:
         return None
-    steps = math.ceil(backlog.num_tokens / limits.max_batch_tokens) + 1
+    steps = math.ceil(backlog.num_tokens / (backlog.step_tokens or limits.max_batch_tokens)) + 1
     return full_error(limits, f"the queue of model {model} is full: {text}", steps * backlog.step_seconds)
 
 

@@ -25,6 +25,7 @@ from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
 
 _MARGIN = 1.25  # at least, for steps that take longer than recent ones, and for what is between them
+_AMPLE = 4.0  # times what an estimate says that errs on the long side
 _COMPETING_SECONDS = 10.0  # that requests are taken to compete for after they last did
 
 
@@ -88,7 +89,7 @@ class Queues:
         queue = self[model]
         if queue.is_closed:
             raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloading")
-        error = why_full(self.limits, model, queue.backlog, num_tokens)
+        error = why_full(self.limits, model, queue.backlog(self.limits.max_batch_tokens), num_tokens)
         if error is not None and (not caller or queue.has(caller)):
             raise error
 
@@ -103,7 +104,7 @@ class Queues:
         # Also if it is refused below: while long requests are computed whole, there is no time for any other.
         if self._num_short if pending.is_long else self.just_ended or self._long:
             self._competing_until = pending.arrived + _COMPETING_SECONDS
-        if pending.deadline < math.inf:
+        if pending.deadline < math.inf and not self._has_ample_time(pending):
             self._check_time(pending, busy())
         queue = self._of[model]
         if pending.is_long:
@@ -208,7 +209,20 @@ class Queues:
 
     def _changed(self, model: str) -> None:
         if self.on_change is not None:
-            self.on_change(model, self._of[model].backlog)
+            self.on_change(model, self._of[model].backlog(self.limits.max_batch_tokens))
+
+    def _has_ample_time(self, pending: Pending) -> bool:
+        """Whether its output would come in time also behind all that waits, in slow steps.
+
+        Most deadlines of gRPC calls are far away, and a forecast costs more than the rest of `add`.
+        """
+        limits, num_tokens, slowest = self.limits, pending.request.num_tokens, 0.0
+        for queue in self._of.values():
+            if queue.num_tokens or queue is self._of[pending.model]:
+                num_tokens += queue.num_tokens
+                slowest = max(slowest, max(queue.last_seconds.values(), default=math.inf))
+        steps = 2 + num_tokens / min(limits.max_batch_tokens, limits.prefill_chunk_tokens or math.inf)
+        return _AMPLE * steps * slowest < pending.deadline - pending.arrived
 
     def _check_time(self, pending: Pending, busy: float) -> None:
         """Refuse a request whose output would come after its deadline, by what recent steps took."""

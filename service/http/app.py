@@ -197,8 +197,7 @@ def _closing(scope: Scope, send: Send) -> Send:
     connection = delivery(scope)
 
     async def closing(message: Message) -> None:
-        more_pending = connection is not None and connection.more_pending
-        if message["type"] == "http.response.start" and not more_pending:
+        if message["type"] == "http.response.start" and not (connection and connection.more_pending):
             message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
         await send(message)
 

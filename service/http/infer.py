@@ -44,6 +44,7 @@ class InferCall(InferEnding):
         head, engine = self._head, self._endpoint.engine
         try:
             self._endpoint.gate.admit_infer(head)
+            self._key_name, self._caller_number = head.key_name, head.caller
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
             engine.check_capacity(head.model, head.caller)  # first: one that shuts down refuses all sizes
@@ -149,13 +150,11 @@ class InferCall(InferEnding):
         engine = self._endpoint.engine
         alone = self._endpoint.is_alone(self._caller)
         priority = self._plan.request.priority
-        head = self._head
+        model, caller = self._head.model, self._caller_number
         left = None
         if self._deadline is not None and (left := self._deadline.left) <= 0:
             raise self._deadline.error(_BEFORE_QUEUE)
-        self._pending = engine.submit(
-            head.model, self._layer, self._computed, alone, priority, head.caller, left
-        )
+        self._pending = engine.submit(model, self._layer, self._computed, alone, priority, caller, left)
 
     def _expire(self) -> None:
         """The request's timeout has passed; a step or a thread that has begun is not waited for.
@@ -252,7 +251,7 @@ class InferCall(InferEnding):
             return
         threads, loop, work = self._endpoint.threads, self._caller.loop, partial(self._work, work)
         if parses and where is Where.JSON_THREAD:
-            done = threads.parse(loop, work, self._endpoint.engine.settings.limits, self._head.caller)
+            done = threads.parse(loop, work, self._endpoint.engine.settings.limits, self._caller_number)
         else:
             done = threads.run(where, loop, work)
         self._working = True

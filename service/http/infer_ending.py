@@ -47,12 +47,14 @@ class InferEnding:
     __slots__ = (
         "_arena",
         "_caller",
+        "_caller_number",
         "_deadline",
         "_endpoint",
         "_forwarding",
         "_head",
         "_is_overdue",
         "_is_responding",
+        "_key_name",
         "_left",
         "_output",
         "_pending",
@@ -82,7 +84,8 @@ class InferEnding:
     ) -> None:
         self._started = time.perf_counter()
         self._endpoint = endpoint
-        self._head = head
+        self._head = head  # shared with other requests: what follows is of this one, once it is admitted
+        self._key_name, self._caller_number = "", 0
         self._caller = caller
         self._arena = arena
         self._received = _NOTHING
@@ -160,7 +163,7 @@ class InferEnding:
         self._received.release()
 
         async def forwarding() -> Answer:
-            status, fields, body = await forward(self._head, content)
+            status, fields, body = await forward(self._head, self._key_name, content)
             return Answer(status, fields, [body])
 
         self._forwarding = task = self._caller.loop.create_task(forwarding())
@@ -266,7 +269,7 @@ class InferEnding:
             reason=None if refusal is None else refusal.reason,
             error=None if refusal is None else refusal.message,
             request_id=self._id_of(refusal),
-            key=head.key_name or None,
+            key=self._key_name or None,
             tokens=None if plan is None else plan.num_tokens,
             seconds=round(seconds, 6),
             receive_seconds=receive and round(receive, 6),

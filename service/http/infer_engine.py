@@ -66,4 +66,6 @@ class InferEngine(Protocol):
 class Forward(Protocol):
     """Has the engine's process answer a whole infer request: its status, header lines and body."""
 
-    def __call__(self, head: InferHead, content: bytes) -> Awaitable[tuple[int, bytes, bytes]]: ...
+    def __call__(
+        self, head: InferHead, key_name: str, content: bytes
+    ) -> Awaitable[tuple[int, bytes, bytes]]: ...

@@ -3,13 +3,14 @@
 import re
 
 from expertd.service.http.refused import RefusedError
-from expertd.service.sentences import shown
+from expertd.service.sentences import shortened, shown
 
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]*")
 _VISIBLE = re.compile(rb"[!-~]*")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _LINE_END = re.compile(rb"[\r\n]")
-_HTTP = re.compile(rb"HTTP/([0-9]\.[0-9])")
+_VERSION = re.compile(rb"(HTTP|RTSP|ICE)/([0-9.]+)")  # of the protocols that the parser takes for HTTP
+_METHODS = {b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"CONNECT", b"OPTIONS", b"TRACE", b"PATCH"}
 # A name or an IPv4 address, or an IPv6 address in brackets, and a port (RFC 9110, 7.2; RFC 3986, 3.2.2).
 _HOST = re.compile(
     rb"(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*(?::[0-9]*)?|\[[0-9A-Fa-f:.]+(?:%[\w.~-]+)?\](?::[0-9]*)?"
@@ -18,13 +19,11 @@ _HOST = re.compile(
 
 def check_version(head: bytes) -> None:
     """Raise RefusedError for a request line of another protocol or version, as far as it is there."""
-    line, *others = _LINE_END.split(head, 1)
-    version = next(iter(line.split()[2:]), b"")
-    known = (b"HTTP/1.1", b"HTTP/1.0")
-    if not version or version in known or (not others and any(each.startswith(version) for each in known)):
+    parts = _LINE_END.split(head, 1)[0].split(b" ")
+    found = _VERSION.fullmatch(parts[2]) if len(parts) == 3 else None
+    if found is None or any(each.startswith(found[0]) for each in (b"HTTP/1.1", b"HTTP/1.0")):
         return
-    number = _HTTP.fullmatch(version)
-    got = number[1].decode() if number else _shown(version)
+    got = found[2].decode() if found[1] == b"HTTP" and len(found[2]) == 3 else _shown(found[0])
     raise RefusedError(505, f"HTTP version: expected 1.1 or 1.0, got {got}")
 
 
@@ -42,13 +41,14 @@ def what_is_wrong(head: bytes, has_target: bool) -> str:
 
     has_target  whether the parser has found the request's target
     """
-    line, *fields = head.split(b"\r\n")
-    parts = line.split()
+    line, *fields = head.removesuffix(b"\r").split(b"\r\n")
+    parts = line.split(b" ")
     if not all(map(_VISIBLE.fullmatch, parts[1:2])):
         return "a target with a byte that is not allowed"
     if not has_target and (len(parts) > 1 or not fields):
-        return f"the method {_shown(line.split(b' ')[0])}"
-    if _LINE_END.search(line) or len(parts) != 3 or line.endswith(b" "):
+        is_known = parts[0] in _METHODS and len(parts) > 1
+        return "a target that is neither a path nor a URL" if is_known else f"the method {_shown(parts[0])}"
+    if _LINE_END.search(line) or len(parts) != 3 or not parts[2].startswith(b"HTTP/"):
         return "a request line other than METHOD TARGET VERSION, with CR and LF behind it"
     return _wrong_field(fields) or "a head that is not valid"
 
@@ -64,7 +64,7 @@ def _wrong_field(fields: list[bytes]) -> str | None:
         if name and not colon and number < len(fields):
             return f"the header {_shown(name)} without a colon"
         if not _VALUE.fullmatch(value):
-            return f"a control character in the value of {name.decode()}"
+            return f"a control character in the value of {shortened(name.decode())}"
         if name.lower() == b"content-length":
             lengths.append(value.strip())
         elif name.lower() == b"transfer-encoding":

@@ -62,7 +62,7 @@ class Passage:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def forward(self, head: InferHead, content: bytes) -> tuple[int, bytes, bytes]:
+    async def forward(self, head: InferHead, key_name: str, content: bytes) -> tuple[int, bytes, bytes]:
         """Have a whole infer request answered; see `Forward`. Raises OipError (503)."""
         headers = []
         if head.header_length is not None:
@@ -71,7 +71,7 @@ class Passage:
             headers.append((b"accept-encoding", head.accept_encoding.encode("latin-1")))
         headers += [header for header in head.headers if header[0] in _TRACE]
         target = f"/v2/models/{head.model}/versions/{MODEL_VERSION}/infer".encode()
-        status, answered, body = await self._ask(b"POST", target, headers, content, head.key_name)
+        status, answered, body = await self._ask(b"POST", target, headers, content, key_name)
         return status, header_lines(answered), body
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:

@@ -224,6 +224,7 @@ async def test_what_waits_is_in_metrics_and_answered_in_a_drain(tmp_path: Path) 
         for each in asked:
             await each.output()
         assert await drain
+        assert server.app.engine.queue_states()["tiny"][:2] == (0, 0)
 
 
 async def test_the_time_in_which_a_request_waits_is_part_of_its_timeout(tmp_path: Path) -> None:

@@ -101,9 +101,9 @@ def test_what_is_removed_does_not_leave() -> None:
     waits = Waits()
     kept, removed = waits.put(1), waits.put(2, 17)
     waits.calls.remove(removed)
-    assert waits.totals == [(1, 1, 0), (0, 0, 0)]
+    assert waits.totals == [Backlog(1, 1), Backlog(0, 0)]
     assert waits.order() == [kept]
-    assert waits.totals == [(0, 0, 0), (0, 0, 0)]
+    assert waits.totals == [Backlog(0, 0)] * 2
 
 
 def test_as_many_requests_wait_as_the_limits_allow() -> None:
@@ -120,7 +120,7 @@ def test_as_many_requests_wait_as_the_limits_allow() -> None:
     waits.put(model="other")
     waits.calls.take()
     waits.put()
-    assert waits.totals == [(2, 2, 0), (1, 1, 0)]
+    assert waits.totals == [Backlog(2, 2), Backlog(1, 1)]
 
 
 def test_as_many_tokens_wait_as_the_limits_allow() -> None:
@@ -153,7 +153,11 @@ def test_what_waits_in_other_processes_counts() -> None:
     text = "^the queue of model tiny is full: 4 requests of at most 4 are waiting$"
     with pytest.raises(QueueFullError, match=text) as raised:
         waits.calls.check_capacity("tiny", 1, 0)
-    assert raised.value.retry_after == 6, "189 tokens are three steps of 1.5 seconds, and one runs"
+    assert raised.value.retry_after == 6, "189 tokens are three steps of 64 and 1.5 seconds, and one runs"
+    waits.engine.set(0, 0, Backlog(2, 128, 1.5, 32))
+    with pytest.raises(QueueFullError, match=text) as raised:
+        waits.calls.check_capacity("tiny", 1, 0)
+    assert raised.value.retry_after == 11, "on a lane, whose steps have 32 tokens, they are six"
     with pytest.raises(QueueFullError):
         waits.put(caller=1)
     waits.put(caller=2)

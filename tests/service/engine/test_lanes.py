@@ -198,14 +198,20 @@ async def test_what_waits_is_told_by_lane_also_while_they_are_joined(one_thread:
     settings = tiny_settings(LIMITS, lanes=LANES)
     async with running(one_thread=one_thread) as pair:
         pair.lanes.tell_changes(lambda _, lane, backlog: told.update({lane: backlog[:2]}))
-        first = await pair.held(pair.decode), await pair.held(pair.prefill)
+        first: tuple[Submitted, ...] = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(2), pair.send(2), pair.send(9)]
         assert told == {0: (2, 4), 1: (1, 9)}
         pair.decode.gate.set()
         await answered(first[0], *others[:2])
         assert told == {0: (0, 0), 1: (1, 9)}
+        first += (await pair.held(pair.decode),)
+        others.append(pair.send(1))
+        assert told == {0: (1, 1), 1: (1, 9)}
         pair.lanes.share(Choice(0, 8), settings)
         assert told == {0: (1, 9), 1: (1, 9)}
+        pair.decode.gate.set()
+        await answered(first[2], others[3])
+        assert told == {0: (1, 9), 1: (1, 9)}, "not what is left on the lane of before"
         others.append(pair.send(2))
         assert told == {0: (2, 11), 1: (2, 11)}
         pair.lanes.share(Choice(8, 8), settings)

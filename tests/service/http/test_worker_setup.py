@@ -27,14 +27,14 @@ def test_no_count_is_in_the_place_of_another() -> None:
     for number, row in enumerate(rows):
         for model in range(MODELS):
             for lane in range(2):
-                ours.queues(row).set(model, lane, Backlog(10**number, 2 * 10**number, lane))
+                ours.queues(row).set(model, lane, Backlog(10**number, 2 * 10**number, lane, 2 * lane))
     for value, part in enumerate(parts(theirs), 1):
         assert set(part) == {value}
     for lane in range(2):
-        assert theirs.queues(1).total(1, lane) == (1111, 2222, lane)
+        assert theirs.queues(1).total(1, lane) == Backlog(1111, 2222, lane, 2 * lane)
     assert theirs.queues(None).elsewhere(0)[:2] == (2220, 4440), "on both lanes"
     ours.queues(1).clear()
-    assert theirs.queues(2).total(0, 0) == (1011, 2022, 0)
+    assert theirs.queues(2).total(0, 0) == Backlog(1011, 2022)
 
 
 def test_a_process_has_its_share_of_connections_and_memory_and_the_whole_queue() -> None:

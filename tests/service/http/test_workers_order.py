@@ -78,3 +78,26 @@ def test_callers_take_turns_and_what_may_wait_has_a_bound(tmp_path: Path) -> Non
 def send(socks: list[socket.socket], name: str) -> None:
     for sock in socks:
         sock.sendall(request(name))
+
+
+def test_what_waited_in_a_process_that_dies_fills_no_queue(tmp_path: Path) -> None:
+    settings = two_processes({**LIMITS, "max_queue_requests": 20})
+    with server_process(settings, tmp_path) as server, ExitStack() as stack:
+        server.wait_ready()
+        stopped, dies = workers_of(server)
+        os.kill(stopped, signal.SIGSTOP)  # the other one accepts all connections
+        socks = [stack.enter_context(connect(server.port)) for _ in range(ROOM + 20)]
+        assert {asked(sock, infer(*hidden_request(rows(1)))).status for sock in socks} == {200}
+        os.kill(server.process.pid, signal.SIGSTOP)  # the engine's process: nothing is computed
+        for sock in socks:
+            sock.sendall(infer(*hidden_request(rows(1))))
+        wait_for(lambda: all_received(server), "the requests wait")
+        os.kill(stopped, signal.SIGCONT)
+        with connect(server.port) as sock:  # accepted by the one that has no connections
+            assert asked(sock, infer(*hidden_request(rows(1)))).status == 429, "what waits elsewhere counts"
+        os.kill(dies, signal.SIGKILL)
+        os.kill(server.process.pid, signal.SIGCONT)
+        wait_for(lambda: dies not in workers_of(server) and len(workers_of(server)) == 2, "it is replaced")
+        with connect(server.port) as sock:
+            assert asked(sock, infer(*hidden_request(rows(1)))).status == 200
+        assert samples(server, "queue_requests") == {}
