@@ -1,47 +1,102 @@
-"""One-token requests beside long ones: `python -m benchmarks.beside [--chunk N ...] [--join] [--lanes N]`.
+"""One-token requests beside long ones: `python -m benchmarks.beside [--only NAME] [--json FILE]`.
 
 The demo layer, served on this machine, answers a caller that sends one token again and again, while other
-connections repeat requests of 4,096 tokens, or 16 of 64. With and without chunks of the long ones. Every
-process may use all cores, so server and callers compete for them, too.
+connections repeat requests of 4,096 tokens, or 16 of 64: without chunks of the long ones, with chunks of two
+sizes, with chunks that are joined, and on lanes. A chunk is as long as a request of so many tokens, which is
+measured alone, too: beside long requests, p99 should not be above the one alone by more.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.json_beside import binary, measure, server
+from benchmarks import cpus
+from benchmarks.json_beside import Request, binary, measure, server
+from benchmarks.markdown import table
 
 CASES = ((0, 0), (1, 4096), (4, 4096), (16, 64))  # connections, and the tokens of their requests
+COLUMNS = (
+    *("long requests", "beside", "requests", "p50, ms", "p99, ms", "p99 alone + one chunk, ms"),
+    "tokens beside, 1/s",
+)
+
+
+class Variant(NamedTuple):
+    """How long requests are computed; chunk: its tokens, 0: there are none."""
+
+    chunk: int
+    settings: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    "whole": Variant(0),
+    "chunks of 512": Variant(512),
+    "chunks of 1024": Variant(1024),
+    "joined chunks of 1024": Variant(1024, ("limits.join_chunks=true",)),
+    "on a lane": Variant(0, ("lanes.decode_max_tokens=16",)),
+}
+
+
+def rows_of(name: str, variant: Variant, seconds: float, of_server: set[int] | None) -> list[dict[str, Any]]:
+    """A row for each case."""
+    rows: list[dict[str, Any]] = []
+    with server(f"limits.prefill_chunk_tokens={variant.chunk}", *variant.settings, cpus=of_server) as port:
+        chunk = _median_ms(port, binary(variant.chunk), seconds / 4) if variant.chunk else None
+        for connections, num_tokens in CASES:
+            beside = binary(num_tokens) if connections else None
+            took, answered = measure(port, beside, connections, seconds)
+            p50, p99 = np.percentile(np.array(took) * 1e3, (50, 99)).round(2).tolist()
+            alone = rows[0]["p99_ms"] if rows else None
+            row = {
+                "long": name,
+                "beside": f"{connections} x {num_tokens}" if connections else "nothing",
+                "requests": len(took),
+                "p50_ms": p50,
+                "p99_ms": p99,
+                "goal_ms": None if alone is None or chunk is None else round(alone + chunk, 2),
+                "tokens_per_s": round(answered * num_tokens / seconds),
+            }
+            rows.append(row)
+            print(f"| {' | '.join(cells(row))} |", flush=True)
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    times = (row["p50_ms"], row["p99_ms"], row["goal_ms"])
+    return [
+        *(str(row[name]) for name in ("long", "beside", "requests")),
+        *("" if time is None else f"{time:.1f}" for time in times),
+        str(row["tokens_per_s"] or ""),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row of the table for each case and size of chunks."""
+    """Print a row of the table for each variant and case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--chunk", type=int, nargs="+", default=[0, 512, 1024], help="0: no chunks")
-    parser.add_argument("--join", action="store_true", help="set limits.join_chunks")
-    parser.add_argument("--lanes", type=int, default=0, help="set lanes.decode_max_tokens")
+    parser.add_argument("--only", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--json", type=Path)
+    cpus.add_option(parser)
     given = parser.parse_args(arguments)
-    print(
-        "| chunks | beside | requests | p50, ms | p99, ms | tokens beside, 1/s |\n|---|---|---|---|---|---|"
-    )
-    for chunk in given.chunk:
-        limits = {"prefill_chunk_tokens": chunk, "join_chunks": str(given.join).lower()}
-        settings = [f"limits.{name}={value}" for name, value in limits.items()]
-        with server(*settings, f"lanes.decode_max_tokens={given.lanes}") as port:
-            for connections, num_tokens in CASES:
-                beside = binary(num_tokens) if connections else None
-                took, answered = measure(port, beside, connections, given.seconds)
-                p50, p99 = np.percentile(np.array(took) * 1e3, (50, 99))
-                name = f"{connections} x {num_tokens}" if connections else "nothing"
-                rate = answered * num_tokens / given.seconds
-                print(
-                    f"| {chunk or 'none'} | {name} | {len(took)} | {p50:.1f} | {p99:.1f} | {rate:.0f} |",
-                    flush=True,
-                )
+    of_server, header = cpus.split(given.server_cpus)
+    print(table(COLUMNS, []))
+    rows = [row for name in given.only for row in rows_of(name, VARIANTS[name], given.seconds, of_server)]
+    if given.json:
+        header |= {"seconds": given.seconds}
+        given.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
     return 0
+
+
+def _median_ms(port: int, request: Request, seconds: float) -> float:
+    """Of a request alone."""
+    took, _ = measure(port, None, 0, seconds, request)
+    return 1e3 * float(np.median(took))
 
 
 if __name__ == "__main__":

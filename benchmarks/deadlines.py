@@ -9,7 +9,6 @@ waited for a core of the machine, which server and callers share.
 import argparse
 import http.client
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import cpus
 from benchmarks.json_beside import PATH, beside, binary, server_process
 from benchmarks.markdown import table
-from benchmarks.timing import cpu_name
 
 CASES = ((0, 0), (1, 4096), (4, 4096), (16, 64))  # connections, and the tokens of their requests
 COLUMNS = (
@@ -89,10 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, nargs="+", default=[10.0, 50.0], help="milliseconds")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
+    cpus.add_option(parser)
     given = parser.parse_args(arguments)
+    of_server, header = cpus.split(given.server_cpus)
     print(table(COLUMNS, []))
     rows = []
-    with server_process() as (port, pid):
+    with server_process(cpus=of_server) as (port, pid):
         for milliseconds in given.timeout:
             for connections, num_tokens in CASES:
                 request = binary(num_tokens) if connections else None
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(row(milliseconds, name, found))
                 print(f"| {' | '.join(cells(rows[-1]))} |", flush=True)
     if given.json:
-        header = {"cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0)), "seconds": given.seconds}
+        header |= {"seconds": given.seconds}
         given.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
     return 0
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.synchronize import Event
 from typing import TYPE_CHECKING, NamedTuple
@@ -87,20 +87,21 @@ def repeat(port: int, request: Request, stop: Event, answered: "Synchronized[int
 
 
 @contextmanager
-def server(*settings: str) -> Iterator[int]:
+def server(*settings: str, cpus: Collection[int] | None = None) -> Iterator[int]:
     """The port of a server with these settings, which is ready."""
-    with server_process(*settings) as (port, _):
+    with server_process(*settings, cpus=cpus) as (port, _):
         yield port
 
 
 @contextmanager
-def server_process(*settings: str) -> Iterator[tuple[int, int]]:
-    """The port and process id of a server with these settings, which is ready."""
+def server_process(*settings: str, cpus: Collection[int] | None = None) -> Iterator[tuple[int, int]]:
+    """The port and process id of a server with these settings, which is ready; cpus: None: as here."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     options = [option for each in (f"port={port}", *settings) for option in ("--set", each)]
-    run = "import sys; from expertd.service.cli import main; sys.exit(main(sys.argv[1:]))"
+    limit = f"os.sched_setaffinity(0, {set(cpus)});" if cpus else ""
+    run = f"import os, sys; {limit} from expertd.service.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", run, "serve", "--config", "configs/demo.yaml", *options]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -129,9 +130,11 @@ def beside(port: int, request: Request | None, connections: int) -> "Iterator[Sy
         yield answered
 
 
-def measure(port: int, other: Request | None, connections: int, seconds: float) -> tuple[list[float], int]:
-    """The seconds of each request of the caller, and the number of answers beside them."""
-    one = binary(1)
+def measure(
+    port: int, other: Request | None, connections: int, seconds: float, one: Request | None = None
+) -> tuple[list[float], int]:
+    """The seconds of each request of the caller, by default of one token; how many are answered beside."""
+    one = one or binary(1)
     with (
         beside(port, other, connections) as answered,
         closing(http.client.HTTPConnection("127.0.0.1", port)) as connection,

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import cpus
 from benchmarks.json_beside import server
-from benchmarks.timing import cpu_name
 from expertd_client import AsyncChannel, AsyncExpertClient, DeadlineError, ServerBusyError
 
 LOADS = (0.5, 0.9, 1.1, 2.0)
@@ -98,9 +98,9 @@ class Load:
             kind = "refused"
         except DeadlineError:
             kind = "late"
-            while not self._channel.is_answered(slot.ticket):
-                await asyncio.sleep(1e-3)
         found.append(Outcome(kind, time.perf_counter() - due, sent, server))
+        while (ticket := slot.ticket) is not None and not self._channel.is_answered(ticket):
+            await asyncio.sleep(1e-3)
         self._free.put_nowait(slot)
 
     def _size(self) -> int:
@@ -125,7 +125,8 @@ def summary(
         "refused_p50_ms": _ms(refused, 50),
         "refused_p99_ms": _ms(refused, 99),
         "late": len(late),
-        "late_most_ms": _ms([each.seconds for each in late], 100),
+        "late_by_p50_ms": _ms([each.seconds - deadline for each in late], 50),
+        "late_by_most_ms": _ms([each.seconds - deadline for each in late], 100),
         "late_requests": [
             {"kind": each.kind, **{f"{name}_ms": 1e3 * getattr(each, name) for name in _TIMES}}
             for each in late
@@ -160,14 +161,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline", type=float, default=100.0, help="milliseconds")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--json", type=Path)
+    cpus.add_option(parser)
     given = parser.parse_args(arguments)
+    of_server, header = cpus.split(given.server_cpus)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder, server(f"channels.socket={folder}/channels") as port:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(f"channels.socket={folder}/channels", cpus=of_server) as port,
+    ):
         found = asyncio.run(measure(port, given.deadline / 1e3, given.seconds))
     if given.json:
-        header = {
-            "cpu": cpu_name(),
-            "cpus": len(os.sched_getaffinity(0)),
+        header |= {
             "tokens": TOKENS,
             "shares": SHARES,
             "deadline_ms": given.deadline,

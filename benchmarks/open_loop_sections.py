@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks import deadlines
+from benchmarks import beside as benchmark
+from benchmarks import cpus, deadlines
 from benchmarks.markdown import paragraph, table
 
 
@@ -17,11 +18,10 @@ def open_loop_machine(results: Path) -> str:
     sizes = ", ".join(f"{share:.0%} of {size}" for size, share in shares)
     best, most = max(row["goodput"] for row in rows), rows[-1]
     return paragraph(
-        f"{header['cpus']} cores of an {header['cpu']}, which server and caller share with other work; "
-        f"{header['seconds']:g} s each; {sizes} tokens; deadline {header['deadline_ms']:g} ms. Capacity, by "
-        f"a closed loop: {content['capacity']:.0f} requests/s. At {most['load']:g} times it, goodput is "
-        f"{most['goodput'] / best:.2f} of the best, and {most['late'] / most['sent']:.1%} of the requests "
-        "are answered late."
+        f"{cpus.described(header)}; {header['seconds']:g} s each; {sizes} tokens; deadline "
+        f"{header['deadline_ms']:g} ms. Capacity, by a closed loop: {content['capacity']:.0f} requests/s. At "
+        f"{most['load']:g} times it, goodput is {most['goodput'] / best:.2f} of the best, and {most['late']} "
+        f"of the {most['sent']} requests are late."
     )
 
 
@@ -33,6 +33,7 @@ def open_loop(results: Path) -> str:
             f"{row['load']:g}", f"{row['offered']:.0f}", f"{row['goodput']:.0f}",
             f"{row['p50_ms']:.0f}", f"{row['p99_ms']:.0f}", row["refused"],
             f"{row['refused_p50_ms']:.1f}" if row["refused"] else "", row["late"],
+            f"{row['late_by_most_ms']:.1f}" if row["late"] else "",
         )
         for row in rows
     ]  # fmt: skip
@@ -45,6 +46,7 @@ def open_loop(results: Path) -> str:
         "refused",
         "after, p50, ms",
         "late",
+        "by at most, ms",
     )
     return table(columns, cells)
 
@@ -53,6 +55,22 @@ def timeouts(results: Path) -> str:
     """When answers came that had no output in time."""
     rows = _content(results, "deadlines-cpu.json")["rows"]
     return table(deadlines.COLUMNS, map(deadlines.cells, rows))
+
+
+def timeouts_machine(results: Path) -> str:
+    """Where."""
+    return _machine(results, "deadlines-cpu.json")
+
+
+def beside(results: Path) -> str:
+    """How long one token takes beside long requests."""
+    rows = _content(results, "beside-cpu.json")["rows"]
+    return table(benchmark.COLUMNS, map(benchmark.cells, rows))
+
+
+def beside_machine(results: Path) -> str:
+    """Where."""
+    return _machine(results, "beside-cpu.json")
 
 
 def fuzz(results: Path) -> str:
@@ -108,6 +126,11 @@ def _soak_machine(content: dict[str, Any], where: str, on_gpu: dict[str, Any] | 
         f"{descriptors['growth']:.1%} of {descriptors['count']}. Exit codes after SIGTERM: "
         f"{content['exit_codes'][0]} and {content['exit_codes'][-1]}."
     )
+
+
+def _machine(results: Path, name: str) -> str:
+    header = _content(results, name)["header"]
+    return paragraph(f"{cpus.described(header)}; {header['seconds']:g} s each.")
 
 
 def _of(commit: str | None) -> str:

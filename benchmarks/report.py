@@ -21,6 +21,7 @@ DOCUMENTS = (
     "docs/benchmarks-gemm.md",
     "docs/benchmarks-parallel.md",
     "docs/benchmarks-serving.md",
+    "docs/benchmarks-load.md",
     "docs/numerics.md",
 )
 _OPEN, _CLOSE = "<!-- report:", "<!-- /report -->"

@@ -13,6 +13,8 @@ from benchmarks.layer_problem import LAYERS, Layer
 from benchmarks.markdown import paragraph, percent, span, table
 from benchmarks.moe_layer import BANDS, means
 from benchmarks.open_loop_sections import (
+    beside,
+    beside_machine,
     fuzz,
     open_loop,
     open_loop_machine,
@@ -21,6 +23,7 @@ from benchmarks.open_loop_sections import (
     soak_gpu_machine,
     soak_machine,
     timeouts,
+    timeouts_machine,
 )
 from benchmarks.parallel_sections import (
     parallel,
@@ -255,7 +258,8 @@ SECTIONS: dict[str, Section] = {
         serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers, parallel_machine, parallel,
         parallel_headline, parallel_skewed, parallel_uneven, parallel_growth, parallel_expected,
         parallel_overlap, lanes_machine, lanes, lanes_loads, open_loop, open_loop_machine, soak, soak_machine,
-        soak_gpu, soak_gpu_machine, timeouts, fuzz, weights, weights_machine,
+        soak_gpu, soak_gpu_machine, timeouts, timeouts_machine, beside, beside_machine, fuzz, weights,
+        weights_machine,
     )
 }  # fmt: skip
 """Section functions, by the name in the documents' markers."""

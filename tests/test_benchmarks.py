@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import benchmarks.layer_peers
 import benchmarks.moe_layer
 import benchmarks.numerics
 import benchmarks.sm_counts
-from benchmarks import beside, deadlines, json_beside, pictures
+from benchmarks import beside, cpus, deadlines, json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.open_loop import Outcome, summary
 from benchmarks.problem import Problem
@@ -336,15 +337,37 @@ def test_json_is_answered_as_the_benchmark_expects() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", [["--join"], ["--lanes", "16"]])
 def test_small_requests_are_measured_beside_long_ones(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file = tmp_path / "beside-cpu.json"
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(beside, "CASES", ((1, 4096),))
-    assert beside.main(["--chunk", "512", *option, "--seconds", "0.4"]) == 0
-    *_, row = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"\| 512 \| 1 x 4096 \| \d+ \| \d+\.\d \| \d+\.\d \| [1-9]\d+ \|", row), row
+    monkeypatch.setattr(beside, "CASES", ((0, 0), (1, 4096)))
+    only = "joined chunks of 1024", "on a lane"
+    assert beside.main(["--only", *only, "--seconds", "0.4", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == SECTIONS["beside"](tmp_path) + "\n"
+    *_, joined, _, on_lane = printed.splitlines()
+    number, time = r"[1-9]\d*", r"\d+\.\d"
+    assert re.fullmatch(rf"\| {only[0]} \| 1 x 4096 \| {number} \|( {time} \|){{3}} {number} \|", joined), (
+        joined
+    )
+    assert re.fullmatch(rf"\| {only[1]} \| 1 x 4096 \| {number} \|( {time} \|){{2}}  \| {number} \|", on_lane)
+    assert json.loads(file.read_text())["header"]["cpus"] == len(os.sched_getaffinity(0))
+
+
+def test_a_server_has_its_cpus_and_callers_have_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[int]] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5, 8, 9})
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: given.append(cpus))
+    assert cpus.split(None)[0] is None
+    assert not given
+    of_server, header = cpus.split(2)
+    assert (of_server, given) == ({3, 5}, [[8, 9]])
+    assert "2 cores of an" in (text := cpus.described(header))
+    assert text.endswith("for the server, and 2 others for its callers")
+    with pytest.raises(SystemExit, match="--server-cpus: expected 1 to 3, got 4"):
+        cpus.split(4)
 
 
 def test_rows_of_serving_replace_those_of_the_same_case(tmp_path: Path) -> None:
