@@ -342,17 +342,17 @@ def test_small_requests_are_measured_beside_long_ones(
 ) -> None:
     file = tmp_path / "beside-cpu.json"
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(beside, "CASES", ((0, 0), (1, 4096)))
+    monkeypatch.setattr(beside, "CASES", ((0, 0), (1, 64)))
     only = "joined chunks of 1024", "on a lane"
     assert beside.main(["--only", *only, "--seconds", "0.4", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert printed == SECTIONS["beside"](tmp_path) + "\n"
     *_, joined, _, on_lane = printed.splitlines()
     number, time = r"[1-9]\d*", r"\d+\.\d"
-    assert re.fullmatch(rf"\| {only[0]} \| 1 x 4096 \| {number} \|( {time} \|){{3}} {number} \|", joined), (
+    assert re.fullmatch(rf"\| {only[0]} \| 1 x 64 \| {number} \|( {time} \|){{3}} {number} \|", joined), (
         joined
     )
-    assert re.fullmatch(rf"\| {only[1]} \| 1 x 4096 \| {number} \|( {time} \|){{2}}  \| {number} \|", on_lane)
+    assert re.fullmatch(rf"\| {only[1]} \| 1 x 64 \| {number} \|( {time} \|){{2}}  \| {number} \|", on_lane)
     assert json.loads(file.read_text())["header"]["cpus"] == len(os.sched_getaffinity(0))
 
 

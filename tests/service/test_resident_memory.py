@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from expertd.kernels.backends.reference.matrices import can_pack
 from expertd.service.moe.needs import needs_of
 from tests.service.apps import MODEL, tiny_settings
 from tests.service.processes import server_process
@@ -44,4 +45,6 @@ def test_a_loaded_layer_takes_the_memory_that_was_computed(tmp_path: Path) -> No
     figures = f"ready {ready}, peak {peak}, computed {needs}"
     assert needs.weights * 0.9 < ready < needs.weights + BESIDE, figures
     assert ready < 2.4 * fp8, figures
-    assert needs.weights < peak < needs.total + BESIDE, figures
+    # Where oneDNN does not pack bf16, loading takes more than what stays, for a moment.
+    most = needs.total if can_pack() else needs.total + needs.weights
+    assert needs.weights < peak < most + BESIDE, figures

@@ -40,7 +40,11 @@ class _Exchanging(ReferenceBackend):
         places = torch.cat([tokens.places, torch.tensor([-1], dtype=torch.int32)])[ids]
         here = torch.where(places >> 16 == rank, places & 0xFFFF, -1)
         rows = torch.empty(states.shape)
-        own = None if biases is None else ExpertBiases(biases.gate_up, torch.zeros(down.data.shape[:2]))
+        own = (
+            None
+            if biases is None
+            else ExpertBiases(biases.gate_up, torch.zeros(down.data.shape[:2], dtype=torch.bfloat16))
+        )
         self.experts(states, here, weights, gate_up, down, rows, activation, num_sms, offsets, own)
         dist.all_reduce(rows, group=group)
         if biases is not None:
