@@ -2,8 +2,8 @@
 
 The demo layer, served on this machine, answers a caller that sends one token again and again, while other
 connections repeat requests of 4,096 tokens, or 16 of 64: without chunks of the long ones, with chunks of two
-sizes, with chunks that are joined, and on lanes. A chunk is as long as a request of so many tokens, which is
-measured alone, too: beside long requests, p99 should not be above the one alone by more.
+sizes, with joined chunks, and on lanes. The time of a chunk is measured, too, as that of a request of its
+size alone: beside long requests, p99 should exceed the p99 alone by no more than that.
 """
 
 import argparse

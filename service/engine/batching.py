@@ -111,7 +111,7 @@ class Scheduler:
             self._queues.on_change = lambda model, backlog: on_change(model, self.lane, backlog)
 
     def tell_all(self) -> None:
-        """Say what waits for each model, to whom changes are told."""
+        """Call the `on_change` of `tell_changes` for each model."""
         with self._lock:
             self._queues.tell_all()
 

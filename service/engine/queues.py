@@ -37,7 +37,7 @@ class Queues:
     """All queues. Who changes them holds `lock`, but for `end`, which takes it.
 
     why_missing  the error for a model without a queue, ModelUnloadedError or NotReadyError; on any thread
-    on_change    is told what waits for a model, by the thread that has the lock; None: nobody wants to know
+    on_change    called with a model and its backlog when that changes, with `lock` held; None: not called
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -23,7 +23,9 @@ _BY_DTYPE = variants_by_dtype("dispatch_rows", 128, place_bytes)
 _BY_DTYPE[torch.uint8] = Variant(named_source("dispatch_rows", "fp8", DATATYPE="E4M3"), 128, place_bytes)
 _CTAS = 8  # per SM at most: as many as run at once
 _FEW_TOKENS = 256
-_CTAS_OF_FEW = 4  # up to so many tokens of a rank: CTAs of the next launch find room, and wait there
+_CTAS_OF_FEW = (
+    4  # for up to _FEW_TOKENS of a rank: leaves room for CTAs of the next launch, which begin early
+)
 _EARLY_TOKENS = 512
 """Up to this number of tokens of a rank, sending begins early; more of them would hold up the permutation."""
 
