@@ -16,6 +16,7 @@ constexpr int kAtOnce = 4;  // loads per lane in flight
 constexpr int kChunk = kAtOnce * 32;
 constexpr int kMaxCtas = 8;
 constexpr int kFewPairs = FEW_PAIRS;
+constexpr int kManyPairs = MANY_PAIRS;
 constexpr bool kRanks = RANKS;
 
 // What this rank sends to the others: its tokens' pairs.
@@ -187,9 +188,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1)
         group_ids.ranks = &ranks;
         group_ids.until = ranks.until();
         ranks.wait_for_consumed(seen, group_ids.until);
-        ptx::launch_dependents();  // may send tokens from now on
+        const bool many = num_pairs > kManyPairs;
+        if (!many) ptx::launch_dependents();  // may send tokens from now on
         group_ids.send({given_ids, topk_weights, own_pairs, first_pair}, place_of, num_experts, first,
                        ctas * static_cast<int>(blockDim.x), id, weight);
+        if (many) ptx::launch_dependents();  // or these pairs would wait for the link behind tokens
     }
     if (num_pairs <= kFewPairs) {
         if constexpr (!kRanks) {

@@ -3,13 +3,14 @@
 // With DATATYPE=E4M3 the tokens are quantized already: k bytes of values, then the row's k / 128 scales.
 //
 // The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends a token one step ahead of
-// those that it copies. With few tokens, the first step is sent while the permutation is still computed, and several
-// CTAs share what is to be done for a token.
+// those that it copies. The first step is sent while the permutation is still computed. With few tokens, several CTAs
+// share what is to be done for one.
 #include "quantize.cuh"
 #include "ranks.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kColumns = kThreads * quantize::kEach;  // of a token, per CTA and step
+constexpr int kColumns = kThreads * quantize::kEach;     // of a token, per CTA and step
+constexpr int kScales = kColumns / floats::kScaleBlock;  // of those
 constexpr auto kDatatype = floats::DATATYPE;
 
 // A caller's four values, or its scale: kNothing, which is NaN, would say that nothing has arrived, so another NaN.
@@ -44,6 +45,8 @@ struct Dispatch {
     const Problem& problem;
     int column;
     u64 until;
+    u32 (*to_send)[kScales];  // [2]: of tokens in turn
+    int turn = 0;
 
     __device__ __forceinline__ int tokens(u32 rank) const { return firsts[rank + 1] - firsts[rank]; }
     __device__ __forceinline__ bool has_columns() const { return column < problem.k; }
@@ -71,8 +74,8 @@ struct Dispatch {
         return own;
     }
 
-    // Sends an own token to the other ranks. Called by whole warps.
-    __device__ __forceinline__ void send(int token, const Own& own) const {
+    // Sends an own token to the other ranks. Called by all threads: a warp sends all scales, in one packet.
+    __device__ __forceinline__ void send(int token, const Own& own) {
         if (token >= tokens(ranks.rank)) return;
         u32 wanted = 0;  // a bit per rank that holds an expert of the token
 #pragma unroll 1
@@ -82,15 +85,21 @@ struct Dispatch {
             const int at = exists ? problem.place_of[expert] : -1;
             wanted |= __reduce_or_sync(0xffffffff, at >= 0 ? 1u << (at >> 16) : 0);
         }
+        turn ^= 1;
+        if (threadIdx.x % 8 == 0) to_send[turn][threadIdx.x / 8] = __float_as_uint(own.row.scale);
+        __syncthreads();
         if (!has_columns()) return;
         const i64 among_all = static_cast<i64>(firsts[ranks.rank]) + token;
+        const int block = static_cast<int>(threadIdx.x), first_column = column - block * quantize::kEach;
+        const bool has_scale = block < kScales && first_column + block * floats::kScaleBlock < problem.k;
+        const u32 of_block = has_scale ? to_send[turn][block] : 0;
         u32 to = ranks.rank;
 #pragma unroll 1
         for (u32 i = 1; i < ranks.num_ranks; ++i) {  // not all ranks to the same one at once
             to = to + 1 == ranks.num_ranks ? 0 : to + 1;
             if ((wanted >> to & 1) == 0) continue;
             ptx::store_relaxed_system(data(to, among_all), own.row.packed());
-            if (threadIdx.x % 8 == 0) ptx::store_relaxed_system(scale(to, among_all), __float_as_uint(own.row.scale));
+            if (has_scale) ptx::store_relaxed_system(scale(to, among_all, first_column) + block, of_block);
         }
     }
 
@@ -117,7 +126,7 @@ struct Dispatch {
         arrival.row = permuted_row(among_all, 0);
         if (has_columns()) {
             arrival.columns = ptx::load_relaxed_system(data(ranks.rank, among_all));
-            if (threadIdx.x % 8 == 0) arrival.scale = ptx::load_relaxed_system(scale(ranks.rank, among_all));
+            if (threadIdx.x % 8 == 0) arrival.scale = ptx::load_relaxed_system(scale(ranks.rank, among_all, column));
         }
         return arrival;
     }
@@ -137,7 +146,7 @@ struct Dispatch {
                 arrival.columns = ranks.wait_for(arrival.columns, place, source, until);
                 *place = {kNothing, kNothing, kNothing, kNothing};
                 if (threadIdx.x % 8 == 0) {
-                    u32* const scale_place = scale(ranks.rank, among_all);
+                    u32* const scale_place = scale(ranks.rank, among_all, column);
                     arrival.scale = ranks.wait_for(arrival.scale, scale_place, source, until);
                     *scale_place = kNothing;
                 }
@@ -166,7 +175,7 @@ struct Dispatch {
     __device__ __forceinline__ uint4* data(u32 owner, i64 token) const {
         return reinterpret_cast<uint4*>(ranks.memory[owner].data + token * problem.k + column);
     }
-    __device__ __forceinline__ u32* scale(u32 owner, i64 token) const {
+    __device__ __forceinline__ u32* scale(u32 owner, i64 token, int column) const {
         const int blocks = (problem.k + floats::kScaleBlock - 1) / floats::kScaleBlock;
         return reinterpret_cast<u32*>(ranks.memory[owner].scales) + token * blocks + column / floats::kScaleBlock;
     }
@@ -181,12 +190,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
                   const int* inverse_permutation,  // likewise
                   int most,                        // tokens of a rank
                   int share,                       // CTAs that share a token's columns
-                  int early,                       // 1: sends before the permutation is there
                   int top_k, int k, u8* __restrict__ data, float* __restrict__ scales, u32 scale_stride  // see Problem
     ) {
     extern __shared__ int place_of[];  // a copy of places
     __shared__ Ranks ranks;
     __shared__ int firsts[kMaxRanks + 1];
+    __shared__ u32 to_send[2][kScales];
     copy_ranks(ranks, ranks_in_memory);
     copy_words(firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
@@ -195,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     const int parts = (k + kColumns - 1) / kColumns, index = static_cast<int>(blockIdx.x) / parts;
     const int column =
         static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * quantize::kEach;
-    Dispatch dispatch = {ranks, firsts, problem, column, 0};
+    Dispatch dispatch = {ranks, firsts, problem, column, 0, to_send};
     // Of a token, 0 is to send and keep it, i to take the i-th rank's from this one on: this CTA has each `share`-th.
     const int first = index % share, stride = static_cast<int>(gridDim.x) / parts / share;
     const bool sends = first == 0;
@@ -205,10 +214,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     ptx::wait_for_async_copies();
     __syncthreads();
     dispatch.until = ranks.until();
-    if (sends && early != 0) dispatch.send(token, own);
+    if (sends) dispatch.send(token, own);
     ptx::grid_dependency_wait();  // inverse_permutation was not complete
     ptx::launch_dependents();
-    if (sends && early == 0) dispatch.send(token, own);
     const int num_ranks = static_cast<int>(ranks.num_ranks);
     const auto source = [&](int i) {
         const int other = static_cast<int>(ranks.rank) + i;

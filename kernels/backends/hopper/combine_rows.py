@@ -38,15 +38,10 @@ def _way(
     threads: int,
     ctas: int,
     columns: int = COLUMNS,
-    lag: int = 1,
     storage_bytes: int = 0,
     **defines: int,
 ) -> _Way:
-    """A way, and its definitions.
-
-    lag            steps after which a CTA completes an own token
-    storage_bytes  of shared memory, besides a copy of places
-    """
+    """A way, and its definitions; storage_bytes: of shared memory, besides a copy of places."""
     defines = {"EXACT": 0, "STAGED": 0, "BIASED": 0} | defines
 
     def shared_bytes(num_experts: int) -> int:
@@ -54,7 +49,7 @@ def _way(
 
     by_dtype = variants_by_dtype(
         "combine_rows", threads, shared_bytes, prefix,
-        CTAS=ctas, THREADS=threads, COLUMNS=columns, LAG=lag, STORAGE_BYTES=storage_bytes, **defines,
+        CTAS=ctas, THREADS=threads, COLUMNS=columns, STORAGE_BYTES=storage_bytes, **defines,
     )  # fmt: skip
     return _Way(by_dtype, ctas, columns, shared_bytes)
 
@@ -65,11 +60,11 @@ _BIASED_SUMS = _way("biased_", 256, ctas=4, BIASED=1)
 _BIASED_EXACT = _way("biased_exact_", 256, ctas=3, EXACT=1, BIASED=1)
 # Two stages of four entries, two results, and a row of nothing; two barriers.
 _STAGED = _way(
-    "staged_", 32, ctas=8, columns=1024, lag=4, storage_bytes=(2 * 4 * 2 + 2 * 4 + 2) * 1024 + 16, STAGED=1
+    "staged_", 32, ctas=8, columns=1024, storage_bytes=(2 * 4 * 2 + 2 * 4 + 2) * 1024 + 16, STAGED=1
 )
-STAGED_TOKENS = 2048
+STAGED_TOKENS = 256
 """From this number of tokens of a rank on, staging is faster, if rows are wide."""
-_STAGED_COLUMNS = 2048  # wider than this
+_STAGED_COLUMNS = 2048  # from this width on
 
 _WAYS = _SUMS, _STAGED, _EXACT, _BIASED_SUMS, _BIASED_EXACT
 VARIANTS = tuple(variant for way in _WAYS for variant in way.by_dtype.values())
@@ -98,7 +93,7 @@ def combine_rows(
     """
     top_k, n, places = inverse.shape[1], rows.shape[1], tokens.places
     most, columns, num_experts = max(tokens.counts), columns or range(n), places.numel()
-    is_staged = most >= STAGED_TOKENS and n > _STAGED_COLUMNS
+    is_staged = most >= STAGED_TOKENS and n >= _STAGED_COLUMNS
     if bias is not None:
         way = _BIASED_EXACT if memory.exact else _BIASED_SUMS
     else:

@@ -13,6 +13,9 @@ from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 FEW_PAIRS = 128
 """Up to this many pairs, each is compared with all others."""
+_MANY_PAIRS = 8192
+"""Of all ranks; with more, `dispatch_rows` begins once a rank's own are on their way, and on other SMs."""
+_SM_BYTES = 225 * 1024  # of shared memory: no other CTA fits beside
 _ONE_CTA_PAIRS = 1024  # up to this many pairs, one CTA is faster than a cluster
 _CLUSTER = 8
 _CLUSTER_SMS = 64  # from this many SMs on, enough of them share a GPC for a cluster
@@ -23,13 +26,14 @@ def _shared_bytes(num_groups: int) -> int:
 
 
 def _shared_bytes_of_ranks(num_experts: int) -> int:
-    return place_bytes(num_experts) + _shared_bytes(num_experts)
+    return max(_SM_BYTES, place_bytes(num_experts) + _shared_bytes(num_experts))
 
 
 def _variant(suffix: str, shared_bytes: Callable[[int], int], **defines: int) -> Variant:
-    return Variant(
-        named_source("compute_permutation", suffix, FEW_PAIRS=FEW_PAIRS, **defines), 1024, shared_bytes
+    source = named_source(
+        "compute_permutation", suffix, FEW_PAIRS=FEW_PAIRS, MANY_PAIRS=_MANY_PAIRS, **defines
     )
+    return Variant(source, 1024, shared_bytes)
 
 
 VARIANT = _variant("", _shared_bytes, RANKS=0)
@@ -118,9 +122,11 @@ def _launch(
     (num_tokens, top_k), num_groups = placement.inverse.shape, placement.offsets.numel() - 1
     num_pairs = num_tokens * top_k
     one_cta = num_pairs <= _ONE_CTA_PAIRS or (num_sms is not None and num_sms < _CLUSTER_SMS)
-    shared_bytes = 0 if num_pairs <= FEW_PAIRS else _shared_bytes(num_groups)
+    shared_bytes = more_shared_bytes + (0 if num_pairs <= FEW_PAIRS else _shared_bytes(num_groups))
+    if variant is OF_RANKS and num_pairs > _MANY_PAIRS and not one_cta:
+        shared_bytes = max(_SM_BYTES, shared_bytes)
     kernels.launch(
-        on, variant, Grid(1, 1 if one_cta else _CLUSTER, shared_bytes + more_shared_bytes), *given,
+        on, variant, Grid(1, 1 if one_cta else _CLUSTER, shared_bytes), *given,
         np.int32(num_pairs), np.int32(top_k), np.int32(num_groups),
         placement.inverse, placement.offsets, offsets_copy, placement.tile_counters,
     )  # fmt: skip

@@ -26,8 +26,6 @@ _FEW_TOKENS = 256
 _CTAS_OF_FEW = (
     4  # for up to _FEW_TOKENS of a rank: leaves room for CTAs of the next launch, which begin early
 )
-_EARLY_TOKENS = 512
-"""Up to this number of tokens of a rank, sending begins early; more of them would hold up the permutation."""
 
 VARIANTS = tuple(_BY_DTYPE.values())
 
@@ -61,7 +59,7 @@ def dispatch_rows(
         on, _BY_DTYPE[hidden_states.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
         memory.ranks, tokens.first_tokens, places, np.int32(places.numel()),
         hidden_states, topk_ids, np.int32(len(topk_ids)), inverse, np.int32(most), np.int32(share),
-        np.int32(most <= _EARLY_TOKENS), np.int32(top_k), np.int32(k), data, scales, np.uint32(num_rows),
+        np.int32(top_k), np.int32(k), data, scales, np.uint32(num_rows),
     )  # fmt: skip
     return Quantized(data, scales.t())
 
