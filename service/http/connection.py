@@ -10,6 +10,7 @@ from typing import Any
 from expertd.service.http.asgi_cycle import AsgiCycle
 from expertd.service.http.framing import FixedBody
 from expertd.service.http.infer import InferCall
+from expertd.service.http.paced_transport import TURN_BYTES
 from expertd.service.http.protocol import OipError
 from expertd.service.http.receiving import Receiving
 from expertd.service.http.refused import RefusedError
@@ -33,6 +34,7 @@ class Connection(Receiving):
         self._waits_for_head = False  # since its first byte
         self._is_consuming = False
         self._turn: asyncio.Handle | None = None  # of this connection, while others have theirs
+        self._read_turn: asyncio.Handle | None = None  # of the same, for the rest of a body
 
     @property
     def has_input(self) -> bool:
@@ -41,15 +43,16 @@ class Connection(Receiving):
     # The callbacks of asyncio.
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._turn is not None:
-            self._turn.cancel()
+        for turn in (self._turn, self._read_turn):
+            if turn is not None:
+                turn.cancel()
         super().connection_lost(exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._reads_infer_body:
             assert self._infer_body is not None
             assert self._infer_body.rest is not None
-            return self._infer_body.rest
+            return self._infer_body.rest[:TURN_BYTES]
         return self._shared.scratch
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -60,6 +63,9 @@ class Connection(Receiving):
             self._body.remaining -= nbytes
             if not self._body.remaining:
                 self._end_body()
+            elif nbytes == TURN_BYTES and self._read_turn is None:  # the event loop would go on reading
+                self.receive_body(False)
+                self._read_turn = self.loop.call_soon(self._take_read_turn)
             return
         if self._ignore_input:
             return
@@ -107,6 +113,11 @@ class Connection(Receiving):
     def _take_turn(self) -> None:
         self._turn = None
         self._consume()
+
+    def _take_read_turn(self) -> None:
+        self._read_turn = None
+        if not self.transport.is_closing():
+            self.receive_body(True)
 
     def _settle(self) -> None:
         if self._is_consuming or self._ignore_input or self._turn is not None:

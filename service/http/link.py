@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import Protocol
 
 from expertd.service.http.half_closed import HalfClosed
+from expertd.service.http.paced_transport import PacedTransport, PlainTransport
 from expertd.service.http.places import shown_peer
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import RefusedError
@@ -111,7 +112,9 @@ class Link(asyncio.BufferedProtocol):
     # The callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.transport = transport
+        if not isinstance(transport, PacedTransport):  # without TLS
+            transport = PlainTransport(transport, self.loop, self)
+        self.transport: PacedTransport = transport
         seconds = self._shared.keep_alive_seconds
         least = self._shared.least_read_bytes
         self._sender = Sender(transport, self.loop, seconds, least, self._sent, self._cut_off)
@@ -135,6 +138,7 @@ class Link(asyncio.BufferedProtocol):
         self._state.connections.discard(self)
         self._timer.close()
         self._sender.stop()
+        self.transport.lost()
         if self._half_closed is not None:
             self._half_closed.stop()
         if self._counts_as_lingering:
@@ -154,9 +158,17 @@ class Link(asyncio.BufferedProtocol):
             self._shared.places.leave(self._address)
 
     def pause_writing(self) -> None:
-        self._sender.pause()
+        self.transport.raw_paused()
 
     def resume_writing(self) -> None:
+        self.transport.raw_resumed()
+
+    # The sending side's; see `Reader`.
+
+    def writing_paused(self) -> None:
+        self._sender.pause()
+
+    def writing_resumed(self) -> None:
         self._sender.resume()
 
     def eof_received(self) -> bool:

@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
+from expertd.service.http.link import Link
 from expertd.service.http.places import shown_peer
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.shared import ServerState, Shared
@@ -29,7 +30,7 @@ class TlsLink(asyncio.BufferedProtocol):
         shared: Shared,
         state: ServerState,
         context: ssl.SSLContext,
-        make: Callable[[], asyncio.BufferedProtocol],
+        make: Callable[[], Link],
     ) -> None:
         self._shared = shared
         self._state = state
@@ -39,7 +40,7 @@ class TlsLink(asyncio.BufferedProtocol):
         self._incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, outgoing, server_side=True)
         self._outgoing = outgoing
-        self._inner: asyncio.BufferedProtocol | None = None
+        self._inner: Link | None = None
         self._address: str | None = None  # what has to be given back
         self._is_reading = False
         self._is_at_end = False  # of the input
@@ -92,15 +93,15 @@ class TlsLink(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._transport.raw_resumed()
 
-    # The sending side's; see `Reader`.
+    # The sending side's; see `TlsReader`.
 
     def writing_paused(self) -> None:
         if self._inner is not None:
-            self._inner.pause_writing()
+            self._inner.writing_paused()
 
     def writing_resumed(self) -> None:
         if self._inner is not None:
-            self._inner.resume_writing()
+            self._inner.writing_resumed()
 
     def read_on(self) -> None:
         """Hand decrypted input on, until there is none, or reading is paused."""
@@ -127,7 +128,7 @@ class TlsLink(asyncio.BufferedProtocol):
         finally:
             self._is_reading = False
 
-    def _end_input(self, inner: asyncio.BufferedProtocol) -> None:
+    def _end_input(self, inner: Link) -> None:
         """The client has sent its last byte; a missing close_notify is no matter: lengths tell."""
         self._is_at_end = True
         if not inner.eof_received():

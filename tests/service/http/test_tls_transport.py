@@ -8,54 +8,7 @@ from expertd.service.http.tls_transport import TlsTransport
 from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
 from tests.service.certificates import TLS, client_context
-
-
-class Pipe:
-    """A raw transport that sends `room` bytes, and holds the others."""
-
-    def __init__(self) -> None:
-        self.room = 1 << 40
-        self.sent = b""
-        self.held = b""
-        self.is_aborted = False
-        self.transport: TlsTransport
-
-    def write(self, data: bytes) -> None:
-        before = len(self.held)
-        self.held += data
-        self.move()
-        if self.held and not before:
-            self.transport.raw_paused()
-
-    def move(self) -> None:
-        moved, self.held = self.held[: self.room], self.held[self.room :]
-        self.sent += moved
-        self.room -= len(moved)
-
-    def get_write_buffer_size(self) -> int:
-        return len(self.held)
-
-    def is_closing(self) -> bool:
-        return self.is_aborted
-
-    def abort(self) -> None:
-        self.is_aborted = True
-
-
-class Told:
-    """The receiving side."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def writing_paused(self) -> None:
-        self.said.append("paused")
-
-    def writing_resumed(self) -> None:
-        self.said.append("resumed")
-
-    def read_on(self) -> None:
-        raise AssertionError
+from tests.service.http.pipe import Pipe, Told
 
 
 class Session:

@@ -1,16 +1,36 @@
-"""Pipelined requests: their order, and the turns of other connections between them."""
+"""Pipelined requests, and bodies: their order, and the turns of other connections between them."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 import uvloop
 
 from expertd.service.http import connection
 from expertd.service.http.framing import ChunkedBody
-from tests.service.apps import Serving, hidden_request, rows, serving, serving_runner, tiny_settings
+from expertd.service.http.paced_transport import TURN_BYTES, PlainTransport
+from tests.service.apps import (
+    HIDDEN,
+    Serving,
+    hidden_request,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, answers, connect, head, infer, listening
+from tests.service.sockets import (
+    INFER,
+    Answer,
+    answers,
+    connect,
+    head,
+    infer,
+    listening,
+    read_to_end,
+)
 from tests.service.waiting import until
 
 GET = head("GET /v2/health/live HTTP/1.1")
@@ -109,6 +129,56 @@ def test_tiny_chunks_leave_turns_to_others(data: bytes, status: int, monkeypatch
         assert most <= 2 * 1000 * 3, "bytes of a thousand lines, perhaps before and after the others' turn"
 
     served(check)
+
+
+@pytest.mark.parametrize("direction", ["received", "sent"])
+def test_large_bodies_leave_turns_to_others(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 16384
+    size = 4 * tokens * HIDDEN
+    limits = {
+        **dict.fromkeys(("max_request_tokens", "max_batch_tokens", "max_queue_tokens"), tokens),
+        "max_body_bytes": 2 * size,
+    }
+    moved = 0
+
+    def update(seen: connection.Connection, nbytes: int) -> None:
+        nonlocal moved
+        moved += nbytes
+        buffer_updated(seen, nbytes)
+
+    def take(seen: PlainTransport, view: memoryview, count: int) -> None:
+        nonlocal moved
+        moved += count
+        take_bytes(seen, view, count)
+
+    buffer_updated, take_bytes = connection.Connection.buffer_updated, PlainTransport._take
+    if direction == "received":
+        monkeypatch.setattr(connection.Connection, "buffer_updated", update)
+    else:
+        monkeypatch.setattr(PlainTransport, "_take", take)
+
+    def ask(port: int) -> list[Answer]:
+        with connect(port) as sock:
+            sock.sendall(infer(*hidden_request(np.zeros((tokens, HIDDEN), np.float32)), "Connection: close"))
+            return read_to_end(sock)
+
+    async def run() -> None:
+        async with (
+            serving(tiny_settings(limits), serving_runner(EchoRunner())) as server,
+            listening(server) as port,
+        ):
+            asking = asyncio.ensure_future(asyncio.to_thread(ask, port))
+            most = 0
+            while not asking.done():
+                before = moved
+                await asyncio.sleep(0)
+                most = max(most, moved - before)
+                time.sleep(1e-3)  # in which the system's buffers fill
+            assert [answer.status for answer in await asking] == [200]
+            assert moved >= size
+            assert TURN_BYTES / 2 <= most <= 2 * TURN_BYTES, "perhaps before and after the others' turn"
+
+    uvloop.run(run())
 
 
 @TINY_CHUNKS

@@ -1,0 +1,184 @@
+"""The sending side of a connection: what a `Connection` takes for its socket's transport.
+
+The event loop's own transport would copy megabytes of an answer to the socket at once, while every other
+connection waits.
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections import deque
+from typing import Any, Protocol
+
+TURN_BYTES = 512 * 1024
+"""Of a body, that a connection receives or sends before others have their turn."""
+_PIECE_BYTES = 256 * 1024  # written at once
+
+
+class Reader(Protocol):
+    """What a transport tells its receiving side."""
+
+    def writing_paused(self) -> None:
+        """Bytes that were written are held."""
+
+    def writing_resumed(self) -> None:
+        """None are held any more."""
+
+
+class PacedTransport(asyncio.Transport):
+    """Writes as fast as the client reads, a piece at a time; what was written is kept, not copied.
+
+    `reader` learns when bytes are held back, as with a high-water mark of 0.
+    """
+
+    turn_pieces = TURN_BYTES // _PIECE_BYTES
+
+    def __init__(self, raw: asyncio.Transport, loop: asyncio.AbstractEventLoop, reader: Reader) -> None:
+        super().__init__()
+        self._raw = raw
+        self._loop = loop
+        self._reader = reader
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._is_full = False  # the raw transport holds bytes
+        self._holds_bytes = False  # as the reader was told
+        self._is_closing = False
+        self._ends = False  # once all is sent
+        self._has_ended = False
+        self._turn: asyncio.Handle | None = None
+
+    # Of the subclass.
+
+    @abstractmethod
+    def _write_piece(self) -> None:
+        """Give the raw transport a piece of what is unsent."""
+
+    @abstractmethod
+    def _write_end(self) -> None:
+        """Everything is sent, and nothing will follow."""
+
+    # Of the raw transport.
+
+    def raw_paused(self) -> None:
+        """The raw transport holds bytes."""
+        self._is_full = True
+        self._tell()
+
+    def raw_resumed(self) -> None:
+        """The raw transport has sent everything."""
+        self._is_full = False
+        self._send()
+
+    def lost(self) -> None:
+        """The connection is closed: let go of everything."""
+        self._is_closing = True
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        if self._turn is not None:
+            self._turn.cancel()
+
+    # Of asyncio.Transport.
+
+    def write(self, data: Any) -> None:
+        if self._ends or self._raw.is_closing():
+            return
+        view = memoryview(data).cast("B")
+        if len(view):
+            self._unsent.append(view)
+            self._unsent_bytes += len(view)
+            if self._turn is None:
+                self._send()
+
+    def get_write_buffer_size(self) -> int:
+        return self._unsent_bytes + self._raw.get_write_buffer_size()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        self._raw.set_write_buffer_limits(high, low)
+
+    def pause_reading(self) -> None:
+        self._raw.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._raw.resume_reading()
+
+    def write_eof(self) -> None:
+        self._ends = True
+        self._end()
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._raw.is_closing()
+
+    def close(self) -> None:
+        self._is_closing = self._ends = True
+        self._end()
+
+    def abort(self) -> None:
+        self.lost()
+        self._raw.abort()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._raw.get_extra_info(name, default)
+
+    def _send(self) -> None:
+        """Write, as long as the raw transport holds nothing."""
+        pieces = self.turn_pieces
+        while self._unsent and not self._is_full and pieces:
+            self._write_piece()
+            pieces -= 1
+        if self._unsent and not self._is_full:
+            self._turn = self._loop.call_soon(self._take_turn)
+        self._tell()
+        self._end()
+
+    def _take_turn(self) -> None:
+        self._turn = None
+        self._send()
+
+    def _take(self, view: memoryview, count: int) -> None:
+        """The first bytes of `view`, the first that is unsent, are sent."""
+        self._unsent_bytes -= count
+        if count == len(view):
+            self._unsent.popleft()
+        else:
+            self._unsent[0] = view[count:]
+
+    def _tell(self) -> None:
+        holds = self._is_full or bool(self._unsent)
+        if holds is self._holds_bytes or self._raw.is_closing():
+            return
+        self._holds_bytes = holds
+        if holds:
+            self._reader.writing_paused()
+        else:
+            self._reader.writing_resumed()
+
+    def _end(self) -> None:
+        if not self._ends or self._unsent or self._raw.is_closing():
+            return
+        if not self._has_ended:
+            self._has_ended = True
+            self._write_end()
+        if self._is_closing:
+            self._raw.close()
+
+
+class PlainTransport(PacedTransport):
+    """Without TLS."""
+
+    def write(self, data: Any) -> None:
+        if self._unsent or self._ends or len(data) > _PIECE_BYTES:
+            super().write(data)
+        else:
+            self._raw.write(data)
+
+    def _write_piece(self) -> None:
+        view = self._unsent[0]
+        piece = view[:_PIECE_BYTES]
+        self._take(view, len(piece))
+        self._raw.write(piece)
+
+    def _write_end(self) -> None:
+        if not self._is_closing:
+            self._raw.write_eof()
