@@ -2,8 +2,9 @@
 
 The demo layer, served on this machine, answers a caller that sends one token again and again, while other
 connections repeat requests of 4,096 tokens, or 16 of 64: without chunks of the long ones, with chunks of two
-sizes, with joined chunks, and on lanes. The time of a chunk is measured, too, as that of a request of its
-size alone: beside long requests, p99 should exceed the p99 alone by no more than that.
+sizes, with several HTTP processes, with joined chunks, and on lanes. The time of a chunk is measured, too, as
+that of a request of its size alone: beside long requests, p99 should exceed the p99 alone by no more than
+that.
 """
 
 import argparse
@@ -36,6 +37,7 @@ class Variant(NamedTuple):
 VARIANTS = {
     "whole": Variant(0),
     "chunks of 512": Variant(512),
+    "chunks of 512, 4 HTTP processes": Variant(512, ("http_workers=4",)),
     "chunks of 1024": Variant(1024),
     "joined chunks of 1024": Variant(1024, ("limits.join_chunks=true",)),
     "on a lane": Variant(0, ("lanes.decode_max_tokens=16",)),

@@ -22,6 +22,8 @@ def split(count: int | None) -> tuple[set[int] | None, dict[str, Any]]:
     """
     cpus = sorted(os.sched_getaffinity(0))
     header = {"cpu": cpu_name(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    if "OMP_NUM_THREADS" in os.environ:
+        header["threads"] = os.environ["OMP_NUM_THREADS"]
     if count is None:
         return None, header | {"cpus": len(cpus)}
     if not 0 < count < len(cpus):
@@ -33,6 +35,7 @@ def split(count: int | None) -> tuple[set[int] | None, dict[str, Any]]:
 def described(header: dict[str, Any]) -> str:
     """The same in words."""
     server = f"{header['cpus']} cores of an {header['cpu']} with {header['instructions']}"
+    threads = f"; OMP_NUM_THREADS={header['threads']}" if "threads" in header else ""
     if "callers_cpus" not in header:
-        return f"{server}, which server and callers share"
-    return f"{server} for the server, and {header['callers_cpus']} others for its callers"
+        return f"{server}, which server and callers share{threads}"
+    return f"{server} for the server, and {header['callers_cpus']} others for its callers{threads}"

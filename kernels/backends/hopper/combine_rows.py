@@ -62,7 +62,7 @@ _BIASED_EXACT = _way("biased_exact_", 256, ctas=3, EXACT=1, BIASED=1)
 _STAGED = _way(
     "staged_", 32, ctas=8, columns=1024, storage_bytes=(2 * 4 * 2 + 2 * 4 + 2) * 1024 + 16, STAGED=1
 )
-STAGED_TOKENS = 256
+STAGED_TOKENS = 512
 """From this number of tokens of a rank on, staging is faster, if rows are wide."""
 _STAGED_COLUMNS = 2048  # from this width on
 
