@@ -10,7 +10,7 @@ that.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,28 +44,28 @@ VARIANTS = {
 }
 
 
-def rows_of(name: str, variant: Variant, seconds: float, of_server: set[int] | None) -> list[dict[str, Any]]:
+def rows_of(
+    name: str, variant: Variant, seconds: float, of_server: set[int] | None
+) -> Iterator[dict[str, Any]]:
     """A row for each case."""
-    rows: list[dict[str, Any]] = []
+    p99_alone: float | None = None
     with server(f"limits.prefill_chunk_tokens={variant.chunk}", *variant.settings, cpus=of_server) as port:
         chunk = _median_ms(port, binary(variant.chunk), seconds / 4) if variant.chunk else None
         for connections, num_tokens in CASES:
             beside = binary(num_tokens) if connections else None
             took, answered = measure(port, beside, connections, seconds)
             p50, p99 = np.percentile(np.array(took) * 1e3, (50, 99)).round(2).tolist()
-            alone = rows[0]["p99_ms"] if rows else None
-            row = {
+            goal = None if p99_alone is None or chunk is None else round(p99_alone + chunk, 2)
+            p99_alone = p99_alone or p99
+            yield {
                 "long": name,
                 "beside": f"{connections} x {num_tokens}" if connections else "nothing",
                 "requests": len(took),
                 "p50_ms": p50,
                 "p99_ms": p99,
-                "goal_ms": None if alone is None or chunk is None else round(alone + chunk, 2),
+                "goal_ms": goal,
                 "tokens_per_s": round(answered * num_tokens / seconds),
             }
-            rows.append(row)
-            print(f"| {' | '.join(cells(row))} |", flush=True)
-    return rows
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -87,11 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cpus.add_option(parser)
     given = parser.parse_args(arguments)
     of_server, header = cpus.split(given.server_cpus)
+    header |= {"seconds": given.seconds}
+    rows: list[dict[str, Any]] = []
     print(table(COLUMNS, []))
-    rows = [row for name in given.only for row in rows_of(name, VARIANTS[name], given.seconds, of_server)]
-    if given.json:
-        header |= {"seconds": given.seconds}
-        given.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+    for name in given.only:
+        for row in rows_of(name, VARIANTS[name], given.seconds, of_server):
+            rows.append(row)
+            print(f"| {' | '.join(cells(row))} |", flush=True)
+            if given.json:
+                given.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
     return 0
 
 
