@@ -291,6 +291,26 @@ async def test_a_key_that_was_removed_is_not_in_the_log(
     assert [(fields["status"], fields.get("key")) for fields in logged] == [(200, "infer"), (401, None)]
 
 
+async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refused(
+    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = tiny_settings(keys=keys, access_log=True, log_format="json")
+    runner = EchoRunner()
+    runner.gate.clear()
+    async with serving(settings, serving_runner(runner)) as server, listening(server) as port:
+        caplog.set_level(logging.INFO, "expertd.service.http.infer_ending")
+        with closing(connect(port)) as first, closing(connect(port)) as second:
+            waiting = asyncio.ensure_future(statuses(first, "infer"))
+            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+            write_keys(keys, other=["infer"])
+            clock[0] += 1
+            assert await statuses(second, "infer") == [401]
+            runner.gate.set()
+            assert await waiting == [200]
+    logged = [vars(record)["fields"] for record in caplog.records if "fields" in vars(record)]
+    assert [(fields["status"], fields.get("key")) for fields in logged] == [(401, None), (200, "infer")]
+
+
 async def test_without_a_file_everybody_may_call(keys: Path) -> None:
     async with serving(tiny_settings(), serving_runner(EchoRunner())) as server:
         for headers in ({}, bearer("nobody")):
