@@ -87,7 +87,10 @@ class Delivery:
 
     def _answer(self, answers: Sequence[Answer]) -> None:
         for pending, answer in answers:
-            pending.take_done()(answer)  # `give_up` is on this thread, too
+            try:
+                pending.take_done()(answer)  # `give_up` is on this thread, too
+            except Exception as error:  # the others of the step get their answers
+                self._handle("a request could not be answered", error)
         if answers:
             self.answered(len(answers))
 
@@ -116,8 +119,11 @@ class Delivery:
         try:
             report()
         except Exception as error:
-            what = {"message": "a report failed", "exception": error}
-            self.loop.call_soon_threadsafe(self.loop.call_exception_handler, what)
+            self._handle("a report failed", error)
+
+    def _handle(self, message: str, error: Exception) -> None:
+        what = {"message": message, "exception": error}
+        self.loop.call_soon_threadsafe(self.loop.call_exception_handler, what)
 
     def report_later(self, report: Callable[[], None]) -> None:
         """Call `report` on the event loop, with the next answers or at a `flush`, or in `report_one`."""

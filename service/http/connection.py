@@ -34,7 +34,7 @@ class Connection(Receiving):
         self._waits_for_head = False  # since its first byte
         self._is_consuming = False
         self._turn: asyncio.Handle | None = None  # of this connection, while others have theirs
-        self._read_turn: asyncio.Handle | None = None  # of the same, for the rest of a body
+        self._read_turn: asyncio.Handle | None = None  # resumes reading the rest of a body
 
     @property
     def has_input(self) -> bool:
@@ -63,7 +63,9 @@ class Connection(Receiving):
             self._body.remaining -= nbytes
             if not self._body.remaining:
                 self._end_body()
-            elif nbytes == TURN_BYTES and self._read_turn is None:  # the event loop would go on reading
+            elif (
+                nbytes == TURN_BYTES and self._read_turn is None
+            ):  # else the event loop would keep reading this socket
                 self.receive_body(False)
                 self._read_turn = self.loop.call_soon(self._take_read_turn)
             return

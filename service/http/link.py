@@ -163,7 +163,7 @@ class Link(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self.transport.raw_resumed()
 
-    # The sending side's; see `Reader`.
+    # Called by the transport; see `Owner`.
 
     def writing_paused(self) -> None:
         self._sender.pause()

@@ -1,49 +1,50 @@
-"""The sending side of a connection: what a `Connection` takes for its socket's transport.
+"""The transport that a `Connection` writes to: it passes large answers to the socket a piece at a time.
 
-The event loop's own transport would copy megabytes of an answer to the socket at once, while every other
-connection waits.
+The event loop's own transport would copy megabytes to the socket in one go, while every other connection
+waits.
 """
 
 import asyncio
 from abc import abstractmethod
 from collections import deque
+from contextlib import suppress
 from typing import Any, Protocol
 
 TURN_BYTES = 512 * 1024
-"""Of a body, that a connection receives or sends before others have their turn."""
-_PIECE_BYTES = 256 * 1024  # written at once
+"""How much of a body a connection reads or writes before other connections get a turn."""
+_PIECE_BYTES = 256 * 1024  # per write to the raw transport
 
 
-class Reader(Protocol):
-    """What a transport tells its receiving side."""
+class Owner(Protocol):
+    """What a transport tells the connection whose answers it writes."""
 
     def writing_paused(self) -> None:
         """Bytes that were written are held."""
 
     def writing_resumed(self) -> None:
-        """None are held any more."""
+        """Everything that was written has been passed on."""
 
 
 class PacedTransport(asyncio.Transport):
     """Writes as fast as the client reads, a piece at a time; what was written is kept, not copied.
 
-    `reader` learns when bytes are held back, as with a high-water mark of 0.
+    `owner` learns when bytes are held back, as with a high-water mark of 0.
     """
 
     turn_pieces = TURN_BYTES // _PIECE_BYTES
 
-    def __init__(self, raw: asyncio.Transport, loop: asyncio.AbstractEventLoop, reader: Reader) -> None:
+    def __init__(self, raw: asyncio.Transport, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
         super().__init__()
         self._raw = raw
         self._loop = loop
-        self._reader = reader
+        self._owner = owner
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._is_full = False  # the raw transport holds bytes
-        self._holds_bytes = False  # as the reader was told
+        self._holds_bytes = False  # as the owner was told
         self._is_closing = False
-        self._ends = False  # once all is sent
-        self._has_ended = False
+        self._ends = False  # close or EOF was requested
+        self.has_ended = False  # EOF was sent, if it was wanted
         self._turn: asyncio.Handle | None = None
 
     # Of the subclass.
@@ -56,6 +57,11 @@ class PacedTransport(asyncio.Transport):
     def _write_end(self) -> None:
         """Everything is sent, and nothing will follow."""
 
+    def _write_eof(self) -> None:
+        if not self._is_closing:
+            with suppress(OSError):  # the client has left: asyncio's own loop raises
+                self._raw.write_eof()
+
     # Of the raw transport.
 
     def raw_paused(self) -> None:
@@ -66,7 +72,8 @@ class PacedTransport(asyncio.Transport):
     def raw_resumed(self) -> None:
         """The raw transport has sent everything."""
         self._is_full = False
-        self._send()
+        if self._turn is None:  # not at once: asyncio's own transport must not be closed in this callback
+            self._turn = self._loop.call_soon(self._take_turn)
 
     def lost(self) -> None:
         """The connection is closed: let go of everything."""
@@ -150,15 +157,15 @@ class PacedTransport(asyncio.Transport):
             return
         self._holds_bytes = holds
         if holds:
-            self._reader.writing_paused()
+            self._owner.writing_paused()
         else:
-            self._reader.writing_resumed()
+            self._owner.writing_resumed()
 
     def _end(self) -> None:
         if not self._ends or self._unsent or self._raw.is_closing():
             return
-        if not self._has_ended:
-            self._has_ended = True
+        if not self.has_ended:
+            self.has_ended = True
             self._write_end()
         if self._is_closing:
             self._raw.close()
@@ -180,5 +187,4 @@ class PlainTransport(PacedTransport):
         self._raw.write(piece)
 
     def _write_end(self) -> None:
-        if not self._is_closing:
-            self._raw.write_eof()
+        self._write_eof()

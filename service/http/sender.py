@@ -35,13 +35,13 @@ class Sender:
         transport.set_write_buffer_limits(high=0)
 
     def pause(self) -> None:
-        """The transport's pause_writing."""
+        """The transport holds bytes."""
         self.holds_bytes = True
         # Soon, because more of the same answer may be written at once.
         self._timer = self._loop.call_soon(self._watch)
 
     def resume(self) -> None:
-        """The transport's resume_writing."""
+        """The transport has passed everything on."""
         self.stop()
         self._taken()
 

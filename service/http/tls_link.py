@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import cast
 
 from expertd.service.http.link import Link
+from expertd.service.http.paced_transport import TURN_BYTES
 from expertd.service.http.places import shown_peer
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.shared import ServerState, Shared
@@ -44,6 +45,8 @@ class TlsLink(asyncio.BufferedProtocol):
         self._address: str | None = None  # what has to be given back
         self._is_reading = False
         self._is_at_end = False  # of the input
+        self._turn_bytes = 0  # that were read one after another, without a look at other connections
+        self._turn: asyncio.Handle | None = None  # of this connection, while others have theirs
 
     # The server's side, before the connection has one of its own.
 
@@ -69,6 +72,8 @@ class TlsLink(asyncio.BufferedProtocol):
         self._timer.close()
         self._state.connections.discard(self)
         self._transport.lost()
+        if self._turn is not None:
+            self._turn.cancel()
         inner, self._inner = self._inner, None
         if inner is not None:
             inner.connection_lost(exc)
@@ -81,6 +86,18 @@ class TlsLink(asyncio.BufferedProtocol):
         self._incoming.write(self._shared.scratch[:nbytes])
         if self._inner is not None or self._shake_hands():
             self.read_on()
+        self._turn_bytes += nbytes
+        if nbytes < len(self._shared.scratch):  # all that there was
+            self._turn_bytes = 0
+        elif self._turn_bytes >= TURN_BYTES and not self._raw.is_closing():
+            self._turn_bytes = 0
+            self._raw.pause_reading()
+            self._turn = self._loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn = None
+        if not (self._transport.is_reading_paused or self._raw.is_closing()):
+            self._raw.resume_reading()
 
     def eof_received(self) -> bool:
         self._incoming.write_eof()
@@ -93,7 +110,7 @@ class TlsLink(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._transport.raw_resumed()
 
-    # The sending side's; see `TlsReader`.
+    # Called by the transport; see `TlsOwner`.
 
     def writing_paused(self) -> None:
         if self._inner is not None:
@@ -104,13 +121,18 @@ class TlsLink(asyncio.BufferedProtocol):
             self._inner.writing_resumed()
 
     def read_on(self) -> None:
-        """Hand decrypted input on, until there is none, or reading is paused."""
+        """Hand decrypted input on, until there is none, or reading is paused; after our end, drop it."""
         inner, transport = self._inner, self._transport
         if inner is None or self._is_reading:
             return
         self._is_reading = True
         try:
             while not (self._is_at_end or transport.is_reading_paused or transport.is_closing()):
+                if transport.has_ended:  # no more can be decrypted
+                    self._incoming.read()
+                    if self._incoming.eof:
+                        self._end_input(inner)
+                    break
                 buffer = cast(memoryview, inner.get_buffer(-1))
                 count = cast(int, self._tls.read(len(buffer), cast(bytearray, buffer)))
                 if count:

@@ -5,14 +5,14 @@ import ssl
 from contextlib import suppress
 from typing import Any, Protocol
 
-from expertd.service.http.paced_transport import PacedTransport, Reader
+from expertd.service.http.paced_transport import TURN_BYTES, Owner, PacedTransport
 
 _PIECE_BYTES = 64 * 1024  # encrypted and written at once
 _MAX_HELD_BYTES = 1024 * 1024  # by the raw transport; of answers, it holds one piece
 
 
-class TlsReader(Reader, Protocol):
-    """Has input that is decrypted, and not handed on."""
+class TlsOwner(Owner, Protocol):
+    """Also holds decrypted input that it has not passed on yet."""
 
     def read_on(self) -> None:
         """Reading is resumed."""
@@ -21,7 +21,7 @@ class TlsReader(Reader, Protocol):
 class TlsTransport(PacedTransport):
     """Encrypts what is written as fast as the client reads, so an answer is never there twice."""
 
-    turn_pieces = 16
+    turn_pieces = TURN_BYTES // _PIECE_BYTES
 
     def __init__(
         self,
@@ -29,13 +29,13 @@ class TlsTransport(PacedTransport):
         tls: ssl.SSLObject,
         outgoing: ssl.MemoryBIO,
         loop: asyncio.AbstractEventLoop,
-        reader: TlsReader,
+        owner: TlsOwner,
     ) -> None:
-        super().__init__(raw, loop, reader)
+        super().__init__(raw, loop, owner)
         self.is_reading_paused = False
         self._tls = tls
         self._outgoing = outgoing
-        self._input = reader
+        self._input = owner
 
     def flush(self) -> None:
         """Send what TLS itself has to say, too, unless a client asks for that without reading it."""
@@ -72,5 +72,4 @@ class TlsTransport(PacedTransport):
         with suppress(ssl.SSLError):  # no close_notify from the client yet, or a failed connection
             self._tls.unwrap()
         self.flush()
-        if not self._is_closing:
-            self._raw.write_eof()
+        self._write_eof()

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from expertd.service.engine.delivery import Delivery
+from expertd.service.engine.steps import Pending
+from expertd.service.moe.request import zero_request
 from tests.service.waiting import until
 
 
@@ -136,3 +138,24 @@ async def test_two_threads_call_each_report_once_and_one_at_a_time() -> None:
     thread.join()
     assert sorted(seen) == list(range(3000))
     assert not failed
+
+
+async def test_a_request_that_cannot_be_answered_is_told_and_no_other_one_lost() -> None:
+    delivery, answered, told = Delivery(), list[Any](), list[dict[str, Any]]()
+    delivery.start()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    def fail(answer: Any) -> None:
+        raise OSError("not connected")
+
+    request = zero_request(1, 128)
+    pending = [Pending("tiny", request, done, False) for done in (answered.append, fail, answered.append)]
+    for _ in pending:
+        delivery.accepted()
+    delivery.deliver([(each, b"output") for each in pending])
+    assert answered == [b"output", b"output"]
+    assert delivery.unanswered == 0
+    await until(lambda: bool(told))
+    assert [(context["message"], str(context["exception"])) for context in told] == [
+        ("a request could not be answered", "not connected")
+    ]

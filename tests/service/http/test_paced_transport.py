@@ -84,3 +84,15 @@ async def test_eof_follows_what_was_written(answer: bytes) -> None:
         await asyncio.sleep(0)
     assert this.pipe.sent == answer
     assert not this.transport.is_closing()
+
+
+async def test_a_client_may_have_left_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    this = Session()
+
+    def write_eof() -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(this.pipe, "write_eof", write_eof)
+    this.transport.write_eof()
+    this.transport.close()
+    assert this.pipe.is_closed

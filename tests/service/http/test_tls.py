@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
@@ -16,7 +18,7 @@ from expertd.service.settings.parts import TlsSettings
 from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.certificates import CA, TLS, client_context
 from tests.service.runners import EchoRunner
-from tests.service.sockets import Answer, connect, head, infer, listening, read_answer, read_to_end
+from tests.service.sockets import Answer, answers, connect, head, infer, listening, read_answer, read_to_end
 from tests.service.waiting import until, wait_for
 
 TOKENS = 32768
@@ -106,6 +108,28 @@ def test_a_large_request_and_its_answer_arrive_whole() -> None:
                 answer = asked(sock, infer(*hidden_request(values)))
                 assert answer.status == 200
                 assert answer.body.endswith(values.tobytes())
+
+    run(check, LARGE)
+
+
+def test_the_last_answer_arrives_whole_before_much_unread_input() -> None:
+    def check(port: int, server: Serving) -> None:
+        request = infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)), "Connection: close")
+        with closing(secure(port)) as sock:
+            sending = threading.Thread(target=sendall, args=(sock, request + bytes(5_000_000)))
+            sending.start()
+            data = b""
+            while piece := sock.recv(16384):
+                data += piece
+                time.sleep(1e-3)  # the system still holds a part when the server has sent all
+            sending.join()
+        (answer,) = answers(data)
+        assert answer.status == 200
+        assert len(answer.body) > OUTPUT_BYTES
+
+    def sendall(sock: ssl.SSLSocket, data: bytes) -> None:
+        with suppress(OSError):  # the server closes the connection
+            sock.sendall(data)
 
     run(check, LARGE)
 
