@@ -14,7 +14,7 @@ from expertd.kernels.rank_memory import RankMemory, RankTokens
 FEW_PAIRS = 128
 """Up to this many pairs, each is compared with all others."""
 _MANY_PAIRS = 8192
-"""Of all ranks; with more, `dispatch_rows` begins once a rank's own are on their way, and on other SMs."""
+"""Of all ranks; with more, `dispatch_rows` begins after a rank's own are sent, and runs on other SMs."""
 _SM_BYTES = 225 * 1024  # of shared memory: no other CTA fits beside
 _ONE_CTA_PAIRS = 1024  # up to this many pairs, one CTA is faster than a cluster
 _CLUSTER = 8

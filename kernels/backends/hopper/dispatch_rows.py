@@ -23,9 +23,8 @@ _BY_DTYPE = variants_by_dtype("dispatch_rows", 128, place_bytes)
 _BY_DTYPE[torch.uint8] = Variant(named_source("dispatch_rows", "fp8", DATATYPE="E4M3"), 128, place_bytes)
 _CTAS = 8  # per SM at most: as many as run at once
 _FEW_TOKENS = 256
-_CTAS_OF_FEW = (
-    4  # for up to _FEW_TOKENS of a rank: leaves room for CTAs of the next launch, which begin early
-)
+# For up to _FEW_TOKENS of a rank: leaves room for CTAs of the next launch, which begin early.
+_CTAS_OF_FEW = 4
 
 VARIANTS = tuple(_BY_DTYPE.values())
 
