@@ -16,7 +16,7 @@ Matrices = tuple[Tensor, ...]  # [N, K] of each group, packed or plain
 _PACKED_ROWS = 64  # the height that oneDNN packs for; all others from 1 to 512 rows are as fast
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 # Without instructions for bf16, its GEMM takes up to 8 times as long as fp32, where its products are exact.
-_FP32_ROWS = 64  # from this height on: it pays from 8 on, but so a token's bits are the same in small steps
+_FP32_ROWS = 16  # from this height on, it pays to expand a matrix
 _FP32_ELEMENTS = 1 << 19  # of a matrix, expanded at once: 2 MB, for the caches
 
 

@@ -22,7 +22,7 @@ from tests.service.children import children_of
 ROUNDING = 2e-5 if can_pack() else 2**-7
 """Between one rank and several, relative to the largest element: the order of FP32 additions differs.
 
-Without instructions for bf16, it also differs between GEMMs of fewer than 64 rows and others: in other steps,
+Without instructions for bf16, it also differs between GEMMs of fewer than 16 rows and others: in other steps,
 intermediate results are rounded to other numbers in bf16.
 """
 
