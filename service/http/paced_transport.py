@@ -53,11 +53,8 @@ class PacedTransport(asyncio.Transport):
     def _write_piece(self) -> None:
         """Give the raw transport a piece of what is unsent."""
 
-    @abstractmethod
     def _write_end(self) -> None:
         """Everything is sent, and nothing will follow."""
-
-    def _write_eof(self) -> None:
         if not self._is_closing:
             with suppress(OSError):  # the client has left: asyncio's own loop raises
                 self._raw.write_eof()
@@ -185,6 +182,3 @@ class PlainTransport(PacedTransport):
         piece = view[:_PIECE_BYTES]
         self._take(view, len(piece))
         self._raw.write(piece)
-
-    def _write_end(self) -> None:
-        self._write_eof()

@@ -72,4 +72,4 @@ class TlsTransport(PacedTransport):
         with suppress(ssl.SSLError):  # no close_notify from the client yet, or a failed connection
             self._tls.unwrap()
         self.flush()
-        self._write_eof()
+        super()._write_end()

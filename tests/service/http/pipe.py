@@ -1,4 +1,4 @@
-"""A raw transport that a test empties as it likes, and what a receiving side is told."""
+"""A raw transport that sends only as much as a test allows, and a record of what its owner is told."""
 
 from expertd.service.http.paced_transport import PacedTransport
 

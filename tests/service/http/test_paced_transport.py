@@ -11,7 +11,7 @@ ANSWER = bytes(range(256)) * 40_000  # 10 MB
 
 
 class Session:
-    """A transport, what it writes to, and what its receiving side is told."""
+    """A transport over a pipe, and a record of what its owner is told."""
 
     def __init__(self) -> None:
         self.pipe, self.told = Pipe(), Told()
