@@ -51,11 +51,13 @@ class Acceptor:
             self._loop.add_reader(self._listener.fileno(), self._readable)
 
     def _readable(self) -> None:
-        counts = self._counts
-        if counts[self._index] <= min(counts):
+        if self._is_next():
             self._accept()
         else:
             self._pause(_PATIENCE_SECONDS)
+
+    def _is_next(self) -> bool:
+        return self._counts[self._index] <= min(self._counts)
 
     def _pause(self, seconds: float) -> None:
         self._loop.remove_reader(self._listener.fileno())
@@ -65,7 +67,8 @@ class Acceptor:
         if self._stopped:
             return
         self._watch()
-        if counts == tuple(self._counts):  # nobody else accepts: the others are busy, or hang
+        # Nobody else accepts if they are the same: the others are busy, or hang.
+        if self._is_next() or counts == tuple(self._counts):
             self._accept()
 
     def _accept(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import socket
+import time
 
 import pytest
 
@@ -24,7 +25,6 @@ def counts_of(*values: float) -> "memoryview[float]":
 
 
 async def test_every_acceptor_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A pause of the machine for as long looks as if the others hang.
     monkeypatch.setattr("expertd.service.http.accepting._PATIENCE_SECONDS", 0.2)
     counts = counts_of(math.inf, math.inf, math.inf)
     accepted: list[list[socket.socket]] = [[], [], []]
@@ -47,6 +47,8 @@ async def test_every_acceptor_gets_its_share(monkeypatch: pytest.MonkeyPatch) ->
             acceptors[1].closed()
         assert list(counts) == [6, 3, 6]
         clients += [socket.create_connection(shared.getsockname()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        time.sleep(0.25)  # The machine pauses: the patience of all of them has ended.
         await until(lambda: len(accepted[1]) == 9)
         for acceptor in acceptors:
             acceptor.stop()
