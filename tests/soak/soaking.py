@@ -89,7 +89,6 @@ class Soak:
             codes = [self._restart(Phase.STOPPING, self._several)]
             self._lose_processes()
             self._restart(Phase.KILLED, with_lanes(self._settings))
-            self._stage.phase = Phase.OVER
         codes.append(self._server.terminate())
         return self._result(time.perf_counter() - self._began, codes)
 
@@ -104,7 +103,7 @@ class Soak:
         try:
             yield
         finally:
-            self._stage.phase = Phase.OVER
+            self._stage.finish()
             for process in processes:
                 process.join(60)
             self._codes = {process.name: process.exitcode for process in processes if process.exitcode}

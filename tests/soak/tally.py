@@ -23,7 +23,6 @@ class Phase(IntEnum):
     SERVING = 0
     STOPPING = 1  # by SIGTERM, until another one serves
     KILLED = 2
-    OVER = 3
 
 
 OUTCOMES = ("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
@@ -72,12 +71,13 @@ class Tally:
 
 
 class Stage:
-    """The present phase, and how many there were."""
+    """The present phase, how many there were, and whether the soak is over."""
 
     def __init__(self) -> None:
         self._phase: Any = RawValue("i", Phase.SERVING)
         self._changes: Any = RawValue("q", 0)
         self._stop: Any = RawValue("q", -1)  # which of the changes began the last stop by SIGTERM
+        self._is_over: Any = RawValue("b", False)
 
     @property
     def phase(self) -> Phase:
@@ -90,16 +90,19 @@ class Stage:
             self._stop.value = self._changes.value
         self._phase.value = phase
 
+    def finish(self) -> None:
+        """Have callers send nothing more; the phase stays, as does what is owed to them."""
+        self._is_over.value = True
+
     @property
     def is_over(self) -> bool:
         parent = mp.parent_process()
-        return self.phase is Phase.OVER or (parent is not None and not parent.is_alive())
+        return bool(self._is_over.value) or (parent is not None and not parent.is_alive())
 
     @property
     def mark(self) -> int:
         """Differs from an earlier one if the server may have been ended since."""
-        serves = self.phase in (Phase.SERVING, Phase.OVER)
-        return int(self._changes.value) if serves else -1
+        return int(self._changes.value) if self.phase is Phase.SERVING else -1
 
     def owes_answer(self, mark: int, is_whole: bool = False) -> bool:
         """Whether the server must answer, or refuse, a request that was sent when the stage had `mark`.

@@ -79,8 +79,11 @@ def test_what_errors_mean(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> 
     stage.phase = Phase.SERVING
     assert outcome_of(gone, plan, mark) == "cut", "another server since"
     assert outcome_of(gone, plan, mark, is_whole=True) == "lost", "noticed late"
+    stage.finish()
+    assert outcome_of(gone, plan, stage.mark) == "lost", "it serves until callers have their answers"
     mark, stage.phase = stage.mark, Phase.KILLED
     assert outcome_of(gone, plan, mark, is_whole=True) == "cut", "SIGKILL may lose it"
+    assert outcome_of(gone, plan, stage.mark) == "cut", "nobody serves"
     assert "AccessDeniedError" in capsys.readouterr().out
 
 

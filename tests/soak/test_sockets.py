@@ -17,7 +17,7 @@ from tests.soak.plan import Plan
 from tests.soak.reference import Sample, samples
 from tests.soak.server import stop
 from tests.soak.sockets import in_json, json_request, outcome_of_answer, slow
-from tests.soak.tally import Phase, Stage, Tally
+from tests.soak.tally import Stage, Tally
 
 ONE = {1: 1}  # a token
 REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -89,7 +89,7 @@ def calling(plan: Plan, caller: object, tally: Tally) -> Iterator[None]:
     try:
         yield
     finally:
-        plan.stage.phase = Phase.OVER
+        plan.stage.finish()
         thread.join()
 
 
