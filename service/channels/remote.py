@@ -106,13 +106,20 @@ class RemoteEngine:
     like which there is none in the channel, of that caller: the engine has to know all between which it
     chooses. All methods but `validate` and `region_uses` belong to the event loop.
 
-    counts  of what waits in all processes; None: of this one alone
+    counts    of what waits in all processes; None: of this one alone
+    buffered  the cell for the arena's bytes in use
     """
 
-    def __init__(self, settings: Settings, counts: QueueCounts | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        counts: QueueCounts | None = None,
+        buffered: "memoryview[float] | None" = None,
+    ) -> None:
         self.settings = settings
         self.models = specs_of(settings)
         self.arena: Arena | None = None
+        self._buffered = buffered
         self.draining = False
         self._numbers = {name: number for number, name in enumerate(self.models)}
         self._experts = {model.name: model.num_experts for model in settings.models}
@@ -136,7 +143,7 @@ class RemoteEngine:
             os.close(descriptor)
         self._cells = Cells(region, num_cells)
         self._kept_cells = max(1, num_cells // _KEPT_PART)
-        self.arena = Arena(0, memory=region[num_cells * CELL_BYTES :])
+        self.arena = Arena(0, memory=region[num_cells * CELL_BYTES :], used=self._buffered)
         asyncio.get_running_loop().add_reader(self._answers, self._on_answers)
 
     # For infer requests; see `InferEngine`.

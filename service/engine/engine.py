@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
-from expertd.kernels.jit import stats as jit_stats
+from expertd.service.engine import engine_metrics
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     DeviceLostError,
@@ -29,25 +29,21 @@ from expertd.service.engine.errors import (
 from expertd.service.engine.gpu_sensors import GpuSensors
 from expertd.service.engine.idle_memory import give_back_idle
 from expertd.service.engine.lane_control import LaneControl, lane_control
-from expertd.service.engine.lane_metrics import lane_queue_metrics
-from expertd.service.engine.lanes import Lanes, scheduler_of, spin_seconds_of
+from expertd.service.engine.lanes import scheduler_of, spin_seconds_of
 from expertd.service.engine.layers import LoadCancelledError
 from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
-from expertd.service.engine.placement_metrics import placement_metrics
 from expertd.service.engine.profiling import Profiling, Recording
 from expertd.service.engine.queue_counts import Backlog, QueueCounts
-from expertd.service.engine.queue_metrics import QueueState, queue_metrics
+from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
-from expertd.service.engine.use_metrics import memory_metrics, use_metrics
 from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
-from expertd.service.moe.step_counts import NOTHING
 from expertd.service.sentences import all_of
 from expertd.service.settings.model import Settings
 
@@ -90,25 +86,16 @@ class Engine:
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._watchdog: Watchdog | None = None
         self._failure: str | None = None  # of the device, for good
-        self._lane_control: LaneControl | None = None
+        self.lane_control: LaneControl | None = None
         about = self._num_steps, self._about, self._streams
         self._profiling = Profiling(
             self.scheduler, *about, lambda: self.loaded.recordings if self.loaded else None
         )
         shapes = {model.name: model.shape for model in settings.models}
         metrics.add_models(shapes, settings.metrics.max_expert_series)
-        metrics.watch_jit(jit_stats)
-        metrics.watch_models(self._ready_models)
-        metrics.watch(lambda: queue_metrics(self.queue_states()))
-        metrics.watch(self._lane_metrics)
-        metrics.watch_partitions(self._partition_sizes)
-        metrics.watch_shared_memory(self.shared_memory.totals)
-        metrics.watch_ranks(lambda: self.loaded.ranks() if self.loaded else ())
-        metrics.watch(lambda: placement_metrics(self.loaded.placements if self.loaded else None))
-        metrics.watch(self._use_metrics)
         self._sensors = GpuSensors()
-        metrics.watch(self.gpu_metrics)
         self._routing = asyncio.Lock()
+        engine_metrics.watch(self, metrics)
 
     def why_not_ready(self, *models: str) -> str | None:
         """Why `models` (none given: all) are not ready; None if they are ready.
@@ -260,8 +247,8 @@ class Engine:
     async def stop(self) -> None:
         """Stop the worker thread, waiting a few seconds at most for a step or compilation in progress."""
         self.begin_drain()
-        if self._lane_control is not None:
-            await self._lane_control.stop()
+        if self.lane_control is not None:
+            await self.lane_control.stop()
         self.repository.close()
         stopped = await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS)
         if self._watchdog is not None:
@@ -343,6 +330,13 @@ class Engine:
             raise PartitionsUnavailableError(f"partitions: expected {expected}, got {self.loaded.backend!r}")
         return self.loaded.partitions
 
+    def partition_sizes(self) -> tuple[int, dict[str, int]] | None:
+        """(SMs of the device, partition -> granted SMs); None if there are none, or none yet."""
+        partitions = self.loaded.partitions if self.loaded else None
+        if partitions is None:
+            return None
+        return partitions.total_sms, {p.name: p.num_sms for p in partitions.partitions}
+
     def _replace(self, partitions: Partitions, sizes: Mapping[str, int]) -> None:
         try:
             partitions.apply(sizes)
@@ -399,7 +393,7 @@ class Engine:
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
         prepare_later = partial(self._prepare_steps, at_once=False)
-        self._lane_control = lane_control(self.settings, self.scheduler, loaded, prepare_later)
+        self.lane_control = lane_control(self.settings, self.scheduler, loaded, prepare_later)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
             logger.info(
@@ -421,10 +415,6 @@ class Engine:
         logger.critical("%s: this process ends, and has to be started again", why)
         self._failure, self.phase = why, Phase.FAILED
         self.scheduler.give_up(DeviceLostError(why))
-
-    def _ready_models(self) -> dict[str, bool]:
-        names = [name for name in self.models if not self.repository.is_unloaded(name)]
-        return {name: self.why_not_ready(name) is None for name in names}
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
         names = [model for model in models or self.models if self.repository.serves(model)]
@@ -463,35 +453,15 @@ class Engine:
             return [Backlog(0, 0)] * len(self.models)
         return [self._counts.elsewhere(number) for number in range(len(self.models))]
 
-    def _lane_metrics(self) -> Iterator[Metric]:
-        if isinstance(self.scheduler, Lanes):
-            served = [model for model in self.models if self.loaded and self.repository.serves(model)]
-            states = self.scheduler.queue_states(served)
-            empty = dict.fromkeys(self.models, QueueState(0, 0, 0))
-            yield from lane_queue_metrics({lane: empty | now for lane, now in states.items()})
-        if self._lane_control is not None:
-            yield from self._lane_control.metrics()
-
-    def _use_metrics(self) -> Iterator[Metric]:
-        if self.settings.num_ranks == 1:
-            yield from use_metrics(list(self.models), self.loaded.use() if self.loaded else NOTHING)
-        yield from memory_metrics(self.loaded.memory() if self.loaded else None)
-
     def _num_steps(self) -> int:
         return sum(statistics.steps.steps for statistics in self._metrics.statistics().values())
 
     def _about(self) -> dict[str, object]:
         """What a trace says of the server."""
         assert self.loaded is not None
-        sms = self._partition_sizes()
+        sms = self.partition_sizes()
         partitions = None if sms is None else {"device": sms[0], **sms[1]}
         return {"backend": self.loaded.backend, "device": self.loaded.device, "sms": partitions}
 
     def _streams(self) -> Sequence[tuple[str, object]]:
         return self.loaded.streams() if self.loaded else ()
-
-    def _partition_sizes(self) -> tuple[int, dict[str, int]] | None:
-        partitions = self.loaded.partitions if self.loaded else None
-        if partitions is None:
-            return None
-        return partitions.total_sms, {p.name: p.num_sms for p in partitions.partitions}

@@ -46,11 +46,19 @@ REGIONS = Family(
     "gauge", "shared_memory_regions", "callers' regions; kind: system or cuda", "regions", ("kind",)
 )
 REGION_BYTES = Family("gauge", "shared_memory_bytes", "bytes of callers' regions", "bytes", ("kind",))
+BUFFERED = Family(
+    "gauge",
+    "buffered_bytes",
+    "bytes in use of `limits.max_buffered_bytes`; process: `engine`, or the number of an HTTP process, of "
+    "which each has its share",
+    "bytes",
+    ("process",),
+)
 CHANNELS = Family("gauge", "channels", "open channels", "channels")
 CHANNEL_BYTES = Family("gauge", "channel_bytes", "bytes of channels' data regions", "bytes")
 FAMILIES = (
     BUILD, READY, COMPILATIONS, COMPILE_SECONDS, CACHE_HITS, DEVICE_SMS, PARTITION_SMS, REGIONS, REGION_BYTES,
-    CHANNELS, CHANNEL_BYTES,
+    BUFFERED, CHANNELS, CHANNEL_BYTES,
 )  # fmt: skip
 
 
@@ -79,11 +87,13 @@ class Metrics:
         self._request_cells: list[memoryview[float]] = []  # of others
         self.keys = KeyCounts()  # of this process
         self._key_cells: list[memoryview[float]] = []  # of others
+        self._buffered: dict[str, Callable[[], float]] = {}
         self._steps = StepMetrics({}, 0)
         self.watch(lambda: [BUILD.info(self._build)])
         self.watch(lambda: self._steps.collect())
         self.watch(lambda: request_metrics(self.requests.models, self._all_cells))
         self.watch(lambda: key_metrics([self.keys.cells, *self._key_cells]))
+        self.watch(lambda: gauges(BUFFERED, {process: used() for process, used in self._buffered.items()}))
 
     def add_models(self, shapes: Mapping[str, LayerShape], max_expert_series: int) -> None:
         """Start every series of these models at 0, because rates need a first value.
@@ -183,6 +193,10 @@ class Metrics:
             yield from gauges(REGION_BYTES, {kind: num_bytes for kind, (_, num_bytes) in now.items()})
 
         self.watch(collect)
+
+    def watch_buffered(self, process: str, used: Callable[[], float]) -> None:
+        """Report the bytes that a process uses of `limits.max_buffered_bytes` at each scrape."""
+        self._buffered[process] = used
 
     def watch_ranks(self, states: Callable[[], Sequence[RankState]]) -> None:
         """Report the result of `states` at each scrape: the state of each rank, if there are ranks."""

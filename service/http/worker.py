@@ -60,7 +60,8 @@ class _WorkerServer(ConnectionServer):
         settings = setup.settings
         self._setup = setup
         self._counts = SharedCounts(setup.counts, setup.num_processes, len(settings.models))
-        self._engine = RemoteEngine(settings, self._counts.queues(setup.index))
+        shared_counts, index = self._counts, setup.index
+        self._engine = RemoteEngine(settings, shared_counts.queues(index), shared_counts.buffered(index))
         self._control = socket.socket(fileno=setup.control)
         self._control.setblocking(False)
         self._is_finishing = False

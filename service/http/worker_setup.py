@@ -50,20 +50,26 @@ class WorkerSetup(BaseModel):
 
 
 class SharedCounts:
-    """The counts of all HTTP processes: open connections, what waits, requests, and those by key."""
+    """The counts of all HTTP processes: open connections, bytes of bodies and outputs, what waits, requests,
+    and those by key.
+    """
 
     def __init__(self, descriptor: int, num_processes: int, num_models: int) -> None:
         self._stride = request_counts.num_cells(num_models)
         self._num_models = num_models
         num_queues = (1 + num_processes) * queue_counts.num_cells(num_models)
-        size = num_processes * (1 + self._stride + NUM_CELLS) + num_queues
+        size = num_processes * (2 + self._stride + NUM_CELLS) + num_queues
         num_bytes = size * request_counts.CELL_BYTES
         os.ftruncate(descriptor, num_bytes)
         cells = memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
-        self.connections = cells[:num_processes]
-        self._queues = cells[num_processes:][:num_queues]
-        self._requests = cells[num_processes + num_queues :]
+        self.connections, cells = cells[:num_processes], cells[num_processes:]
+        self._buffered, cells = cells[:num_processes], cells[num_processes:]
+        self._queues, self._requests = cells[:num_queues], cells[num_queues:]
         self._keys = self._requests[num_processes * self._stride :]
+
+    def buffered(self, index: int) -> "memoryview[float]":
+        """The cell of a process for the bytes of its arena in use."""
+        return self._buffered[index : index + 1]
 
     def queues(self, index: int | None) -> QueueCounts:
         """What waits for each model, for this process to count in; None: for the one that owns the device."""

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -89,6 +90,8 @@ class Workers:
         app.engine.share_counts(self._counts.queues(None))
         for index in range(self._count):
             app.metrics.add_process(self._counts.requests(index), self._counts.keys(index))
+            buffered = self._counts.buffered(index)
+            app.metrics.watch_buffered(str(index), partial(buffered.__getitem__, 0))
             self._counts.connections[index] = math.inf
             self._tasks.append(asyncio.get_running_loop().create_task(self._keep(app, index)))
 
@@ -171,6 +174,7 @@ class Workers:
             process.kill()
             code = await asyncio.to_thread(process.popen.wait)
             self._counts.queues(index).clear()
+            self._counts.buffered(index)[0] = 0.0
             process.close(app)
             del self._processes[index]
         return code

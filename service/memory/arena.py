@@ -46,10 +46,15 @@ class Arena:
 
     memory  where they are; None: in a file without a name, whose pages the kernel allocates on first use.
             `register` may touch all of them; without it, `give_back` frees those that are not needed
+    used    one cell for `used_bytes`, which other processes may read; None: one of its own
     """
 
     def __init__(
-        self, num_bytes: int, register: Register = nothing_to_register, memory: memoryview | None = None
+        self,
+        num_bytes: int,
+        register: Register = nothing_to_register,
+        memory: memoryview | None = None,
+        used: "memoryview[float] | None" = None,
     ) -> None:
         self.num_bytes = _rounded(num_bytes) if memory is None else len(memory) // _GRAIN * _GRAIN
         self.fd = -1
@@ -70,7 +75,8 @@ class Arena:
         self._address = _address_of(memory)
         self._free = {0: self.num_bytes}  # start -> bytes, in the order of addresses
         self._lock = threading.Lock()
-        self._used = 0
+        self._used = [0.0] if used is None else used
+        self._used[0] = 0.0
         # Blocks are taken from the beginning on: what lies behind all that was used lately is spare.
         self._touched_end = 0  # of the pages that may exist
         self._period_end = 0  # of the blocks in use since `begin_period`
@@ -79,7 +85,7 @@ class Arena:
     @property
     def used_bytes(self) -> int:
         """Bytes of all blocks in use."""
-        return self._used
+        return int(self._used[0])
 
     def take(self, num_bytes: int) -> Block | None:
         """A block of `num_bytes`, at least 1; None if the arena has no piece of that size left."""
@@ -132,7 +138,7 @@ class Arena:
         if free > size:
             self._free[start + size] = free - size
             self._free = dict(sorted(self._free.items()))
-        self._used += size
+        self._used[0] += size
         self._period_end = max(self._period_end, start + size)
         self._touched_end = max(self._touched_end, start + size)
 
@@ -144,7 +150,7 @@ class Arena:
     def _free_block(self, start: int, num_bytes: int) -> None:
         size = _rounded(num_bytes)
         with self._lock:
-            self._used -= size
+            self._used[0] -= size
             self._free[start] = size
             merged: dict[int, int] = {}
             last = -1

@@ -35,7 +35,7 @@ class Chosen:
 
     def __init__(self, server: Serving, decode: EchoRunner, prefill: EchoRunner, device: Device) -> None:
         self.server, self.decode, self.prefill, self.device = server, decode, prefill, device
-        control = server.app.engine._lane_control
+        control = server.app.engine.lane_control
         assert isinstance(control, LaneControl)
         self.control = control
         self.busy_seconds = 0.0  # with long requests

@@ -17,8 +17,8 @@ def test_no_count_is_in_the_place_of_another() -> None:
         os.close(descriptor)
 
     def parts(counts: SharedCounts) -> "list[memoryview[float]]":
-        of_each = [(counts.requests(index), counts.keys(index)) for index in range(PROCESSES)]
-        return [counts.connections, *(part for both in of_each for part in both)]
+        parts_of = counts.buffered, counts.requests, counts.keys
+        return [counts.connections, *(part(index) for index in range(PROCESSES) for part in parts_of)]
 
     for value, part in enumerate(parts(ours), 1):
         for place in range(len(part)):

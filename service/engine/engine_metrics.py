@@ -1,0 +1,54 @@
+"""What of an engine is read when Prometheus scrapes, beside what is counted as it happens."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+
+from expertd.kernels.jit import stats as jit_stats
+from expertd.service.engine.lane_metrics import lane_queue_metrics
+from expertd.service.engine.lanes import Lanes
+from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.placement_metrics import placement_metrics
+from expertd.service.engine.queue_metrics import QueueState, queue_metrics
+from expertd.service.engine.use_metrics import memory_metrics, use_metrics
+from expertd.service.moe.step_counts import NOTHING
+
+if TYPE_CHECKING:
+    from expertd.service.engine.engine import Engine
+
+
+def watch(engine: "Engine", metrics: Metrics) -> None:
+    """Report them from now on, also while nothing is loaded."""
+    metrics.watch_jit(jit_stats)
+    metrics.watch_models(lambda: _ready_models(engine))
+    metrics.watch(lambda: queue_metrics(engine.queue_states()))
+    metrics.watch(lambda: _lane_metrics(engine))
+    metrics.watch_partitions(engine.partition_sizes)
+    metrics.watch_buffered("engine", lambda: engine.arena.used_bytes if engine.arena else 0)
+    metrics.watch_shared_memory(engine.shared_memory.totals)
+    metrics.watch_ranks(lambda: engine.loaded.ranks() if engine.loaded else ())
+    metrics.watch(lambda: placement_metrics(engine.loaded.placements if engine.loaded else None))
+    metrics.watch(lambda: _use_metrics(engine))
+    metrics.watch(engine.gpu_metrics)
+
+
+def _ready_models(engine: "Engine") -> dict[str, bool]:
+    names = [name for name in engine.models if not engine.repository.is_unloaded(name)]
+    return {name: engine.why_not_ready(name) is None for name in names}
+
+
+def _lane_metrics(engine: "Engine") -> Iterator[Metric]:
+    if isinstance(engine.scheduler, Lanes):
+        served = [model for model in engine.models if engine.loaded and engine.repository.serves(model)]
+        states = engine.scheduler.queue_states(served)
+        empty = dict.fromkeys(engine.models, QueueState(0, 0, 0))
+        yield from lane_queue_metrics({lane: empty | now for lane, now in states.items()})
+    if engine.lane_control is not None:
+        yield from engine.lane_control.metrics()
+
+
+def _use_metrics(engine: "Engine") -> Iterator[Metric]:
+    if engine.settings.num_ranks == 1:
+        yield from use_metrics(list(engine.models), engine.loaded.use() if engine.loaded else NOTHING)
+    yield from memory_metrics(engine.loaded.memory() if engine.loaded else None)
