@@ -353,6 +353,18 @@ def test_packed_and_plain_weights_agree(monkeypatch: pytest.MonkeyPatch) -> None
     assert diff(plain, case.expected()) < BF16_TOLERANCE
 
 
+@pytest.mark.parametrize("height", [1, 15, 16, 17, 600])
+@pytest.mark.parametrize("biased", [False, True])
+def test_plain_matrices_at_any_height(height: int, biased: bool) -> None:
+    n, k = 700, 1024  # more than is expanded to fp32 at once
+    rows, matrix = torch.randn(height, k).bfloat16(), torch.randn(n, k).bfloat16()
+    bias = 10 * torch.randn(n).bfloat16() if biased else None
+    out = matrices.multiply(rows, matrix, bias)
+    expected = rows.double() @ matrix.double().T + (0 if bias is None else bias.double())
+    assert (out.shape, out.dtype) == ((height, n), torch.bfloat16)
+    assert diff(out, expected) < BF16_TOLERANCE
+
+
 def test_modified_weights_are_used() -> None:
     case, backend = _case([4, 4], slots=2), ReferenceBackend()
     before = case.run(backend)

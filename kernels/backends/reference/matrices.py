@@ -14,13 +14,17 @@ from expertd.kernels.ops.quantize import Quantized, dequantize_blocks
 Matrices = tuple[Tensor, ...]  # [N, K] of each group, packed or plain
 
 _PACKED_ROWS = 64  # the height that oneDNN packs for; all others from 1 to 512 rows are as fast
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+# Without instructions for bf16, its GEMM takes up to 8 times as long as fp32, where its products are exact.
+_FP32_ROWS = 16  # from this height on, it pays to expand a matrix
+_FP32_ELEMENTS = 1 << 19  # of a matrix, expanded at once: 2 MB, for the caches
 
 
 @functools.cache
 def can_pack() -> bool:
     """Whether oneDNN can multiply bf16 here by a weight packed in its own blocked layout."""
     return (
-        platform.machine() in ("x86_64", "AMD64")
+        _IS_X86
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -33,7 +37,20 @@ def multiply(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor
     if matrix.is_mkldnn:
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, matrix, bias, "none", [], "")
         return out
+    if _IS_X86 and rows.is_cpu and len(rows) >= _FP32_ROWS:
+        return _multiply_in_fp32(rows, matrix, bias)
     return torch.nn.functional.linear(rows, matrix, bias)
+
+
+def _multiply_in_fp32(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    n, k = matrix.shape
+    out = rows.new_empty(len(rows), n)
+    wide, step = rows.float(), max(64, _FP32_ELEMENTS // k)
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        added = None if bias is None else bias[part].float()
+        out[:, part] = torch.nn.functional.linear(wide, matrix[part].float(), added)
+    return out
 
 
 _Entry = tuple[weakref.ref[Tensor], tuple[int, int], Matrices]  # scales, versions, matrices

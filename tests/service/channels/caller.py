@@ -27,7 +27,9 @@ def main() -> None:
     expected = [peer.infer(hidden_states) for hidden_states in inputs]
     for _ in range(plan["requests"]):
         one = int(random.integers(len(inputs)))
-        np.testing.assert_allclose(peer.infer(inputs[one]), expected[one], rtol=1e-4, atol=1e-6)
+        # Other callers' tokens in its step may change how it is rounded in bf16.
+        atol = 2**-7 * np.abs(expected[one]).max()
+        np.testing.assert_allclose(peer.infer(inputs[one]), expected[one], rtol=0, atol=atol)
         print("answered", flush=True)
     peer.close()
 

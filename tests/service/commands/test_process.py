@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from expertd import __version__
-from expertd.kernels.backends.reference.matrices import can_pack
 from tests.paths import DEMO
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, expertd, server_process
@@ -35,7 +34,7 @@ SLOW = {
     "top_k": 2,
     "datatype": "FP32",
 }
-SLOW_TOKENS = 2048 if can_pack() else 512
+SLOW_TOKENS = 2048
 
 
 @pytest.fixture(scope="module")

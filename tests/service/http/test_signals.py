@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.kernels.backends.reference.matrices import can_pack
 from tests.paths import DEMO
 from tests.service.apps import HIDDEN, hidden_request, tiny_settings
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.slow  # a server process each
 
 # With the two threads of a server here, a step of this many tokens (1.6 TFLOP) takes seconds on any CPU; a
 # quarter of them does where bf16 is multiplied without instructions for it, at less than 20 GFLOPS.
-SLOW_TOKENS = 8192 if can_pack() else 2048
+SLOW_TOKENS = 8192
 SLOW = {
     "name": "tiny",
     "hidden_size": 1024,

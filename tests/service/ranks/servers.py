@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.kernels.backends.reference.matrices import can_pack
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner
 from expertd.service.moe.request import LayerRequest
@@ -18,8 +19,12 @@ from tests.families import HIDDEN
 from tests.service.apps import Serving, hidden_request, output_of, rows, serving
 from tests.service.children import children_of
 
-ROUNDING = 2e-5
-"""Between one rank and several, relative to the largest element: the order of FP32 additions differs."""
+ROUNDING = 2e-5 if can_pack() else 2**-7
+"""Between one rank and several, relative to the largest element: the order of FP32 additions differs.
+
+Without instructions for bf16, it also differs between GEMMs of fewer than 16 rows and others: in other steps,
+intermediate results are rounded to other numbers in bf16.
+"""
 
 
 @asynccontextmanager
