@@ -18,6 +18,7 @@ from expertd_client import (
     Slot,
 )
 from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.rounding import assert_rounded
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process
@@ -59,7 +60,7 @@ async def test_tasks_with_a_slot_each(sharing_server: RunningServer) -> None:
             number = (slot.index + turn) % 3
             slot.hidden_states[:] = X[8 * number : 8 * number + 8]
             output = await channel.infer(slot, 8)
-            np.testing.assert_allclose(output, expected[number], rtol=1e-4, atol=1e-5)
+            assert_rounded(output, expected[number])
 
     async with opened(sharing_server, num_slots=6) as channel:
         await asyncio.gather(*(work(channel, slot) for slot in channel.slots))

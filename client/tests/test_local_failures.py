@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from expertd_client import (
 from expertd_client.transport import TransportName
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.rounding import assert_rounded
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process
@@ -44,11 +44,6 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
 def batch(number: int) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]]":
     """Different hidden states, so that an answer to another request is noticed."""
     return X[: 1 + number % 5] * np.float32(1 + number / 35)
-
-
-def assert_rounded(answer: Any, expected: Any) -> None:
-    """They are equal but for bf16's rounding, which may differ in steps with other requests."""
-    np.testing.assert_allclose(answer, expected, rtol=0, atol=2**-7 * np.abs(expected).max())
 
 
 def test_many_threads_get_their_own_answers(sharing_server: RunningServer, transport: TransportName) -> None:

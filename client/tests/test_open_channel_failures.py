@@ -18,6 +18,7 @@ from expertd_client import (
 from expertd_client.device_memory import DeviceMemoryError
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.rounding import assert_rounded
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process
@@ -142,7 +143,7 @@ def test_channels_of_several_threads(sharing_server: RunningServer) -> None:
                 for _ in range(50):
                     channel.slots[0].hidden_states[:] = X
                     output = channel.wait(channel.submit(channel.slots[0], 8))
-                    np.testing.assert_allclose(output, expected, rtol=1e-4, atol=1e-5)
+                    assert_rounded(output, expected)
         except BaseException as error:
             failures.append(error)
 

@@ -26,6 +26,7 @@ from expertd_client import (
 )
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer, running_server
+from tests.rounding import assert_rounded
 
 pytestmark = pytest.mark.slow  # a server process
 RNG = np.random.default_rng(7)
@@ -153,14 +154,14 @@ def test_many_threads(server: RunningServer, expected: npt.NDArray[np.float32]) 
     with ExpertClient(server.url) as client, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda _: client.infer(MODEL, X), range(200)))
     for answer in answers:
-        np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)
+        assert_rounded(answer, expected)
 
 
 async def test_many_tasks(server: RunningServer, expected: npt.NDArray[np.float32]) -> None:
     async with AsyncExpertClient(server.url, max_connections=32) as client:
         answers = await asyncio.gather(*(client.infer(MODEL, X) for _ in range(200)))
     for answer in answers:
-        np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)
+        assert_rounded(answer, expected)
 
 
 def test_large_requests_in_parallel(server: RunningServer) -> None:
@@ -173,7 +174,7 @@ def test_large_requests_in_parallel(server: RunningServer) -> None:
             strict=True,
         ):
             start = 100 if len(part) == 1900 else 0
-            np.testing.assert_allclose(answer, whole[start : start + len(part)], rtol=1e-4, atol=1e-5)
+            assert_rounded(answer, whole[start : start + len(part)])
 
 
 def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:

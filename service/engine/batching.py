@@ -40,6 +40,9 @@ class Scheduler:
     spin_seconds  for which the first lane's thread looks for requests of sources before it sleeps
     """
 
+    # A thread asks another one for Python's lock after as long; by default 5 ms, as late as a timeout may be.
+    switch_seconds = 1e-3
+
     def __init__(
         self, limits: Limits, observer: StepObserver, spin_seconds: float = 0.0, lane: int = 0
     ) -> None:

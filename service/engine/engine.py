@@ -51,9 +51,6 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
-# For as long the event loop waits while the worker thread runs Python code: by default 5 ms, and a timeout
-# would be answered as late. Decode steps are shorter than this.
-_SWITCH_SECONDS = 1e-3
 _LOOK_SECONDS = 0.01  # between looks at what waits in HTTP processes
 # After this many consecutive failures, the device is the likely cause: the model becomes not ready.
 _FAILING_STEPS = 5
@@ -206,7 +203,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the worker thread, which then loads the models; returns at once."""
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        sys.setswitchinterval(self.scheduler.switch_seconds)
         self.scheduler.start()
         for lane in self.scheduler.lanes:
             lane.watch_worker(self._give_up)

@@ -1,4 +1,4 @@
-"""What of an engine is read when Prometheus scrapes, beside what is counted as it happens."""
+"""Metrics of an engine that are read at each scrape, beside those that are counted as things happen."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def watch(engine: "Engine", metrics: Metrics) -> None:
-    """Report them from now on, also while nothing is loaded."""
+    """Have `metrics` read them from now on, also while nothing is loaded."""
     metrics.watch_jit(jit_stats)
     metrics.watch_models(lambda: _ready_models(engine))
     metrics.watch(lambda: queue_metrics(engine.queue_states()))

@@ -8,7 +8,6 @@ reads those of the other while that one sleeps.
 
 import asyncio
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -34,8 +33,6 @@ from expertd.service.settings.parts import ChannelSettings
 
 T = TypeVar("T")
 
-# A thread that runs Python code keeps others waiting for as long, by default 5 ms: longer than a decode step.
-_SWITCH_SECONDS = 0.2e-3
 # Microseconds before a worker sleeps. With a GPU, callers come back when they have computed what lies between
 # two layers, and a thread that slept is up to 0.3 ms late; a CPU has other work for its cores.
 _GPU_SPIN, _CPU_SPIN = 1000, 50
@@ -58,6 +55,8 @@ class Lanes:
     long               how long there were long requests, and how many of their tokens were computed
     """
 
+    switch_seconds = 0.2e-3  # the threads of both lanes wait for each other, too
+
     def __init__(self, decode: Scheduler, prefill: Scheduler, short_tokens: int, counts: LaneMetrics) -> None:
         self.lanes = (decode, prefill)
         self.decode_max_tokens = self.short_tokens = short_tokens
@@ -69,8 +68,7 @@ class Lanes:
         prefill.worker.leaves = lambda source: source.lane == 0
 
     def start(self) -> None:
-        """Start the worker threads; from now on, a thread gives way to another one that waits sooner."""
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        """Start the worker threads."""
         for lane in self.lanes:
             lane.start()
 

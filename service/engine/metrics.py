@@ -49,8 +49,8 @@ REGION_BYTES = Family("gauge", "shared_memory_bytes", "bytes of callers' regions
 BUFFERED = Family(
     "gauge",
     "buffered_bytes",
-    "bytes in use of `limits.max_buffered_bytes`; process: `engine`, or the number of an HTTP process, of "
-    "which each has its share",
+    "bytes of large bodies and outputs (not gRPC's messages), of `limits.max_buffered_bytes`; process: "
+    "`engine`, or the number of an HTTP process",
     "bytes",
     ("process",),
 )

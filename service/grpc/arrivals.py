@@ -32,9 +32,7 @@ class Arrivals:
             async with self._limit():
                 await self._places.acquire()
         except TimeoutError:
-            raise OipError(
-                503, f"request: {self.full('messages that arrive')}", headers={"Retry-After": "1"}
-            ) from None
+            raise self.full("request", "messages that arrive") from None
         try:
             return Arrived(await self._received(messages), self._places.release)
         except BaseException:
@@ -48,9 +46,10 @@ class Arrivals:
             if not limit.expired():
                 limit.reschedule(0)
 
-    def full(self, what: str) -> str:
-        """Why there is no room for one more."""
-        return f"expected at most {self.most} {what}, by limits.max_buffered_bytes, got more"
+    def full(self, subject: str, what: str) -> OipError:
+        """There is no room for one more."""
+        text = f"{subject}: expected at most {self.most} {what}, by limits.max_buffered_bytes, got more"
+        return OipError(503, text, reason="memory_full", headers={"Retry-After": "1"})
 
     def _hurry(self) -> None:
         """Let the message that has taken longest give its place away, unless it is there soon."""

@@ -116,8 +116,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         if (refusal := self._refusal("ModelInfer", authorization, crowded)) is not None:
             return refusal
         if len(self._streams) >= self._arrivals.most:
-            text = f"stream: {self._arrivals.full('open streams')}"
-            raise OipError(503, text, headers={"Retry-After": "1"})
+            raise self._arrivals.full("stream", "open streams")
         if self._is_ending:
             raise _ending()
         stream = Stream(messages, partial(self._part, authorization, context), self._idle_seconds)

@@ -67,7 +67,7 @@ class Acceptor:
         if self._stopped:
             return
         self._watch()
-        # Nobody else accepts if they are the same: the others are busy, or hang.
+        # Unchanged counts: nobody else accepts; the others are busy, or hang.
         if self._is_next() or counts == tuple(self._counts):
             self._accept()
 

@@ -1,6 +1,7 @@
 """A layer's experts on a CPU against float64, with the backend's own FFN and with the default steps."""
 
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -351,6 +352,21 @@ def test_packed_and_plain_weights_agree(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(matrix.is_mkldnn for matrix in backend._weights.get(*case.gate_up))
     assert diff(plain, out) < BF16_TOLERANCE
     assert diff(plain, case.expected()) < BF16_TOLERANCE
+
+
+def test_plain_matrices_of_16_rows_and_more_are_multiplied_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    datatypes: list[torch.dtype] = []
+    linear = torch.nn.functional.linear
+
+    def noted(rows: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+        datatypes.append(matrix.dtype)
+        return linear(rows, matrix, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    for height in (15, 16):
+        matrices.multiply(torch.zeros(height, 128).bfloat16(), torch.zeros(64, 128).bfloat16())
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    assert datatypes == [torch.bfloat16, torch.float32 if is_x86 else torch.bfloat16]
 
 
 @pytest.mark.parametrize("height", [1, 15, 16, 17, 600])

@@ -1,4 +1,4 @@
-"""The FFNs of experts on a CPU: bf16 throughout, in runs of rows that fit the caches."""
+"""The FFNs of experts on a CPU: all that is kept is bf16, in runs of rows that fit the caches."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -7,12 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.reference.matrices import Matrices, multiply
+from expertd.kernels.backends.reference.matrices import HEIGHT_STEP, Matrices, multiply
 from expertd.kernels.ops.activation import Activation, gated
 from expertd.kernels.ops.biases import ExpertBiases
 
-# oneDNN compiles a kernel for each new height, in 0.5 to 6 ms; all heights within 16 rows run equally fast.
-_HEIGHT_STEP = 16
 _MAX_HEIGHT = 512  # rows per GEMM; with more, the intermediate results do not fit the L2 cache
 _RUN_ROWS = 256  # groups of fewer rows share the work between the GEMMs
 
@@ -38,7 +36,7 @@ def ffn(
     """`Backend.ffn` on CPU tensors, with offsets as a list and activations rounded only to bf16."""
     x = hidden_states.detach().to(torch.bfloat16)
     out = torch.empty((tokens.numel(), x.shape[1]), dtype=torch.bfloat16, device=x.device)
-    step = _HEIGHT_STEP
+    step = HEIGHT_STEP
     if all(end - start < step for start, end in pairwise(bounds)):
         step = 1  # few heights to compile kernels for, in a call where every small operation counts
     else:

@@ -24,8 +24,7 @@ from tests.service.waiting import wait_for
 pytestmark = pytest.mark.slow  # a server process each
 
 INFER = "/v2/models/tiny/infer"
-# A step of 2048 tokens is about 200 GFLOP: even at 1 TFLOPS, others arrive and wait during it. Without
-# instructions for bf16, at less than 20 GFLOPS, three of them would take longer than a drain.
+# A step of 2048 tokens is about 200 GFLOP: even at 1 TFLOPS, others arrive and wait during it.
 SLOW = {
     "name": "slow",
     "hidden_size": 1024,

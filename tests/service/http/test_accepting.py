@@ -47,7 +47,7 @@ async def test_every_acceptor_gets_its_share(monkeypatch: pytest.MonkeyPatch) ->
             acceptors[1].closed()
         assert list(counts) == [6, 3, 6]
         clients += [socket.create_connection(shared.getsockname()) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # The first two wait since the third one accepted, and now that waits, too.
         time.sleep(0.25)  # The machine pauses: the patience of all of them has ended.
         await until(lambda: len(accepted[1]) == 9)
         for acceptor in acceptors:

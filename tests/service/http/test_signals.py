@@ -21,8 +21,7 @@ from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
 
-# With the two threads of a server here, a step of this many tokens (1.6 TFLOP) takes seconds on any CPU; a
-# quarter of them does where bf16 is multiplied without instructions for it, at less than 20 GFLOPS.
+# With the two threads of a server here, a step of this many tokens (1.6 TFLOP) takes seconds on any CPU.
 SLOW_TOKENS = 8192
 SLOW = {
     "name": "tiny",

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.paths import DEMO
-from tests.service.apps import MODEL, hidden_request
+from tests.service.apps import MODEL, hidden_request, rows
 from tests.service.http.processes import (
     GOOD,
     alive,
@@ -49,10 +49,15 @@ def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None
     def channels() -> int:
         return Path(f"/proc/{server.process.pid}/maps").read_text().count("/memfd:expertd-channel")
 
-    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+    limits = {"max_request_tokens": 256, "max_body_bytes": 1 << 20}
+    with server_process(two_processes(limits), tmp_path) as server, ExitStack() as stack:
         socks = connected(stack, server, 8)
+        for sock in connected(stack, server, 4):
+            sock.sendall(infer(*hidden_request(rows(256)))[:-1])
+        wait_for(lambda: len(samples(server, "buffered_bytes")) == 2, "both have bodies in their memory")
         before, memory = workers_of(server), channels()
         os.kill(before[0], signal.SIGKILL)
+        wait_for(lambda: len(samples(server, "buffered_bytes")) == 1, "its bodies are gone")
         survivors = []
         for sock in socks:
             try:
