@@ -19,11 +19,11 @@ from tests.families import HIDDEN
 from tests.service.apps import Serving, hidden_request, output_of, rows, serving
 from tests.service.children import children_of
 
-ROUNDING = 2e-5
-"""Between one rank and several, relative to the largest element: the order of FP32 additions differs."""
-CPU_ROUNDING = ROUNDING if can_pack() else 2**-7
-"""The same on a CPU. Where oneDNN cannot multiply bf16, GEMMs of fewer than 16 rows add up in another order
-than others: in other steps, intermediate results are rounded to other numbers in bf16.
+ROUNDING = 2e-5 if can_pack() else 2**-7
+"""Between one rank and several, relative to the largest element: the order of FP32 additions differs.
+
+Where oneDNN cannot multiply bf16, as it can on the host of a Hopper GPU, GEMMs of fewer than 16 rows add up
+in another order: in other steps, intermediate results are rounded to other numbers in bf16.
 """
 
 
