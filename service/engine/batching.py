@@ -40,7 +40,8 @@ class Scheduler:
     spin_seconds  for which the first lane's thread looks for requests of sources before it sleeps
     """
 
-    # A thread asks another one for Python's lock after as long; by default 5 ms, as late as a timeout may be.
+    # How long a thread waits before it asks another one for Python's lock; by default 5 ms, which would make
+    # timeouts late.
     switch_seconds = 1e-3
 
     def __init__(

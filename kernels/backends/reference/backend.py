@@ -16,7 +16,7 @@ from expertd.kernels.ops.quantize import HiddenStates, Quantized, dequantize_row
 
 
 class ReferenceBackend(Backend):
-    """One matmul of bf16 per non-empty group, with dequantized weights cached while the caller's live."""
+    """One matmul per non-empty group, in bf16, with dequantized weights cached while the caller's live."""
 
     name: ClassVar[str] = "reference"
 

@@ -1,4 +1,4 @@
-"""The FFNs of experts on a CPU: all that is kept is bf16, in runs of rows that fit the caches."""
+"""The FFNs of experts on a CPU, on bf16 tensors, in runs of rows that fit the caches."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
