@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertd.limits import HIDDEN_STEP, SCALE_BLOCK
+from expertd.limits import HIDDEN_STEP, MAX_GROUPS, MAX_RANK_PAIRS, SCALE_BLOCK
 
 MAX_RANKS = 8
+MAX_STRETCHES = 8
+"""Parts of a rank's pairs, each of which a CTA of csrc/permutation_of_ranks.cu sorts."""
 _COUNTER_BYTES = MAX_RANKS * 128
 _ALIGNMENT = 1024
-_PARTS = 5  # of a rank's memory
+_PARTS = 6  # of a rank's memory
+_TAKEN_COLUMNS = 1024  # of a token; no CTA that takes tokens from a counter has fewer
 # csrc/ranks.cuh: the memories, then num_ranks, rank, calls, max_pairs, status, timeout, max_own_tokens
 _RANKS = struct.Struct(f"<{_PARTS * MAX_RANKS}Q4I3Q8x")
 
@@ -38,6 +41,10 @@ class RankTokens:
         """Of all ranks."""
         return sum(self.counts)
 
+    def first(self, rank: int) -> int:
+        """The number of the rank's first token, among those of all."""
+        return sum(self.counts[:rank])
+
     @classmethod
     def of(cls, counts: Sequence[int], places: Tensor) -> "RankTokens":
         """The tokens of a call in which rank r has counts[r] of them."""
@@ -55,6 +62,7 @@ def part_bytes(
     """The bytes of each part of a rank's memory, with the arguments of `RankMemory`."""
     sizes = (
         _COUNTER_BYTES,
+        MAX_GROUPS * MAX_RANKS * MAX_STRETCHES * 4,
         2 * max_tokens * top_k * 8,
         max_tokens * hidden_size,
         max_tokens * math.ceil(hidden_size / SCALE_BLOCK) * 4,
@@ -94,6 +102,9 @@ class RankMemory:
             raise ValueError(f"group size: expected at most {MAX_RANKS}, got {num_ranks}")
         if hidden_size % HIDDEN_STEP:
             raise ValueError(f"hidden_size: expected a multiple of {HIDDEN_STEP}, got {hidden_size}")
+        if max_own_tokens * top_k > MAX_RANK_PAIRS:
+            expected = f"at most {MAX_RANK_PAIRS // top_k} with a top_k of {top_k}"
+            raise ValueError(f"max_own_tokens: expected {expected}, got {max_own_tokens}")
         self.group, self.num_ranks, self.rank = group, num_ranks, group.rank()
         self.hidden_size, self.top_k = hidden_size, top_k
         self.max_own_tokens, self.max_tokens, self.exact = max_own_tokens, max_tokens, exact
@@ -109,6 +120,10 @@ class RankMemory:
         self._status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.ranks = self._state(self._handle.buffer_ptrs, starts, timeout).to(device)
         """For launches: the addresses and counters of csrc/ranks.cuh."""
+        self.dispatch_counters, self.combine_counters = torch.zeros(
+            (2, math.ceil(hidden_size / _TAKEN_COLUMNS)), dtype=torch.int32, device=device
+        )
+        """From which CTAs of dispatch_rows, and of combine_rows, take tokens; 0 between launches."""
 
     @property
     def late_rank(self) -> int | None:

@@ -1,6 +1,6 @@
 // The order in which a CTA returns tokens and completes own ones.
 //
-// A CTA returns a token of each other rank, then completes an own one from the step before, whose rows have had that
+// A CTA returns a token of each other rank, then completes an own one from half a step before, whose rows have had that
 // time to arrive. With few tokens, several CTAs share these.
 #pragma once
 
@@ -137,7 +137,7 @@ __device__ __forceinline__ Items items_of(const Shared& shared, const Problem& p
             column < problem.end_column ? column : problem.n,
             share,
             stride,
-            stride < most ? stride : 0,
+            stride < most ? stride / 2 : 0,
             shared.ranks.until()};
 }
 

@@ -208,18 +208,39 @@ struct StagedSums {
     }
 };
 
-// As run_all.
-__device__ __forceinline__ void run_all_staged(const Items& items, int most, StagedSums how) {
-    Item now = items.first(), next = items.after(now);
+// A CTA's items, one after the other. After its first token, the next one goes to whichever CTA is ready for it: not
+// all SMs send equally fast. Each CTA also takes one too many; then the counter is 0 again.
+struct Turns {
+    const Items& items;
+    u32* counter;
+    int most;   // tokens of a rank
+    int token;  // lane 0: the next one
+
+    __device__ __forceinline__ int end() const { return most + items.lag; }
+
+    __device__ __forceinline__ Item after(Item item) {
+        item.other += items.share;
+        if (items.completes(item) && items.stride < most && item.token < end() && threadIdx.x == 0)
+            token = items.stride + static_cast<int>(ptx::increment_up_to(counter, end() - 1));
+        if (item.other <= static_cast<int>(items.ranks.num_ranks)) return item;
+        return {__shfl_sync(0xffffffff, token, 0), items.first().other};
+    }
+};
+
+// As run_all. `counters`: for each kColumns of this launch, the tokens that are taken; 0 between launches.
+__device__ __forceinline__ void run_all_staged(const Items& items, int most, u32* counters, StagedSums how) {
+    Item now = items.first();
+    Turns turns = {items, counters + blockIdx.x % items.problem.parts(), most, now.token + items.stride};
     auto fetched = how.sums.fetch(now);
     begin(items);
+    Item next = turns.after(now);
     auto begun = how.begin(now, fetched, 0);
     fetched = how.sums.fetch(next);
     int stage = 0;
 #pragma unroll 1
-    while (now.token < most + items.lag) {
+    while (now.token < turns.end()) {
         const auto begun_next = how.begin(next, fetched, stage ^ 1);
-        const Item later = items.after(next);
+        const Item later = turns.after(next);
         fetched = how.sums.fetch(later);
         if (items.exists(now))
             how.run(now, begun, stage);

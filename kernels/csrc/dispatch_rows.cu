@@ -46,6 +46,7 @@ struct Dispatch {
     int column;
     u64 until;
     u32 (*to_send)[kScales];  // [2]: of tokens in turn
+    int* to_take;             // [1]: the token that thread 0 has taken
     int turn = 0;
 
     __device__ __forceinline__ int tokens(u32 rank) const { return firsts[rank + 1] - firsts[rank]; }
@@ -74,8 +75,18 @@ struct Dispatch {
         return own;
     }
 
+    // Thread 0's token. Called by all threads; between two calls all of them meet.
+    __device__ __forceinline__ int of_thread_0(int token) const {
+        if (threadIdx.x == 0) *to_take = token;
+        __syncthreads();
+        return *to_take;
+    }
+
     // Sends an own token to the other ranks. Called by all threads: a warp sends all scales, in one packet.
     __device__ __forceinline__ void send(int token, const Own& own) {
+        turn ^= 1;
+        if (threadIdx.x % 8 == 0) to_send[turn][threadIdx.x / 8] = __float_as_uint(own.row.scale);
+        __syncthreads();
         if (token >= tokens(ranks.rank)) return;
         u32 wanted = 0;  // a bit per rank that holds an expert of the token
 #pragma unroll 1
@@ -85,9 +96,6 @@ struct Dispatch {
             const int at = exists ? problem.place_of[expert] : -1;
             wanted |= __reduce_or_sync(0xffffffff, at >= 0 ? 1u << (at >> 16) : 0);
         }
-        turn ^= 1;
-        if (threadIdx.x % 8 == 0) to_send[turn][threadIdx.x / 8] = __float_as_uint(own.row.scale);
-        __syncthreads();
         if (!has_columns()) return;
         const i64 among_all = static_cast<i64>(firsts[ranks.rank]) + token;
         const int block = static_cast<int>(threadIdx.x), first_column = column - block * quantize::kEach;
@@ -181,7 +189,7 @@ struct Dispatch {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 8)
+extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
     dispatch_rows(const Ranks* ranks_in_memory,
                   const int* __restrict__ first_tokens,  // [kMaxRanks + 1]
                   const int* __restrict__ places,        // [num_experts]
@@ -190,12 +198,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
                   const int* inverse_permutation,  // likewise
                   int most,                        // tokens of a rank
                   int share,                       // CTAs that share a token's columns
+                  u32* counters,                   // for each kColumns of a token: those taken, 0 between launches
                   int top_k, int k, u8* __restrict__ data, float* __restrict__ scales, u32 scale_stride  // see Problem
     ) {
     extern __shared__ int place_of[];  // a copy of places
     __shared__ Ranks ranks;
     __shared__ int firsts[kMaxRanks + 1];
     __shared__ u32 to_send[2][kScales];
+    __shared__ int to_take;
     copy_ranks(ranks, ranks_in_memory);
     copy_words(firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
@@ -204,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
     const int parts = (k + kColumns - 1) / kColumns, index = static_cast<int>(blockIdx.x) / parts;
     const int column =
         static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * quantize::kEach;
-    Dispatch dispatch = {ranks, firsts, problem, column, 0, to_send};
+    Dispatch dispatch = {ranks, firsts, problem, column, 0, to_send, &to_take};
     // Of a token, 0 is to send and keep it, i to take the i-th rank's from this one on: this CTA has each `share`-th.
     const int first = index % share, stride = static_cast<int>(gridDim.x) / parts / share;
     const bool sends = first == 0;
@@ -222,15 +232,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
         const int other = static_cast<int>(ranks.rank) + i;
         return static_cast<u32>(other < num_ranks ? other : other - num_ranks);
     };
+    // After a CTA's first token, the next one goes to whichever is ready for it: not all SMs send equally fast. Each
+    // CTA also takes one too many; then the counter is 0 again.
+    const bool takes = stride < most;
+    u32* const counter = counters + blockIdx.x % parts;
 #pragma unroll 1
-    for (; token < most; token += stride) {
+    while (token < most) {
+        int next = token + stride;
+        if (takes && threadIdx.x == 0) next = stride + static_cast<int>(ptx::increment_up_to(counter, most - 1));
         int i = sends ? share : first;
         Arrival arrival = {{}, 0, -1};
         if (i < num_ranks) arrival = dispatch.fetch(source(i), token);
         if (sends) {
             dispatch.keep(token, own);
-            own = dispatch.load(token + stride);
-            dispatch.send(token + stride, own);
+            next = dispatch.of_thread_0(next);
+            own = dispatch.load(next);
+            dispatch.send(next, own);
         }
 #pragma unroll 1
         for (; i < num_ranks; i += share) {
@@ -238,5 +255,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
             if (i + share < num_ranks) arrival = dispatch.fetch(source(i + share), token);
             dispatch.receive(source(i), token, here);
         }
+        token = next;
     }
 }

@@ -43,6 +43,12 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The two halves of cluster_sync, but for what was written before: a release would wait until other GPUs have it.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 __device__ __forceinline__ u32 cluster_size() {
     u32 size;
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
@@ -79,6 +85,13 @@ __device__ __forceinline__ int increment(int* place) {
     int before;
     asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;" : "=r"(before) : "l"(place) : "memory");
     return before;
+}
+
+// Adds one, or begins at 0 again after `last`; returns what was there.
+__device__ __forceinline__ u32 increment_up_to(u32* place, u32 last) {
+    u32 was;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(was) : "l"(place), "r"(last) : "memory");
+    return was;
 }
 
 // The sum over this lane and all lower lanes.

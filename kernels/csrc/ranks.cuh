@@ -14,17 +14,28 @@
 constexpr int kMaxRanks = 8;
 constexpr int kCounterStride = 32;    // u32: each counter has a cache line of its own
 constexpr u32 kNothing = 0xffffffff;  // NaNs in e4m3, bf16 and fp32, but conversions and arithmetic make other ones
-constexpr int kNoGroup = 0xffff;      // of a pair whose expert is on another rank
+constexpr u32 kNoGroup = 0xfffffffe;  // instead of Sorted, for a pair whose expert is on another rank
+constexpr int kMaxStretches = 8;      // of a rank's pairs, see permutation_of_ranks.cu
 
-// A token's expert: its group on the rank that holds it, and its weight. Written at once, so `group` announces both.
+// A token's expert, and its weight. Written at once, so `sorted` announces both.
 struct __align__(8) Pair {
-    int group;
+    u32 sorted;  // with few pairs the expert's group on the rank that holds it
     float weight;
+};
+
+// Where a pair belongs on the rank that holds its expert.
+struct Sorted {
+    u32 group, stretch;  // of the pairs of its token's rank
+    u32 index;           // among those of the stretch with the same expert; less than 2^19 - 1
+
+    __device__ __forceinline__ u32 packed() const { return index << 13 | stretch << 10 | group; }
+    static __device__ __forceinline__ Sorted of(u32 packed) { return {packed % 1024, packed / 1024 % 8, packed >> 13}; }
 };
 
 // The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/rank_memory.py.
 struct RankMemory {
     u64 consumed;      // u32 [kMaxRanks][kCounterStride]: calls whose tokens each rank is done with
+    u64 counts;        // u32 [kMaxGroups, kMaxRanks * kMaxStretches]: each group's pairs in all ranks' stretches
     u64 pairs;         // Pair [2, max_tokens, top_k]: of calls in turn
     u64 data;          // e4m3 [max_tokens, h]
     u64 scales;        // fp32 [max_tokens, ceil(h / 128)]
@@ -36,7 +47,7 @@ struct RankMemory {
 struct __align__(16) Ranks {
     RankMemory memory[kMaxRanks];  // addresses in the caller's address space
     u32 num_ranks, rank;
-    u32 calls;      // that have begun: compute_permutation.cu counts them
+    u32 calls;      // that have begun: permutation_of_ranks.cu counts them
     u32 max_pairs;  // of a call
     u64 status;     // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
     u64 timeout;    // nanoseconds
@@ -45,6 +56,11 @@ struct __align__(16) Ranks {
     // Where a rank has the pairs of the call before which `calls` have begun.
     __device__ __forceinline__ Pair* pairs(u32 owner, u32 calls) const {
         return reinterpret_cast<Pair*>(memory[owner].pairs) + static_cast<u64>(calls % 2) * max_pairs;
+    }
+
+    // Where a rank has the numbers of a group's pairs.
+    __device__ __forceinline__ u32* counts(u32 owner, u32 group) const {
+        return reinterpret_cast<u32*>(memory[owner].counts) + group * (kMaxRanks * kMaxStretches);
     }
 
     // When a launch that begins now gives up waiting.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from expertd.limits import MAX_EXPERTS
+from expertd.limits import MAX_EXPERTS, MAX_RANK_PAIRS
 
 if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
@@ -25,6 +25,12 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
         yield "overlap.mode: expected auto or never without GPUs of one machine (devices), got 'always'"
     yield from _wrong_placement(settings)
     yield from _wrong_shrinking(settings)
+    if settings.devices is not None and settings.nnodes == 1 and settings.models:
+        most = max(settings.models, key=_top_k)
+        tokens, got = MAX_RANK_PAIRS // most.top_k * count, settings.limits.max_batch_tokens
+        if got > tokens:
+            expected = f"at most {tokens} on {count} GPUs with the top_k of model {most.name} ({most.top_k})"
+            yield f"limits.max_batch_tokens: expected {expected}, got {got}"
     if count == 1:
         return
     for number, model in enumerate(settings.models):
@@ -46,6 +52,10 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
 
 def _num_experts(model: "ModelSettings") -> int:
     return model.num_experts
+
+
+def _top_k(model: "ModelSettings") -> int:
+    return model.top_k
 
 
 def _num_held(model: "ModelSettings") -> int:

@@ -8,3 +8,5 @@ MAX_GROUPS = 1024
 """Groups of a grouped GEMM: the local and shared experts."""
 MAX_EXPERTS = 1024
 """Experts that a router chooses among."""
+MAX_RANK_PAIRS = 2**19 - 2
+"""(token, slot) pairs of one of several GPUs in a step: 19 bits count those of an expert."""

@@ -131,6 +131,7 @@ def main() -> None:
     for tokens in (1, 90):
         layer_of_ranks(tokens)
         layer_of_ranks(tokens, 2224, is_biased=True)
+    layer_of_ranks(160)  # pairs that a warp sorts in several chunks
     torch.cuda.synchronize()
     print("every variant ran")
 

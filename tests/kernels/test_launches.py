@@ -25,8 +25,9 @@ from expertd.kernels.backends.hopper import gather_rows, grouped_gemm, launch, l
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
-from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant
 from expertd.kernels.backends.hopper.layer import Layer
+from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.plans import Plan
 from expertd.kernels.backends.hopper.rates import H200
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
@@ -179,7 +180,7 @@ def test_rows_for_other_ranks_lie_beside_their_scales(launches: list[tuple[Varia
     apart = packed_rows(Quantized(*(part.clone(memory_format=torch.contiguous_format) for part in rows)))
     assert torch.equal(packed, made)
     assert torch.equal(apart, made)
-    ranks: Any = SimpleNamespace(ranks=made)
+    ranks: Any = SimpleNamespace(ranks=made, dispatch_counters=made)
     places = torch.zeros(G, dtype=torch.int32)
     tokens: Any = SimpleNamespace(counts=(T,), first_tokens=places, places=places)
     ids = torch.zeros(T, TOP_K, dtype=torch.int32)
@@ -217,7 +218,7 @@ def test_a_layer_with_biases(launches: list[tuple[Variant, list[Any]]]) -> None:
 
 @pytest.mark.parametrize(
     ("how", "tokens"),
-    [("", T), ("staged_", 2048), ("biased_", 2048), ("exact_", 2048), ("biased_exact_", T)],
+    [("", T), ("staged_", 8192), ("biased_", 2048), ("exact_", 2048), ("biased_exact_", T)],
 )
 def test_a_layer_of_ranks(
     how: str, tokens: int, launches: list[tuple[Variant, list[Any]]], monkeypatch: pytest.MonkeyPatch
@@ -227,7 +228,15 @@ def test_a_layer_of_ranks(
     monkeypatch.setattr(layer, "current_stream", lambda device: ON)
     kernels, h = RecordingKernels(), 2064  # with 16 columns that have scales of their own
     word = torch.zeros(1, dtype=torch.int32)
-    memory: Any = SimpleNamespace(rank=1, ranks=word, consumed=word, exact=exact)
+    memory: Any = SimpleNamespace(
+        rank=1,
+        num_ranks=2,
+        ranks=word,
+        consumed=word,
+        dispatch_counters=word,
+        combine_counters=word,
+        exact=exact,
+    )
     of_all = RankTokens((3, tokens), word, torch.zeros(2 * G, dtype=torch.int32))
     biases = None
     if biased:
@@ -240,7 +249,8 @@ def test_a_layer_of_ranks(
         Swiglu(), None, None, None, biases,
     )  # fmt: skip
     names = [variant.source.name for variant, _ in launches]
-    assert names[:2] == ["compute_permutation_ranks", "dispatch_rows_bf16"]
+    permutation = {T: "few_pairs_of_ranks", 2048: "permutation_of_ranks_1", 8192: "permutation_of_ranks_4"}
+    assert names[:2] == [permutation[tokens], "dispatch_rows_bf16"]
     assert names[4] == f"combine_rows_{how}fp32"
     for variant, arguments in (*launches[:2], launches[4]):
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
@@ -266,6 +276,59 @@ def test_many_pairs_are_sorted_by_a_cluster(
     monkeypatch.setattr(Kernels, "launch", lambda self, on, variant, grid, *arguments: grids.append(grid))
     compute_permutation(Kernels(), ON, torch.zeros(pairs, 1, dtype=torch.int32), G, num_sms)
     assert [grid.cluster for grid in grids] == [cluster]
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_sms", "variant", "cluster", "pairs_of_cta", "pairs_of_warp"),
+    [
+        ((129, 0), None, 1, 1, 129, 32),
+        ((0, 129), None, 1, 1, 0, 32),  # a rank without tokens sends that it has no pairs
+        ((1024, 1), None, 1, 8, 128, 32),
+        ((1024, 1), 63, 4, 1, 1024, 128),
+        ((4096, 4097), None, 4, 8, 512, 128),
+        ((40_000, 40_000), None, 4, 8, 5000, 256),
+    ],
+)
+def test_a_rank_sorts_its_pairs_in_stretches(
+    counts: tuple[int, int],
+    num_sms: int | None,
+    variant: int,
+    cluster: int,
+    pairs_of_cta: int,
+    pairs_of_warp: int,
+    launches: list[tuple[Variant, list[Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks have as many stretches; a warp's part of one is a multiple of what it sorts at once."""
+    clusters = []
+    to_launch = Kernels.launch
+
+    def launch_recorded(self: Kernels, on: OnStream, variant: Variant, grid: Grid, *given: Any) -> None:
+        clusters.append(grid.cluster)
+        to_launch(self, on, variant, grid, *given)
+
+    monkeypatch.setattr(Kernels, "launch", launch_recorded)
+    word = torch.zeros(1, dtype=torch.int32)
+    memory: Any = SimpleNamespace(rank=0, num_ranks=2, ranks=word, consumed=word)
+    of_all = RankTokens(counts, word, torch.zeros(2 * G, dtype=torch.int32))
+    ids = torch.zeros(counts[0], 1, dtype=torch.int32)
+    permutation_of_ranks(RecordingKernels(), ON, memory, of_all, ids, ids.float(), G, num_sms)
+    ((launched, arguments),) = launches
+    assert launched.source.name == f"permutation_of_ranks_{variant}"
+    assert clusters == [cluster]
+    assert arguments[4:6] == [pairs_of_cta, pairs_of_warp]
+    assert arguments[11:13] == ([0, 1] if sum(counts) <= 1024 else [3, 4]), "bits of stretches, and of all"
+
+
+def test_more_groups_than_shared_memory_counts_are_refused() -> None:
+    word = torch.zeros(1, dtype=torch.int32)
+    memory: Any = SimpleNamespace(rank=0, num_ranks=8, ranks=word, consumed=word)
+    of_all = RankTokens((2000,) * 8, word, torch.zeros(1024, dtype=torch.int32))
+    ids = torch.zeros(2000, 1, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"^num_groups: expected fewer with 1024 experts on all ranks, got 1024$"
+    ):
+        permutation_of_ranks(RecordingKernels(), ON, memory, of_all, ids, ids.float(), 1024, None)
 
 
 def test_every_kernel_has_a_host_file_and_a_device_file_of_its_name() -> None:

@@ -33,3 +33,10 @@ def test_hidden_sizes_that_threads_cannot_share_are_refused() -> None:
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     with pytest.raises(ValueError, match=r"^hidden_size: expected a multiple of 16, got 2888$"):
         RankMemory(group, torch.device("cpu"), 8, 12, 2888, 4, timeout=1.0)
+
+
+def test_more_pairs_than_an_index_counts_are_refused() -> None:
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    expected = r"^max_own_tokens: expected at most 131071 with a top_k of 4, got 131072$"
+    with pytest.raises(ValueError, match=expected):
+        RankMemory(group, torch.device("cpu"), 131072, 262144, 2560, 4, timeout=1.0)

@@ -105,6 +105,6 @@ def combine_rows(
     kernels.launch(
         on, way.by_dtype[out.dtype], Grid(num_ctas, 1, shared_bytes),
         memory.ranks, tokens.first_tokens, places, np.int32(num_experts), topk_ids, topk_weights,
-        rows, inverse, np.int32(most), np.int32(share), np.int32(top_k), np.int32(n),
+        rows, inverse, np.int32(most), np.int32(share), memory.combine_counters, np.int32(top_k), np.int32(n),
         np.int32(columns.start), np.int32(columns.stop), bias, out,
     )  # fmt: skip

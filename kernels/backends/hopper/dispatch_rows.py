@@ -19,12 +19,14 @@ from expertd.kernels.ops.quantize import HiddenStates, Quantized, as_floats
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.limits import SCALE_BLOCK
 
-_BY_DTYPE = variants_by_dtype("dispatch_rows", 128, place_bytes)
-_BY_DTYPE[torch.uint8] = Variant(named_source("dispatch_rows", "fp8", DATATYPE="E4M3"), 128, place_bytes)
-_CTAS = 8  # per SM at most: as many as run at once
-_FEW_TOKENS = 256
-# For up to _FEW_TOKENS of a rank: leaves room for CTAs of the next launch, which begin early.
-_CTAS_OF_FEW = 4
+_THREADS = 128
+_CTAS = (
+    4  # per SM at most; more send no faster, and leave no room for CTAs of the next launch, which begin early
+)
+_BY_DTYPE = variants_by_dtype("dispatch_rows", _THREADS, place_bytes, CTAS=_CTAS)
+_BY_DTYPE[torch.uint8] = Variant(
+    named_source("dispatch_rows", "fp8", DATATYPE="E4M3", CTAS=_CTAS), _THREADS, place_bytes
+)
 
 VARIANTS = tuple(_BY_DTYPE.values())
 
@@ -52,12 +54,13 @@ def dispatch_rows(
     size = (math.ceil(k / SCALE_BLOCK), num_rows)
     scales = torch.empty(size, dtype=torch.float32, device=inverse.device)
     most = max(tokens.counts)
-    num_ctas = ctas(on, num_sms, _CTAS_OF_FEW if most <= _FEW_TOKENS else _CTAS, tokens.counts, k)
+    num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, k)
     share = sharing(num_ctas, tokens.counts, k)
     kernels.launch(
         on, _BY_DTYPE[hidden_states.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
         memory.ranks, tokens.first_tokens, places, np.int32(places.numel()),
         hidden_states, topk_ids, np.int32(len(topk_ids)), inverse, np.int32(most), np.int32(share),
+        memory.dispatch_counters,
         np.int32(top_k), np.int32(k), data, scales, np.uint32(num_rows),
     )  # fmt: skip
     return Quantized(data, scales.t())

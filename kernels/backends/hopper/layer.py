@@ -4,14 +4,11 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
-from expertd.kernels.backends.hopper.compute_permutation import (
-    Placement,
-    compute_permutation,
-    permutation_of_ranks,
-)
+from expertd.kernels.backends.hopper.compute_permutation import Placement, compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
+from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.permute_rows import permute_rows
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.backends.hopper.route_tokens import route_tokens

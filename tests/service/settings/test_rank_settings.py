@@ -48,6 +48,11 @@ def config(tmp_path: Path) -> Path:
             r"devices: expected backend hopper, got 'reference'",
         ),
         (f"models: [{MODEL}]\ndevices: 1", r"devices: expected two GPUs or more, got 1"),
+        (
+            f"models: [{MODEL}]\ndevices: 0-1\nlimits: {{max_batch_tokens: 524287}}",
+            r"limits\.max_batch_tokens: expected at most 524286 on 2 GPUs with the top_k of model m \(2\), "
+            r"got 524287",
+        ),
         (f"models: [{MODEL}]\nnnodes: 2", r"rendezvous: expected HOST:PORT with nnodes 2, got none"),
         (
             f"models: [{MODEL}]\nnnodes: 2\nnode_rank: 2\nrendezvous: a:1",

@@ -1,0 +1,98 @@
+"""Launches csrc/permutation_of_ranks.cu: the permutation that sorts the pairs of all ranks by group."""
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from expertd.kernels.backends.hopper.compute_permutation import (
+    CLUSTER_SMS,
+    FEW_PAIRS,
+    THREADS,
+    Placement,
+)
+from expertd.kernels.backends.hopper.few_pairs_of_ranks import few_pairs_of_ranks
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
+from expertd.kernels.backends.hopper.rank_grids import place_bytes
+from expertd.kernels.rank_memory import MAX_STRETCHES, RankMemory, RankTokens
+
+_MANY_PAIRS = 8192
+"""Of all ranks; with more, `dispatch_rows` begins after a rank's own are sent, and runs on other SMs."""
+_ONE_CTA_PAIRS = 1024
+"""Of all ranks; up to this many, one CTA is faster than a cluster."""
+_WARPS = 32  # of a CTA
+_SM_BYTES = 225 * 1024  # of shared memory: no other CTA fits beside
+
+
+def _shared_bytes(source_bits: int, num_experts: int, num_groups: int) -> int:
+    # A place and 32 warps' counters for each expert; a number, and one for each stretch, for each group.
+    return place_bytes(num_experts) + 4 * (_WARPS * num_experts + ((1 << source_bits) + 1) * num_groups)
+
+
+def _bits(count: int) -> int:
+    return (count - 1).bit_length()
+
+
+def _most_shared_bytes(num_experts: int) -> int:
+    return _SM_BYTES
+
+
+def _variant(pairs_of_lane: int) -> Variant:
+    source = named_source(
+        "permutation_of_ranks", f"{pairs_of_lane}",
+        AT_ONCE=pairs_of_lane, MANY_PAIRS=_MANY_PAIRS, STRETCHES=MAX_STRETCHES,
+    )  # fmt: skip
+    return Variant(source, THREADS, _most_shared_bytes)
+
+
+_BY_PAIRS_OF_LANE = {pairs: _variant(pairs) for pairs in (1, 4)}
+
+VARIANTS = tuple(_BY_PAIRS_OF_LANE.values())
+
+
+def permutation_of_ranks(
+    kernels: Kernels,
+    on: OnStream,
+    memory: RankMemory,
+    tokens: RankTokens,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_groups: int,
+    num_sms: int | None,
+    offsets_copy: Tensor | None = None,
+) -> Placement:
+    """As `compute_permutation`, for the pairs of all ranks: each sends its own, and waits for all.
+
+    topk_ids      int32 [t, top_k] of this rank's tokens; others than experts name none
+    topk_weights  fp32 [t, top_k]
+    """
+    top_k, places = topk_ids.shape[1], tokens.places
+    placement = Placement.empty((tokens.num_tokens, top_k), num_groups, places.device)
+    num_pairs, num_own, num_experts = placement.inverse.numel(), topk_ids.numel(), places.numel()
+    if num_pairs <= FEW_PAIRS:
+        few_pairs_of_ranks(kernels, on, memory, tokens, topk_ids, topk_weights, placement, offsets_copy)
+        return placement
+    stretches = 1 if num_pairs <= _ONE_CTA_PAIRS else MAX_STRETCHES  # the same on all ranks
+    stretch_bits, source_bits = _bits(stretches), _bits(memory.num_ranks * stretches)
+    num_ctas = 1 if num_sms is not None and num_sms < CLUSTER_SMS else stretches
+    shared_bytes = _shared_bytes(source_bits, num_experts, num_groups)
+    if shared_bytes > _SM_BYTES:
+        raise ValueError(
+            f"num_groups: expected fewer with {num_experts} experts on all ranks, got {num_groups}"
+        )
+    if num_pairs > _MANY_PAIRS and num_ctas > 1:
+        shared_bytes = _SM_BYTES
+    pairs_of_cta = math.ceil(num_own / num_ctas)
+    pairs_of_lane = 1 if num_pairs <= num_ctas * THREADS else 4
+    chunk = 32 * pairs_of_lane
+    pairs_of_warp = max(1, math.ceil(pairs_of_cta / (_WARPS * chunk))) * chunk
+    kernels.launch(
+        on, _BY_PAIRS_OF_LANE[pairs_of_lane], Grid(1, num_ctas, shared_bytes),
+        topk_ids, topk_weights, np.int32(num_own), np.int32(tokens.first(memory.rank) * top_k),
+        np.int32(pairs_of_cta), np.int32(pairs_of_warp),
+        places, np.int32(num_experts), memory.ranks, memory.consumed, tokens.first_tokens,
+        np.int32(stretch_bits), np.int32(source_bits),
+        np.int32(num_pairs), np.int32(top_k), np.int32(num_groups),
+        placement.inverse, placement.offsets, offsets_copy, placement.tile_counters,
+    )  # fmt: skip
+    return placement

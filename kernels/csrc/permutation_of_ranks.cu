@@ -1,0 +1,186 @@
+// As compute_permutation.cu, for the pairs of all ranks. Begins a call, see ranks.cuh.
+//
+// Each rank sorts its own pairs alone, by all experts: a CTA of its cluster has a stretch of them. It sends each pair
+// with the number of pairs before it in its stretch that have the same expert, and how many of the stretch there are.
+// From the counts of all stretches a rank knows where each stretch begins within each of its groups. So no rank sorts
+// the others' pairs, and what is sent is ready before anything has arrived.
+//
+// Few pairs are left to few_pairs_of_ranks.cu.
+#include "permutation.cuh"
+#include "rank_pairs.cuh"
+
+constexpr int kAtOnce = AT_ONCE;  // pairs of a lane
+constexpr int kChunk = kAtOnce * 32;
+constexpr bool kSingle = kAtOnce == 1;  // each warp has one chunk at most, and each thread one pair to take
+constexpr int kManyPairs = MANY_PAIRS;
+static_assert(STRETCHES == kMaxStretches);
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    permutation_of_ranks(const int* topk_ids,            // [own_pairs] of this rank; others than experts name none
+                         const float* topk_weights,      // [own_pairs]
+                         int own_pairs, int first_pair,  // of them, among those of all ranks
+                         int pairs_of_cta, int pairs_of_warp,  // of own ones, at most; a multiple of kChunk for a warp
+                         const int* __restrict__ places,       // [num_experts]: rank * 65536 + group of each expert
+                         int num_experts, Ranks* ranks_in_memory,
+                         const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
+                         const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
+                         int stretch_bits,  // of each rank's 2^stretch_bits, at least the CTAs of any
+                         int source_bits,   // of all ranks' stretches
+                         int num_pairs, int top_k, int num_groups,
+                         int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
+                         int* __restrict__ offsets, int* __restrict__ offsets_copy,  // see Offsets
+                         int* __restrict__ tile_counters                             // likewise
+    ) {
+    extern __shared__ int memory[];
+    __shared__ Ranks ranks;
+    __shared__ int firsts[kMaxRanks + 1];
+    int* const place_of = memory;                         // [num_experts], a copy of places
+    int* const counters = place_of + num_experts;         // [kWarps][num_experts]
+    int* const exists = counters + kWarps * num_experts;  // [num_groups]: whether an expert has this place
+    int* const first_rows = exists + num_groups;          // [num_groups][2^source_bits]: of each stretch
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int ctas = static_cast<int>(ptx::cluster_size()), cta = static_cast<int>(ptx::cluster_rank());
+    const bool many = num_pairs > kManyPairs;
+    const Offsets results = {offsets, offsets_copy, tile_counters, num_groups};
+
+    copy_ranks(ranks, ranks_in_memory);
+    copy_words(place_of, places, num_experts);
+    copy_words(firsts, first_tokens, kMaxRanks + 1);
+    const u32 seen = thread < kMaxRanks ? ptx::load_acquire_system(consumed + thread * kCounterStride) : 0;
+    const auto place = [&](int id) { return static_cast<u32>(id) < static_cast<u32>(num_experts) ? place_of[id] : -1; };
+    ptx::grid_dependency_wait();
+
+    // This CTA's stretch, and each warp's part of it.
+    const int begin_of_cta = min(cta * pairs_of_cta, own_pairs),
+              end_of_cta = min(begin_of_cta + pairs_of_cta, own_pairs);
+    const int begin = min(begin_of_cta + warp * pairs_of_warp, end_of_cta),
+              end = min(begin + pairs_of_warp, end_of_cta);
+    const int warps = min((pairs_of_cta + pairs_of_warp - 1) / pairs_of_warp, kWarps);
+    Chunk<kAtOnce> chunk;
+    float weights[kAtOnce];
+    const auto load = [&](int i) {
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part) {
+            const int pair = i + part * 32 + lane;
+            weights[part] = pair < end ? topk_weights[pair] : 0.0f;
+        }
+        chunk.load(topk_ids, i, end);
+    };
+    load(begin);
+#pragma unroll 1
+    for (int i = thread; i < warps * num_experts; i += kThreads) counters[i] = 0;
+#pragma unroll 1
+    for (int i = thread; i < num_groups; i += kThreads) exists[i] = 0;
+    ptx::wait_for_async_copies();
+    __syncthreads();
+    const u64 until = ranks.until();
+    ranks.wait_for_consumed(seen, until);
+    if (!many) ptx::launch_dependents();  // may send tokens from now on
+    int* const own = counters + warp * num_experts;
+    // Counts the warp's pairs by expert, then those of all lower warps.
+    u32 index = 0;  // with kSingle: pairs of the warp before this lane's one
+#pragma unroll 1
+    for (int i = begin; i < end; i += kChunk) {
+        if (i > begin) load(i);
+        chunk.match(num_experts);
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part)
+            if (i + part * 32 < end) index = chunk.take(own, part);
+        if (kSingle) break;
+    }
+    __syncthreads();
+    const int at = place(thread);  // of expert `thread`
+    const int count = at >= 0 ? add_up_warps(counters, num_experts, thread, warps) : 0;
+    if (at >= 0 && static_cast<u32>(at) >> 16 == ranks.rank && (at & 0xffff) < num_groups) exists[at & 0xffff] = 1;
+    __syncthreads();
+
+    // Sends the counts, then the pairs.
+    if (at >= 0) {
+        u32* const there = ranks.counts(static_cast<u32>(at) >> 16, at & 0xffff) + (ranks.rank << stretch_bits);
+        ptx::store_relaxed_system(there + cta, count);
+        if (cta == 0) {
+#pragma unroll 1
+            for (int s = ctas; s < 1 << stretch_bits; ++s) ptx::store_relaxed_system(there + s, 0);
+        }
+    }
+#pragma unroll 1
+    for (int i = begin; i < end; i += kChunk) {
+        if (!kSingle && pairs_of_warp > kChunk) {  // else the warp's only chunk is still loaded
+            load(i);
+            chunk.match(num_experts);
+        }
+        int where[kAtOnce];
+        u32 sorted[kAtOnce];
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part) {
+            where[part] = place(chunk.group[part]);
+            if (kSingle)
+                index += where[part] >= 0 ? own[chunk.group[part]] : 0;
+            else if (i + part * 32 < end)
+                index = chunk.take(own, part);
+            sorted[part] = Sorted{static_cast<u32>(where[part]) & 0xffff, static_cast<u32>(cta), index}.packed();
+        }
+        send<kAtOnce>(ranks, first_pair + i + lane, end - i - lane, where, sorted, weights);
+        if (kSingle) break;
+    }
+    if (many) ptx::launch_dependents();  // or these pairs would wait for the link behind tokens
+
+    // The first row of each stretch in each group: the sum of all counts before.
+    const int num_counts = num_groups << source_bits, sources = static_cast<int>(ranks.num_ranks) << stretch_bits;
+    const auto source_of = [&](int i) { return i & ((1 << source_bits) - 1); };
+    const auto count_at = [&](int i) { return ranks.counts(ranks.rank, i >> source_bits) + source_of(i); };
+    const auto begin_to_count = [&](int i) {
+        const bool comes = i < num_counts && source_of(i) < sources && exists[i >> source_bits];
+        return comes ? ptx::load_relaxed_system(count_at(i)) : 0;
+    };
+    const int stride = ctas * kThreads, first_of_thread = cta * kThreads + thread;
+    Arriving<kAtOnce> arriving = {ranks, firsts, top_k, num_pairs, stride, until, {}};
+    __shared__ int sums[kWarps];
+    int all = 0;  // rows of the counts before
+    u32 next = begin_to_count(thread);
+#pragma unroll 1
+    for (int i = thread; i - thread < num_counts; i += kThreads) {
+        u32 now = next;
+        next = begin_to_count(i + kThreads);
+        if (Ranks::is_missing(now)) {
+            now = ranks.wait_for(now, count_at(i), source_of(i) >> stretch_bits, until);
+            if (Ranks::is_missing(now)) now = 0;
+        }
+        arriving.load(first_of_thread);  // is on its way meanwhile
+        const int rows = static_cast<int>(now), through = ptx::warp_prefix_sum(rows);
+        if (lane == 31) sums[warp] = through;
+        __syncthreads();
+        const int of_lane = sums[lane];
+        const int first_row = all + through - rows + __reduce_add_sync(0xffffffff, lane < warp ? of_lane : 0);
+        all += __reduce_add_sync(0xffffffff, of_lane);
+        if (i < num_counts) {
+            first_rows[i] = first_row;
+            if (cta == 0 && source_of(i) == 0) results.write(i >> source_bits, first_row);
+        }
+        __syncthreads();
+    }
+    ptx::cluster_arrive_relaxed();  // has read all counts, and `ranks`
+
+#pragma unroll 1
+    for (int first = first_of_thread; first < num_pairs; first += kAtOnce * stride) {
+        if (first > first_of_thread) arriving.load(first);
+        arriving.wait(first);
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part) {
+            const int pair = first + part * stride;
+            if (pair >= num_pairs) break;
+            const Sorted sorted = Sorted::of(arriving.sorted[part]);
+            const u32 source = (arriving.source(pair) << stretch_bits) + sorted.stretch;
+            const u32 i = (sorted.group << source_bits) + source;
+            const bool is_here = arriving.sorted[part] < kNoGroup && i < static_cast<u32>(num_counts);
+            inverse_permutation[pair] = is_here ? first_rows[i] + static_cast<int>(sorted.index) : -1;
+        }
+        if (kSingle) break;
+    }
+    if (cta == 0 && thread == 0) results.write(num_groups, all);
+    if (cta == 0 && thread < 4) tile_counters[thread] = 0;
+    ptx::cluster_wait();
+#pragma unroll 1
+    for (int i = first_of_thread; i < num_counts; i += stride) *count_at(i) = kNothing;
+    if (cta == 0 && thread == 0) ranks_in_memory->calls += 1;
+}
