@@ -18,7 +18,8 @@ Event = dict[str, Any]
 LANES = ("all SMs", "gemms", "communication")
 NAMES = ("permutation", "dispatch", "gate/up GEMM", "down GEMM", "combine")
 _NAME_OF = {
-    "compute_permutation": "permutation",
+    "permutation_of_ranks": "permutation",
+    "few_pairs_of_ranks": "permutation",
     "dispatch_rows": "dispatch",
     "grouped_gemm": "down GEMM",  # but the first of a call
     "combine_rows": "combine",
@@ -48,7 +49,7 @@ def step_of(trace: Iterable[Mapping[str, Any]], rank: int) -> list[Event]:
     kernels.sort(key=lambda kernel: float(kernel["ts"]))
     begins = [place for place, kernel in enumerate(kernels) if _name(kernel) == "permutation"]
     if not begins:
-        raise RuntimeError(f"timeline of rank {rank}: expected a kernel compute_permutation, got none")
+        raise RuntimeError(f"timeline of rank {rank}: expected a kernel permutation_of_ranks, got none")
     barrier = kernels[max(0, begins[-1] - 1)]
     zero = float(barrier["ts"]) + float(barrier["dur"])
     step = [kernel for kernel in kernels[begins[-1] :] if _name(kernel)]

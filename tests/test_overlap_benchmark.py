@@ -18,7 +18,7 @@ from benchmarks.report_sections import SECTIONS
 
 MAIN, GEMMS, COMMUNICATION = (1, 7), (9, 21), (10, 7)  # contexts and streams
 STEP = (  # kernel, its context and stream, start, duration
-    ("compute_permutation", MAIN, 0.5, 2.0),
+    ("permutation_of_ranks", MAIN, 0.5, 2.0),
     ("dispatch_rows", MAIN, 2.0, 8.0),
     ("grouped_gemm", MAIN, 10.0, 30.0),
     ("grouped_gemm", MAIN, 40.0, 5.0),
@@ -64,7 +64,7 @@ def test_a_timeline_has_the_launches_after_the_last_barrier() -> None:
 
 def test_a_trace_without_a_layer_is_refused() -> None:
     with pytest.raises(
-        RuntimeError, match="timeline of rank 1: expected a kernel compute_permutation, got none"
+        RuntimeError, match="timeline of rank 1: expected a kernel permutation_of_ranks, got none"
     ):
         step_of(call(1000.0)[:3], 1)
 
