@@ -113,6 +113,10 @@ class RankMemory:
         self._bytes = symmetric_memory.empty(starts[-1], dtype=torch.uint8, device=device)
         self._bytes[: starts[1]] = 0
         self._bytes[starts[1] :] = 0xFF  # kNothing: no call has written anything
+        self.dispatch_counters, self.combine_counters = torch.zeros(
+            (2, math.ceil(hidden_size / _TAKEN_COLUMNS)), dtype=torch.int32, device=device
+        )
+        """From which CTAs of dispatch_rows, and of combine_rows, take tokens; 0 between launches."""
         torch.cuda.synchronize(device)
         self._handle = symmetric_memory.rendezvous(self._bytes, group)
         self.consumed = self._bytes[: starts[1]].view(torch.int32)
@@ -120,10 +124,6 @@ class RankMemory:
         self._status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.ranks = self._state(self._handle.buffer_ptrs, starts, timeout).to(device)
         """For launches: the addresses and counters of csrc/ranks.cuh."""
-        self.dispatch_counters, self.combine_counters = torch.zeros(
-            (2, math.ceil(hidden_size / _TAKEN_COLUMNS)), dtype=torch.int32, device=device
-        )
-        """From which CTAs of dispatch_rows, and of combine_rows, take tokens; 0 between launches."""
 
     @property
     def late_rank(self) -> int | None:

@@ -219,10 +219,12 @@ struct Turns {
     __device__ __forceinline__ int end() const { return most + items.lag; }
 
     __device__ __forceinline__ Item after(Item item) {
+        const int num_ranks = static_cast<int>(items.ranks.num_ranks);
         item.other += items.share;
-        if (items.completes(item) && items.stride < most && item.token < end() && threadIdx.x == 0)
+        const bool takes = item.other == max(num_ranks, 2) && items.stride < most && item.token < end();
+        if (takes && threadIdx.x == 0)
             token = items.stride + static_cast<int>(ptx::increment_up_to(counter, end() - 1));
-        if (item.other <= static_cast<int>(items.ranks.num_ranks)) return item;
+        if (item.other <= num_ranks) return item;
         return {__shfl_sync(0xffffffff, token, 0), items.first().other};
     }
 };

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kFewPairs, 1)
     Arriving<1> arriving = {ranks, firsts, top_k, num_pairs, kFewPairs, until, {kNoGroup}};
     arriving.load(thread);
     arriving.wait(thread);
-    if (thread == 0) ranks_in_memory->calls += 1;
+    if (thread == 0) ranks_in_memory->calls = ranks.calls + 1;
     compare_all<kFewPairs>(arriving.sorted[0], num_pairs, inverse_permutation,
                            {offsets, offsets_copy, tile_counters, num_groups});
 }

@@ -54,7 +54,8 @@ struct Chunk {
     }
 };
 
-// Replaces the warps' counters for a group by those of all lower warps together; returns that of all. By one thread.
+// Replaces the warps' counters for a group by the sums of those of all lower warps; returns the sum of all. Called by
+// one thread for each group.
 __device__ __forceinline__ int add_up_warps(int* counters, int num_groups, int group, int warps) {
     int sum = 0;
 #pragma unroll 1

@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          int num_experts, Ranks* ranks_in_memory,
                          const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
                          const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
-                         int stretch_bits,  // of each rank's 2^stretch_bits, at least the CTAs of any
-                         int source_bits,   // of all ranks' stretches
+                         int stretch_bits,  // each rank has 2^stretch_bits stretches, at least as many as CTAs
+                         int source_bits,   // all ranks have 2^source_bits at most
                          int num_pairs, int top_k, int num_groups,
                          int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                          int* __restrict__ offsets, int* __restrict__ offsets_copy,  // see Offsets
@@ -125,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (many) ptx::launch_dependents();  // or these pairs would wait for the link behind tokens
 
-    // The first row of each stretch in each group: the sum of all counts before.
+    // The first row of each stretch in each group: the sum of all counts before. After a rank was late, counts may be
+    // those of another call: no row may be outside.
     const int num_counts = num_groups << source_bits, sources = static_cast<int>(ranks.num_ranks) << stretch_bits;
     const auto source_of = [&](int i) { return i & ((1 << source_bits) - 1); };
     const auto count_at = [&](int i) { return ranks.counts(ranks.rank, i >> source_bits) + source_of(i); };
@@ -133,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const bool comes = i < num_counts && source_of(i) < sources && exists[i >> source_bits];
         return comes ? ptx::load_relaxed_system(count_at(i)) : 0;
     };
+    const auto inside = [&](u32 row) { return static_cast<int>(min(row, static_cast<u32>(num_pairs))); };
     const int stride = ctas * kThreads, first_of_thread = cta * kThreads + thread;
     Arriving<kAtOnce> arriving = {ranks, firsts, top_k, num_pairs, stride, until, {}};
     __shared__ int sums[kWarps];
@@ -155,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         all += __reduce_add_sync(0xffffffff, of_lane);
         if (i < num_counts) {
             first_rows[i] = first_row;
-            if (cta == 0 && source_of(i) == 0) results.write(i >> source_bits, first_row);
+            if (cta == 0 && source_of(i) == 0) results.write(i >> source_bits, inside(first_row));
         }
         __syncthreads();
     }
@@ -173,14 +175,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const u32 source = (arriving.source(pair) << stretch_bits) + sorted.stretch;
             const u32 i = (sorted.group << source_bits) + source;
             const bool is_here = arriving.sorted[part] < kNoGroup && i < static_cast<u32>(num_counts);
-            inverse_permutation[pair] = is_here ? first_rows[i] + static_cast<int>(sorted.index) : -1;
+            const u32 row = is_here ? first_rows[i] + sorted.index : num_pairs;
+            inverse_permutation[pair] = row < static_cast<u32>(num_pairs) ? static_cast<int>(row) : -1;
         }
         if (kSingle) break;
     }
-    if (cta == 0 && thread == 0) results.write(num_groups, all);
+    if (cta == 0 && thread == 0) results.write(num_groups, inside(all));
     if (cta == 0 && thread < 4) tile_counters[thread] = 0;
     ptx::cluster_wait();
 #pragma unroll 1
     for (int i = first_of_thread; i < num_counts; i += stride) *count_at(i) = kNothing;
-    if (cta == 0 && thread == 0) ranks_in_memory->calls += 1;
+    if (cta == 0 && thread == 0) ranks_in_memory->calls = ranks.calls + 1;
 }

@@ -5,8 +5,8 @@
 // waits until it is there, and puts kNothing back once it has it. A launch's writes are in L2, where those of other
 // GPUs arrive, before the next launch passes its wait; so nothing new is overwritten. A rank begins a call once all
 // ranks have taken the tokens of the call before: each of them counts its calls in every rank's memory, as soon as its
-// dispatch_rows is complete. What they still read then, the pairs of that call, is not where those of the next one
-// come.
+// dispatch_rows is complete; the counts of pairs have been put back to kNothing by then. What they still read, the
+// pairs of that call, is not where those of the next one come.
 #pragma once
 
 #include "ptx.cuh"
@@ -26,7 +26,7 @@ struct __align__(8) Pair {
 // Where a pair belongs on the rank that holds its expert.
 struct Sorted {
     u32 group, stretch;  // of the pairs of its token's rank
-    u32 index;           // among those of the stretch with the same expert; less than 2^19 - 1
+    u32 index;           // among those of the stretch with the same expert; less than MAX_RANK_PAIRS in limits.py
 
     __device__ __forceinline__ u32 packed() const { return index << 13 | stretch << 10 | group; }
     static __device__ __forceinline__ Sorted of(u32 packed) { return {packed % 1024, packed / 1024 % 8, packed >> 13}; }
@@ -35,7 +35,7 @@ struct Sorted {
 // The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/rank_memory.py.
 struct RankMemory {
     u64 consumed;      // u32 [kMaxRanks][kCounterStride]: calls whose tokens each rank is done with
-    u64 counts;        // u32 [kMaxGroups, kMaxRanks * kMaxStretches]: each group's pairs in all ranks' stretches
+    u64 counts;        // u32 [groups, kMaxRanks * kMaxStretches]: each group's pairs in every stretch of all ranks
     u64 pairs;         // Pair [2, max_tokens, top_k]: of calls in turn
     u64 data;          // e4m3 [max_tokens, h]
     u64 scales;        // fp32 [max_tokens, ceil(h / 128)]
@@ -47,7 +47,7 @@ struct RankMemory {
 struct __align__(16) Ranks {
     RankMemory memory[kMaxRanks];  // addresses in the caller's address space
     u32 num_ranks, rank;
-    u32 calls;      // that have begun: permutation_of_ranks.cu counts them
+    u32 calls;      // that have begun: permutation_of_ranks.cu and few_pairs_of_ranks.cu count them
     u32 max_pairs;  // of a call
     u64 status;     // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
     u64 timeout;    // nanoseconds

@@ -44,7 +44,8 @@ class Nodes:
         self._board = Board(meeting)
         self._board.describe(shared_settings(settings))
         self._beats: dict[int, str] = {}
-        self._seen: dict[int, float] = {}  # when each agent's beat was new
+        self._seen: dict[int, float] = {}  # when each agent's beat was new, since the wait for all of them
+        self._heard: dict[int, float] = {}  # the same, at any time
         self._generation = 0
         self._reported: float | None = None  # when a report about the present group was there
 
@@ -96,9 +97,9 @@ class Nodes:
         for node, beat in self._board.beats(self._num_nodes).items():
             if (before := self._beats.get(node)) == beat:
                 continue
-            ago = now - self._seen.get(node, -math.inf)
+            ago = now - self._heard.get(node, -math.inf)
             if before is not None and place_of(before) != place_of(beat) and ago < LOST_SECONDS:
                 logger.warning(
                     "node %d: another agent has taken the place of one that was there %.1f s ago", node, ago
                 )
-            self._beats[node], self._seen[node] = beat, now
+            self._beats[node], self._seen[node], self._heard[node] = beat, now, now

@@ -320,15 +320,16 @@ def test_a_rank_sorts_its_pairs_in_stretches(
     assert arguments[11:13] == ([0, 1] if sum(counts) <= 1024 else [3, 4]), "bits of stretches, and of all"
 
 
-def test_more_groups_than_shared_memory_counts_are_refused() -> None:
+@pytest.mark.parametrize(("num_groups", "tokens"), [(0, 1), (367, 1), (367, 2000)])
+def test_groups_that_shared_memory_cannot_count_are_refused(num_groups: int, tokens: int) -> None:
+    """In every call of a layer, not only in those of many tokens."""
     word = torch.zeros(1, dtype=torch.int32)
     memory: Any = SimpleNamespace(rank=0, num_ranks=8, ranks=word, consumed=word)
-    of_all = RankTokens((2000,) * 8, word, torch.zeros(1024, dtype=torch.int32))
-    ids = torch.zeros(2000, 1, dtype=torch.int32)
-    with pytest.raises(
-        ValueError, match=r"^num_groups: expected fewer with 1024 experts on all ranks, got 1024$"
-    ):
-        permutation_of_ranks(RecordingKernels(), ON, memory, of_all, ids, ids.float(), 1024, None)
+    of_all = RankTokens((tokens,) * 8, word, torch.zeros(1024, dtype=torch.int32))
+    ids = torch.zeros(tokens, 1, dtype=torch.int32)
+    expected = rf"^num_groups: expected 1 to 366 with 1024 experts on 8 ranks, got {num_groups}$"
+    with pytest.raises(ValueError, match=expected):
+        permutation_of_ranks(RecordingKernels(), ON, memory, of_all, ids, ids.float(), num_groups, None)
 
 
 def test_every_kernel_has_a_host_file_and_a_device_file_of_its_name() -> None:

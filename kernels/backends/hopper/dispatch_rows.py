@@ -20,9 +20,8 @@ from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.limits import SCALE_BLOCK
 
 _THREADS = 128
-_CTAS = (
-    4  # per SM at most; more send no faster, and leave no room for CTAs of the next launch, which begin early
-)
+_CTAS = 4
+"""Per SM at most: more send no faster, and leave no room for CTAs of the next launch, which begin early."""
 _BY_DTYPE = variants_by_dtype("dispatch_rows", _THREADS, place_bytes, CTAS=_CTAS)
 _BY_DTYPE[torch.uint8] = Variant(
     named_source("dispatch_rows", "fp8", DATATYPE="E4M3", CTAS=_CTAS), _THREADS, place_bytes

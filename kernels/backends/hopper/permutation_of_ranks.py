@@ -15,6 +15,7 @@ from expertd.kernels.backends.hopper.few_pairs_of_ranks import few_pairs_of_rank
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
 from expertd.kernels.backends.hopper.rank_grids import place_bytes
 from expertd.kernels.rank_memory import MAX_STRETCHES, RankMemory, RankTokens
+from expertd.limits import MAX_GROUPS
 
 _MANY_PAIRS = 8192
 """Of all ranks; with more, `dispatch_rows` begins after a rank's own are sent, and runs on other SMs."""
@@ -24,9 +25,18 @@ _WARPS = 32  # of a CTA
 _SM_BYTES = 225 * 1024  # of shared memory: no other CTA fits beside
 
 
-def _shared_bytes(source_bits: int, num_experts: int, num_groups: int) -> int:
-    # A place and 32 warps' counters for each expert; a number, and one for each stretch, for each group.
-    return place_bytes(num_experts) + 4 * (_WARPS * num_experts + ((1 << source_bits) + 1) * num_groups)
+def _expert_bytes(num_experts: int) -> int:
+    return place_bytes(num_experts) + 4 * _WARPS * num_experts  # a counter for each warp
+
+
+def _group_bytes(source_bits: int) -> int:
+    return 4 * ((1 << source_bits) + 1)  # a number for each stretch, and one more
+
+
+def _most_groups(num_ranks: int, num_experts: int) -> int:
+    # With as many stretches as a rank can have: a layer's calls do not depend on their tokens.
+    source_bits = _bits(num_ranks * MAX_STRETCHES)
+    return min(MAX_GROUPS, (_SM_BYTES - _expert_bytes(num_experts)) // _group_bytes(source_bits))
 
 
 def _bits(count: int) -> int:
@@ -69,17 +79,17 @@ def permutation_of_ranks(
     top_k, places = topk_ids.shape[1], tokens.places
     placement = Placement.empty((tokens.num_tokens, top_k), num_groups, places.device)
     num_pairs, num_own, num_experts = placement.inverse.numel(), topk_ids.numel(), places.numel()
+    most_groups = _most_groups(memory.num_ranks, num_experts)
+    if not 1 <= num_groups <= most_groups:
+        expected = f"1 to {most_groups} with {num_experts} experts on {memory.num_ranks} ranks"
+        raise ValueError(f"num_groups: expected {expected}, got {num_groups}")
     if num_pairs <= FEW_PAIRS:
         few_pairs_of_ranks(kernels, on, memory, tokens, topk_ids, topk_weights, placement, offsets_copy)
         return placement
     stretches = 1 if num_pairs <= _ONE_CTA_PAIRS else MAX_STRETCHES  # the same on all ranks
     stretch_bits, source_bits = _bits(stretches), _bits(memory.num_ranks * stretches)
     num_ctas = 1 if num_sms is not None and num_sms < CLUSTER_SMS else stretches
-    shared_bytes = _shared_bytes(source_bits, num_experts, num_groups)
-    if shared_bytes > _SM_BYTES:
-        raise ValueError(
-            f"num_groups: expected fewer with {num_experts} experts on all ranks, got {num_groups}"
-        )
+    shared_bytes = _expert_bytes(num_experts) + num_groups * _group_bytes(source_bits)
     if num_pairs > _MANY_PAIRS and num_ctas > 1:
         shared_bytes = _SM_BYTES
     pairs_of_cta = math.ceil(num_own / num_ctas)

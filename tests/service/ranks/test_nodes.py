@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from expertd.service.ranks import supervisor
+from expertd.service.ranks import nodes, supervisor
 from expertd.service.ranks.loading import load_ranks
 from tests.service.apps import Serving, error_of, rows, serving, tiny_settings
 from tests.service.channels.servers import claimed
@@ -155,3 +157,23 @@ async def test_a_rank_that_ends_before_it_says_anything_is_reported(
             await asyncio.to_thread(load_ranks, settings, lambda: False)
     finally:
         other.kill()
+
+
+def test_an_agent_that_takes_a_place_while_others_are_waited_for_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The beats of both alternate until the first one ends: the last one that was seen may be its own."""
+    beats = iter(["first:1", "first:2", "first:2", "second:1"])
+    board: Any = SimpleNamespace(
+        describe=lambda shared: None,
+        beats=lambda num_nodes: {1: next(beats)},
+        refusals=lambda num_nodes: [],
+        report_of=lambda generation, node: None,
+    )
+    monkeypatch.setattr(nodes, "Board", lambda meeting: board)
+    meeting: Any = None
+    seen = nodes.Nodes(node_settings(), meeting)
+    assert [seen.why_lost() for _ in range(2)] == [None, None]
+    seen.wait_present(lambda: False, is_first=False)
+    (message,) = caplog.messages
+    assert message.startswith("node 1: another agent has taken the place of one that was there 0.")
