@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
                  const u16* rows, const int* __restrict__ inverse_permutation,              // likewise
                  int most,                                                                  // tokens of a rank
                  int share,                                                                 // see Items
-                 u32* counters,                                                             // see run_all_staged
+                 int* counters,                                                             // see run_all_staged
                  int top_k, int n, int first_column, int end_column,                        // see Problem
                  const u16* __restrict__ bias,                                              // likewise
                  void* __restrict__ out  // kDatatype [num_tokens of this rank, n]

@@ -212,7 +212,7 @@ struct StagedSums {
 // all SMs send equally fast. Each CTA also takes one too many; then the counter is 0 again.
 struct Turns {
     const Items& items;
-    u32* counter;
+    int* counter;
     int most;   // tokens of a rank
     int token;  // lane 0: the next one
 
@@ -222,15 +222,14 @@ struct Turns {
         const int num_ranks = static_cast<int>(items.ranks.num_ranks);
         item.other += items.share;
         const bool takes = item.other == max(num_ranks, 2) && items.stride < most && item.token < end();
-        if (takes && threadIdx.x == 0)
-            token = items.stride + static_cast<int>(ptx::increment_up_to(counter, end() - 1));
+        if (takes && threadIdx.x == 0) token = items.stride + ptx::increment(counter, end() - 1);
         if (item.other <= num_ranks) return item;
         return {__shfl_sync(0xffffffff, token, 0), items.first().other};
     }
 };
 
 // As run_all. `counters`: for each kColumns of this launch, the tokens that are taken; 0 between launches.
-__device__ __forceinline__ void run_all_staged(const Items& items, int most, u32* counters, StagedSums how) {
+__device__ __forceinline__ void run_all_staged(const Items& items, int most, int* counters, StagedSums how) {
     Item now = items.first();
     Turns turns = {items, counters + blockIdx.x % items.problem.parts(), most, now.token + items.stride};
     auto fetched = how.sums.fetch(now);

@@ -67,8 +67,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             total += count[r];
         }
     }
-    const int first_row = sum_below(total);
-    if (rank == 0) results.write_all(first_row, total);
+    const int first_row = Sum::of(total).below;
+    if (rank == 0) {
+        if (thread < 4) tile_counters[thread] = 0;
+        if (thread < num_groups) results.write(thread, first_row);
+        if (thread == num_groups - 1) results.write(num_groups, first_row + total);
+    }
     if (thread < num_groups) {
 #pragma unroll 4
         for (int w = 0; w < warps; ++w) counters[w * num_groups + thread] += first_row + earlier;

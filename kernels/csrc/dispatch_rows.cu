@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
                   const int* inverse_permutation,  // likewise
                   int most,                        // tokens of a rank
                   int share,                       // CTAs that share a token's columns
-                  u32* counters,                   // for each kColumns of a token: those taken, 0 between launches
+                  int* counters,                   // for each kColumns of a token: those taken, 0 between launches
                   int top_k, int k, u8* __restrict__ data, float* __restrict__ scales, u32 scale_stride  // see Problem
     ) {
     extern __shared__ int place_of[];  // a copy of places
@@ -235,11 +235,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
     // After a CTA's first token, the next one goes to whichever is ready for it: not all SMs send equally fast. Each
     // CTA also takes one too many; then the counter is 0 again.
     const bool takes = stride < most;
-    u32* const counter = counters + blockIdx.x % parts;
+    int* const counter = counters + blockIdx.x % parts;
 #pragma unroll 1
     while (token < most) {
         int next = token + stride;
-        if (takes && threadIdx.x == 0) next = stride + static_cast<int>(ptx::increment_up_to(counter, most - 1));
+        if (takes && threadIdx.x == 0) next = stride + ptx::increment(counter, most - 1);
         int i = sends ? share : first;
         Arrival arrival = {{}, 0, -1};
         if (i < num_ranks) arrival = dispatch.fetch(source(i), token);

@@ -72,15 +72,22 @@ __device__ __forceinline__ int add_up_warps(int* counters, int num_groups, int g
     return sum;
 }
 
-// The sum over all lower threads of the CTA. Called by all of them.
-__device__ __forceinline__ int sum_below(int value) {
-    __shared__ int sums[kWarps];
-    const int warp = static_cast<int>(threadIdx.x / 32), sum = ptx::warp_prefix_sum(value);
-    if (threadIdx.x % 32 == 31) sums[warp] = sum;
-    __syncthreads();
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    return sum - value + __reduce_add_sync(0xffffffff, lane < warp ? sums[lane] : 0);
-}
+// Sums of all threads' values.
+struct Sum {
+    int below, all;  // of lower threads, of all
+
+    // Called by all threads of the CTA; between two calls all of them meet.
+    static __device__ __forceinline__ Sum of(int value) {
+        __shared__ int sums[kWarps];
+        const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+        const int through = ptx::warp_prefix_sum(value);
+        if (lane == 31) sums[warp] = through;
+        __syncthreads();
+        const int of_lane = sums[lane];
+        const int below = through - value + __reduce_add_sync(0xffffffff, lane < warp ? of_lane : 0);
+        return {below, __reduce_add_sync(0xffffffff, of_lane)};
+    }
+};
 
 // The results, besides each pair's row.
 struct Offsets {
@@ -92,14 +99,6 @@ struct Offsets {
     __device__ __forceinline__ void write(int group, int offset) const {
         offsets[group] = offset;
         if (copy != nullptr) copy[group] = offset;
-    }
-
-    // One thread per group: its first row, and its rows.
-    __device__ __forceinline__ void write_all(int first_row, int rows) const {
-        const int thread = static_cast<int>(threadIdx.x);
-        if (thread < 4) tile_counters[thread] = 0;
-        if (thread < num_groups) write(thread, first_row);
-        if (thread == num_groups - 1) write(num_groups, first_row + rows);
     }
 };
 

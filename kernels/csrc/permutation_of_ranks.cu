@@ -137,7 +137,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const auto inside = [&](u32 row) { return static_cast<int>(min(row, static_cast<u32>(num_pairs))); };
     const int stride = ctas * kThreads, first_of_thread = cta * kThreads + thread;
     Arriving<kAtOnce> arriving = {ranks, firsts, top_k, num_pairs, stride, until, {}};
-    __shared__ int sums[kWarps];
     int all = 0;  // rows of the counts before
     u32 next = begin_to_count(thread);
 #pragma unroll 1
@@ -149,12 +148,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (Ranks::is_missing(now)) now = 0;
         }
         arriving.load(first_of_thread);  // is on its way meanwhile
-        const int rows = static_cast<int>(now), through = ptx::warp_prefix_sum(rows);
-        if (lane == 31) sums[warp] = through;
-        __syncthreads();
-        const int of_lane = sums[lane];
-        const int first_row = all + through - rows + __reduce_add_sync(0xffffffff, lane < warp ? of_lane : 0);
-        all += __reduce_add_sync(0xffffffff, of_lane);
+        const Sum sum = Sum::of(static_cast<int>(now));
+        const int first_row = all + sum.below;
+        all += sum.all;
         if (i < num_counts) {
             first_rows[i] = first_row;
             if (cta == 0 && source_of(i) == 0) results.write(i >> source_bits, inside(first_row));

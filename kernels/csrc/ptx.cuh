@@ -80,18 +80,12 @@ __device__ __forceinline__ T& keep_address(T& value) {
     return *address;
 }
 
-// The value before. atomicAdd would wait for it at once: ptxas combines the additions of a warp and shares the result.
-__device__ __forceinline__ int increment(int* place) {
+// Adds one, or begins at 0 again after `last`; the value before. atomicAdd would wait for it at once: ptxas combines
+// the additions of a warp and shares the result.
+__device__ __forceinline__ int increment(int* place, u32 last = 0xffffffff) {
     int before;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xffffffff;" : "=r"(before) : "l"(place) : "memory");
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(place), "r"(last) : "memory");
     return before;
-}
-
-// Adds one, or begins at 0 again after `last`; returns what was there.
-__device__ __forceinline__ u32 increment_up_to(u32* place, u32 last) {
-    u32 was;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(was) : "l"(place), "r"(last) : "memory");
-    return was;
 }
 
 // The sum over this lane and all lower lanes.

@@ -5,8 +5,8 @@
 // waits until it is there, and puts kNothing back once it has it. A launch's writes are in L2, where those of other
 // GPUs arrive, before the next launch passes its wait; so nothing new is overwritten. A rank begins a call once all
 // ranks have taken the tokens of the call before: each of them counts its calls in every rank's memory, as soon as its
-// dispatch_rows is complete; the counts of pairs have been put back to kNothing by then. What they still read, the
-// pairs of that call, is not where those of the next one come.
+// dispatch_rows is complete. By then it has also cleared the counts of pairs. It still reads the pairs of that call,
+// but those of the next one are written elsewhere.
 #pragma once
 
 #include "ptx.cuh"

@@ -44,8 +44,7 @@ class Nodes:
         self._board = Board(meeting)
         self._board.describe(shared_settings(settings))
         self._beats: dict[int, str] = {}
-        self._seen: dict[int, float] = {}  # when each agent's beat was new, since the wait for all of them
-        self._heard: dict[int, float] = {}  # the same, at any time
+        self._seen: dict[int, float] = {}  # when each agent's beat was new
         self._generation = 0
         self._reported: float | None = None  # when a report about the present group was there
 
@@ -56,13 +55,13 @@ class Nodes:
         `is_first`: later they are waited for as long as it takes.
         """
         self._look()
-        self._seen = {}  # only new beats count
         began, told = time.monotonic(), False
         while not stop():
             if refusals := self._board.refusals(self._num_nodes):
                 raise LoadFailedError(refusals[0], True)
             self._look()
-            missing = [node for node in range(1, self._num_nodes) if node not in self._seen]
+            # Only new beats count.
+            missing = [node for node in range(1, self._num_nodes) if self._seen.get(node, 0.0) <= began]
             if not missing:
                 return
             if not told and time.monotonic() > began + _ARRIVE_SECONDS:
@@ -97,9 +96,9 @@ class Nodes:
         for node, beat in self._board.beats(self._num_nodes).items():
             if (before := self._beats.get(node)) == beat:
                 continue
-            ago = now - self._heard.get(node, -math.inf)
+            ago = now - self._seen.get(node, -math.inf)
             if before is not None and place_of(before) != place_of(beat) and ago < LOST_SECONDS:
                 logger.warning(
                     "node %d: another agent has taken the place of one that was there %.1f s ago", node, ago
                 )
-            self._beats[node], self._seen[node], self._heard[node] = beat, now, now
+            self._beats[node], self._seen[node] = beat, now
