@@ -1,9 +1,9 @@
 """Connections with TLS: what holds for plain ones holds for them, and who is refused before a request."""
 
 import asyncio
+import select
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -22,6 +22,7 @@ from tests.service.sockets import Answer, answers, connect, head, infer, listeni
 from tests.service.waiting import until, wait_for
 
 TOKENS = 32768
+PIECE_BYTES = 16384
 OUTPUT_BYTES = TOKENS * HIDDEN * 4  # 16 MiB, which no socket's buffers hold
 LARGE: dict[str, float] = {
     "max_request_tokens": TOKENS,
@@ -116,22 +117,27 @@ def test_the_last_answer_arrives_whole_before_much_unread_input() -> None:
     def check(port: int, server: Serving) -> None:
         request = infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)), "Connection: close")
         with closing(secure(port)) as sock:
-            sending = threading.Thread(target=sendall, args=(sock, request + bytes(5_000_000)))
-            sending.start()
-            data = b""
-            while piece := sock.recv(16384):
-                data += piece
-                time.sleep(1e-3)  # the system still holds a part when the server has sent all
-            sending.join()
-        (answer,) = answers(data)
+            (answer,) = answers(send_and_read(sock, request + bytes(5_000_000)))
         assert answer.status == 200
         assert len(answer.body) > OUTPUT_BYTES
 
-    def sendall(sock: ssl.SSLSocket, data: bytes) -> None:
-        with suppress(OSError):  # the server closes the connection
-            sock.sendall(data)
-
     run(check, LARGE)
+
+
+def send_and_read(sock: ssl.SSLSocket, data: bytes) -> bytes:
+    """What the server sends until it closes; in one thread: OpenSSL's connections are not for two."""
+    sock.setblocking(False)
+    unsent, received, ended = memoryview(data), bytearray(), False
+    while not ended:
+        assert any(select.select([sock], [sock] if unsent else [], [], 30)), "nothing happens for 30 s"
+        with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            unsent = unsent[sock.send(unsent[:PIECE_BYTES]) :] if unsent else unsent
+        with suppress(ssl.SSLWantReadError):
+            piece = sock.recv(PIECE_BYTES)
+            received += piece
+            ended = not piece
+            time.sleep(1e-3)  # the system still holds a part when the server has sent all
+    return bytes(received)
 
 
 def test_a_client_that_stops_reading_is_cut_off() -> None:

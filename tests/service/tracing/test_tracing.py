@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ from expertd.service.tracing import tracing as module
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message
 from tests.service.runners import EchoRunner
+from tests.service.waiting import until
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -46,12 +48,13 @@ async def test_a_step_has_the_tokens_of_all_its_requests(ended: list[TracedReque
     runner.gate.clear()
     async with serving(tiny_settings(**SETTINGS), serving_runner(runner)) as server:
         waits = asyncio.ensure_future(server.infer(*hidden_request(rows(1)), traceparent=PARENT))
-        await asyncio.sleep(0.1)
+        await until(lambda: runner.steps == [[1]])
         others = [
             asyncio.ensure_future(server.infer(*hidden_request(rows(tokens)), traceparent=PARENT))
             for tokens in (2, 3)
         ]
-        await asyncio.sleep(0.1)
+        await until(lambda: server.metric("queue_requests", model="tiny") == 2)
+        opened = time.perf_counter()
         runner.gate.set()
         await asyncio.gather(waits, *others)
     assert runner.steps == [[1], [2, 3]]
@@ -64,7 +67,7 @@ async def test_a_step_has_the_tokens_of_all_its_requests(ended: list[TracedReque
         assert list(order) == sorted(order)
     assert times[2] is not None
     assert times[2].began is not None
-    assert times[2].began - times[2].arrived > 0.05  # it was queued during the first step
+    assert times[2].arrived < opened < times[2].began  # it was queued during the first step
 
 
 async def test_steps_of_sampled_requests_are_timed(
@@ -114,7 +117,7 @@ async def test_a_timeout_in_the_queue_has_no_step(ended: list[TracedRequest]) ->
     runner.gate.clear()
     async with serving(tiny_settings(**SETTINGS), serving_runner(runner)) as server:
         first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        await asyncio.sleep(0.05)
+        await until(lambda: runner.steps == [[1]])
         late = hidden_request(rows(1), parameters={"timeout": 100_000})
         response = await server.infer(*late, traceparent=PARENT)
         runner.gate.set()
