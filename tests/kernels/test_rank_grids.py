@@ -55,6 +55,20 @@ def test_ctas_without_a_token_share_those_of_others(
     assert rank_grids.sharing(num_ctas, tokens, columns) == expected
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_sms", [1, 20, 112, 132])
+def test_ctas_that_share_a_token_have_one_only(num_ranks: int, num_sms: int) -> None:
+    """Of those with more, each takes its next one from a counter, so nobody may share it."""
+    shared = 0
+    for most in [*range(200), 1024, 4096]:
+        tokens = [most] * num_ranks
+        num_ctas = ctas(num_sms, 4, tokens, 7168)
+        share = rank_grids.sharing(num_ctas, tokens, 7168)
+        shared += share > 1
+        assert share == 1 or num_ctas // 4 // share >= most
+    assert (shared > 0) is (num_ranks > 1 and num_sms > 1)
+
+
 def test_an_sm_has_room_for_its_ctas() -> None:
     """228 KB, of which the driver takes 1 KB for each CTA."""
     assert rank_grids.resident(26_640 + 4 * 64) == 8
