@@ -12,7 +12,8 @@ from benchmarks.markdown import paragraph, span, table
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], object]]
 NOT_MEASURED = "Not measured yet."
-NVLINK_BYTES_PER_US = 370e3  # each way, as measured by copies; 450e3 is its name
+# Each way, by the number of GPUs: measured, of 450e3 by name; for eight assumed.
+NVLINK_BYTES_PER_US = {2: 370e3, 4: 345e3, 8: 345e3}
 
 
 def parallel_machine(results: Path) -> str:
@@ -128,7 +129,8 @@ def link_microseconds(tokens: int, num_ranks: int) -> tuple[float, float]:
     """The time that the first layer's rows of a GPU's tokens take over NVLink: there in FP8, back in bf16."""
     layer = LAYERS[0]
     rows, h = tokens * other_ranks(num_ranks, layer.top_k), layer.hidden_size
-    return rows * (h + h // 128 * 4) / NVLINK_BYTES_PER_US, rows * 2 * h / NVLINK_BYTES_PER_US
+    rate = NVLINK_BYTES_PER_US[num_ranks]
+    return rows * (h + h // 128 * 4) / rate, rows * 2 * h / rate
 
 
 def _number(key: str, digits: int = -1) -> Callable[[Row], object]:

@@ -21,7 +21,7 @@ _RANKS, _TOKENS = 4, 4096  # lower bounds
 def overlaps(mode: OverlapMode, counts: Sequence[int], hidden_size: int) -> bool:
     """Whether a call with counts[r] tokens on rank r combines parts of its output while it runs GEMMs.
 
-    With "auto", if that is faster; with "always", if there is more than one part.
+    With "auto", from 4096 tokens of a rank and 4 ranks on; with "always", if there is more than one part.
     """
     if mode == "never" or hidden_size <= PART_COLUMNS:
         return False

@@ -1,7 +1,7 @@
 // The order in which a CTA returns tokens and completes own ones.
 //
-// A CTA returns a token of each other rank, then completes an own one from half a step before, whose rows have had that
-// time to arrive. With few tokens, several CTAs share these.
+// A CTA returns a token of each other rank, then completes an own one from half a round of all CTAs before, whose rows
+// have had that time to arrive. With few tokens, several CTAs share these.
 #pragma once
 
 #include "floats.cuh"
@@ -10,7 +10,7 @@
 namespace combine {
 
 constexpr int kThreads = THREADS;
-constexpr int kColumns = COLUMNS;  // of a token, per CTA and step
+constexpr int kColumns = COLUMNS;  // of a token, by a CTA at once
 constexpr bool kBiased = BIASED;
 constexpr auto kDatatype = floats::DATATYPE;
 
@@ -39,7 +39,7 @@ struct Items {
     const Problem& problem;
     int column;  // this thread's first one; n: it has none
     int share;   // CTAs that share a token's columns
-    int stride;  // tokens of a step
+    int stride;  // tokens of a round of all CTAs
     int lag;     // an own token is completed that many tokens later
     u64 until;
 
@@ -102,7 +102,7 @@ struct Shared {
     int firsts[kMaxRanks + 1];
 };
 
-// Waits for the preceding launch. All tokens are taken then: the call's last launch tells the other ranks.
+// Waits for the preceding launch. All tokens have been received then: the call's last launch tells the other ranks.
 __device__ __forceinline__ void begin(const Items& items) {
     ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
     ptx::launch_dependents();

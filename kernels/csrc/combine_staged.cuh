@@ -173,7 +173,7 @@ struct StagedSums {
         for (u32 left = computed; left != 0; left &= left - 1) {
             const u32 r = __ffs(static_cast<int>(left)) - 1;
             uint4 other[kChunks];
-            if (r != ranks.rank) take_sum(other, r, token, stage, entry++);
+            if (r != ranks.rank) receive_sum(other, r, token, stage, entry++);
 #pragma unroll
             for (int chunk = 0; chunk < kChunks; ++chunk) {
                 float value[8];
@@ -185,7 +185,8 @@ struct StagedSums {
     }
 
     // A rank's sum for an own token, once it is there; puts kNothing in its place.
-    __device__ __forceinline__ void take_sum(uint4 (&to)[kChunks], u32 source, int token, int stage, int entry) const {
+    __device__ __forceinline__ void receive_sum(uint4 (&to)[kChunks], u32 source, int token, int stage,
+                                                int entry) const {
         u16* const there = sums.sum_of(items.ranks.rank, source, token);
         bool missing = entry >= kEntries;
 #pragma unroll
@@ -228,7 +229,7 @@ struct Turns {
     }
 };
 
-// As run_all. `counters`: for each kColumns of this launch, the tokens that are taken; 0 between launches.
+// As run_all. `counters`: for each kColumns of this launch, tokens taken; 0 between launches.
 __device__ __forceinline__ void run_all_staged(const Items& items, int most, int* counters, StagedSums how) {
     Item now = items.first();
     Turns turns = {items, counters + blockIdx.x % items.problem.parts(), most, now.token + items.stride};

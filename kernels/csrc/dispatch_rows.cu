@@ -2,14 +2,14 @@
 // copies the tokens that arrive from those to their permuted rows. e4m3 with an fp32 scale per row and 128 columns.
 // With DATATYPE=E4M3 the tokens are quantized already: k bytes of values, then the row's k / 128 scales.
 //
-// The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends a token one step ahead of
-// those that it copies. The first step is sent while the permutation is still computed. With few tokens, several CTAs
-// share what is to be done for one.
+// The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends each token before it
+// copies those that arrive with the same number as the one before. The first is sent while the permutation is still
+// computed. With few tokens, several CTAs share what is to be done for one.
 #include "quantize.cuh"
 #include "ranks.cuh"
 
 constexpr int kThreads = 128;
-constexpr int kColumns = kThreads * quantize::kEach;     // of a token, per CTA and step
+constexpr int kColumns = kThreads * quantize::kEach;     // of a token, by a CTA at once
 constexpr int kScales = kColumns / floats::kScaleBlock;  // of those
 constexpr auto kDatatype = floats::DATATYPE;
 
@@ -46,7 +46,7 @@ struct Dispatch {
     int column;
     u64 until;
     u32 (*to_send)[kScales];  // [2]: of tokens in turn
-    int* to_take;             // [1]: the token that thread 0 has taken
+    int* taken;               // [1]: the token that thread 0 has taken
     int turn = 0;
 
     __device__ __forceinline__ int tokens(u32 rank) const { return firsts[rank + 1] - firsts[rank]; }
@@ -77,9 +77,9 @@ struct Dispatch {
 
     // Thread 0's token. Called by all threads; between two calls all of them meet.
     __device__ __forceinline__ int of_thread_0(int token) const {
-        if (threadIdx.x == 0) *to_take = token;
+        if (threadIdx.x == 0) *taken = token;
         __syncthreads();
-        return *to_take;
+        return *taken;
     }
 
     // Sends an own token to the other ranks. Called by all threads: a warp sends all scales, in one packet.
@@ -126,7 +126,7 @@ struct Dispatch {
             write(permuted_row(among_all, first), own.row.packed(), own.row.scale);
     }
 
-    // Begins to take a token of rank `source`.
+    // Begins to receive a token of rank `source`.
     __device__ __forceinline__ Arrival fetch(u32 source, int token) const {
         Arrival arrival = {{}, 0, -1};
         if (token >= tokens(source)) return arrival;
@@ -139,7 +139,7 @@ struct Dispatch {
         return arrival;
     }
 
-    // Takes it, if it comes to this rank. Called by whole warps.
+    // Receives it, if it comes to this rank. Called by whole warps.
     __device__ __forceinline__ void receive(u32 source, int token, Arrival arrival) const {
         if (token >= tokens(source)) return;
         const i64 among_all = static_cast<i64>(firsts[source]) + token;
@@ -198,14 +198,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
                   const int* inverse_permutation,  // likewise
                   int most,                        // tokens of a rank
                   int share,                       // CTAs that share a token's columns
-                  int* counters,                   // for each kColumns of a token: those taken, 0 between launches
+                  int* counters,                   // for each kColumns: tokens taken, 0 between launches
                   int top_k, int k, u8* __restrict__ data, float* __restrict__ scales, u32 scale_stride  // see Problem
     ) {
     extern __shared__ int place_of[];  // a copy of places
     __shared__ Ranks ranks;
     __shared__ int firsts[kMaxRanks + 1];
     __shared__ u32 to_send[2][kScales];
-    __shared__ int to_take;
+    __shared__ int taken;
     copy_ranks(ranks, ranks_in_memory);
     copy_words(firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
@@ -214,8 +214,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
     const int parts = (k + kColumns - 1) / kColumns, index = static_cast<int>(blockIdx.x) / parts;
     const int column =
         static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * quantize::kEach;
-    Dispatch dispatch = {ranks, firsts, problem, column, 0, to_send, &to_take};
-    // Of a token, 0 is to send and keep it, i to take the i-th rank's from this one on: this CTA has each `share`-th.
+    Dispatch dispatch = {ranks, firsts, problem, column, 0, to_send, &taken};
+    // Of a token, 0 is to send and keep it, i to receive the i-th rank's from this one on: this CTA has each
+    // `share`-th.
     const int first = index % share, stride = static_cast<int>(gridDim.x) / parts / share;
     const bool sends = first == 0;
     int token = index / share;

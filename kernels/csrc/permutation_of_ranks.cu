@@ -1,7 +1,7 @@
 // As compute_permutation.cu, for the pairs of all ranks. Begins a call, see ranks.cuh.
 //
 // Each rank sorts its own pairs alone, by all experts: a CTA of its cluster has a stretch of them. It sends each pair
-// with the number of pairs before it in its stretch that have the same expert, and how many of the stretch there are.
+// with the number of pairs before it in its stretch that have the same expert, and how many of the stretch have each.
 // From the counts of all stretches a rank knows where each stretch begins within each of its groups. So no rank sorts
 // the others' pairs, and what is sent is ready before anything has arrived.
 //
@@ -11,7 +11,7 @@
 
 constexpr int kAtOnce = AT_ONCE;  // pairs of a lane
 constexpr int kChunk = kAtOnce * 32;
-constexpr bool kSingle = kAtOnce == 1;  // each warp has one chunk at most, and each thread one pair to take
+constexpr bool kSingle = kAtOnce == 1;  // each warp has one chunk at most, and each thread one pair to receive
 constexpr int kManyPairs = MANY_PAIRS;
 static_assert(STRETCHES == kMaxStretches);
 
@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          int num_experts, Ranks* ranks_in_memory,
                          const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
                          const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
-                         int stretch_bits,  // each rank has 2^stretch_bits stretches, at least as many as CTAs
-                         int source_bits,   // all ranks have 2^source_bits at most
+                         int stretch_bits,      // each rank has 2^stretch_bits stretches, at least as many as CTAs
+                         int all_stretch_bits,  // all ranks together have 2^all_stretch_bits at most
                          int num_pairs, int top_k, int num_groups,
                          int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                          int* __restrict__ offsets, int* __restrict__ offsets_copy,  // see Offsets
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int* const place_of = memory;                         // [num_experts], a copy of places
     int* const counters = place_of + num_experts;         // [kWarps][num_experts]
     int* const exists = counters + kWarps * num_experts;  // [num_groups]: whether an expert has this place
-    int* const first_rows = exists + num_groups;          // [num_groups][2^source_bits]: of each stretch
+    int* const first_rows = exists + num_groups;          // [num_groups][2^all_stretch_bits]: of each stretch
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ctas = static_cast<int>(ptx::cluster_size()), cta = static_cast<int>(ptx::cluster_rank());
     const bool many = num_pairs > kManyPairs;
@@ -127,11 +127,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     // The first row of each stretch in each group: the sum of all counts before. After a rank was late, counts may be
     // those of another call: no row may be outside.
-    const int num_counts = num_groups << source_bits, sources = static_cast<int>(ranks.num_ranks) << stretch_bits;
-    const auto source_of = [&](int i) { return i & ((1 << source_bits) - 1); };
-    const auto count_at = [&](int i) { return ranks.counts(ranks.rank, i >> source_bits) + source_of(i); };
+    const int num_counts = num_groups << all_stretch_bits;
+    const int all_stretches = static_cast<int>(ranks.num_ranks) << stretch_bits;
+    const auto stretch_of = [&](int i) { return i & ((1 << all_stretch_bits) - 1); };
+    const auto count_at = [&](int i) { return ranks.counts(ranks.rank, i >> all_stretch_bits) + stretch_of(i); };
     const auto begin_to_count = [&](int i) {
-        const bool comes = i < num_counts && source_of(i) < sources && exists[i >> source_bits];
+        const bool comes = i < num_counts && stretch_of(i) < all_stretches && exists[i >> all_stretch_bits];
         return comes ? ptx::load_relaxed_system(count_at(i)) : 0;
     };
     const auto inside = [&](u32 row) { return static_cast<int>(min(row, static_cast<u32>(num_pairs))); };
@@ -144,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         u32 now = next;
         next = begin_to_count(i + kThreads);
         if (Ranks::is_missing(now)) {
-            now = ranks.wait_for(now, count_at(i), source_of(i) >> stretch_bits, until);
+            now = ranks.wait_for(now, count_at(i), stretch_of(i) >> stretch_bits, until);
             if (Ranks::is_missing(now)) now = 0;
         }
         arriving.load(first_of_thread);  // is on its way meanwhile
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         all += sum.all;
         if (i < num_counts) {
             first_rows[i] = first_row;
-            if (cta == 0 && source_of(i) == 0) results.write(i >> source_bits, inside(first_row));
+            if (cta == 0 && stretch_of(i) == 0) results.write(i >> all_stretch_bits, inside(first_row));
         }
         __syncthreads();
     }
@@ -168,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const int pair = first + part * stride;
             if (pair >= num_pairs) break;
             const Sorted sorted = Sorted::of(arriving.sorted[part]);
-            const u32 source = (arriving.source(pair) << stretch_bits) + sorted.stretch;
-            const u32 i = (sorted.group << source_bits) + source;
+            const u32 stretch = (arriving.source(pair) << stretch_bits) + sorted.stretch;
+            const u32 i = (sorted.group << all_stretch_bits) + stretch;
             const bool is_here = arriving.sorted[part] < kNoGroup && i < static_cast<u32>(num_counts);
             const u32 row = is_here ? first_rows[i] + sorted.index : num_pairs;
             inverse_permutation[pair] = row < static_cast<u32>(num_pairs) ? static_cast<int>(row) : -1;

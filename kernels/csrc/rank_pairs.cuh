@@ -44,7 +44,7 @@ struct Arriving {
             if (pair + part * stride < num_pairs) sorted[part] = ptx::load_relaxed_system(place(pair + part * stride));
     }
 
-    // Waits for what was missing, and has the next call wait again.
+    // Waits for what was missing, and clears the places for the call after the next one.
     __device__ __forceinline__ void wait(int pair) {
         while (true) {
             int missing = -1;

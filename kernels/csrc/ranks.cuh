@@ -4,9 +4,9 @@
 // announces such a write: kNothing stands wherever one will come, which none of them writes. Whoever needs a value
 // waits until it is there, and puts kNothing back once it has it. A launch's writes are in L2, where those of other
 // GPUs arrive, before the next launch passes its wait; so nothing new is overwritten. A rank begins a call once all
-// ranks have taken the tokens of the call before: each of them counts its calls in every rank's memory, as soon as its
-// dispatch_rows is complete. By then it has also cleared the counts of pairs. It still reads the pairs of that call,
-// but those of the next one are written elsewhere.
+// ranks have received the tokens of the call before: each of them counts its calls in every rank's memory, when the
+// last combine_rows begins. By then it has also cleared the counts of pairs. It still reads the pairs of that call, but
+// those of the next one are written elsewhere.
 #pragma once
 
 #include "ptx.cuh"
@@ -94,7 +94,7 @@ struct __align__(16) Ranks {
         __syncthreads();
     }
 
-    // Tells a rank that this one has taken the tokens of all calls so far, which earlier launches have done.
+    // Tells a rank that this one has received the tokens of all calls so far, which earlier launches have done.
     __device__ __forceinline__ void announce_consumed(u32 to) const {
         if (to < num_ranks) ptx::store_relaxed_system(consumed(to, rank), calls);
     }

@@ -9,4 +9,4 @@ MAX_GROUPS = 1024
 MAX_EXPERTS = 1024
 """Experts that a router chooses among."""
 MAX_RANK_PAIRS = 2**19 - 2
-"""(token, slot) pairs of one of several GPUs in a step: 19 bits count those of an expert."""
+"""(token, slot) pairs of each GPU in a step, if several share a layer: a pair's number has 19 bits."""

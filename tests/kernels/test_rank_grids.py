@@ -1,4 +1,4 @@
-"""Grids of the launches between ranks: every CTA runs at once, or has a step of its own."""
+"""Grids of the launches between ranks: every CTA runs at once, or has a part of a token of its own."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +21,14 @@ def ctas(num_sms: int | None, per_sm: int, tokens: list[int], columns: int) -> i
 @pytest.mark.parametrize(
     ("num_sms", "per_sm", "tokens", "columns", "expected"),
     [
-        (None, 4, [1, 0], 7168, 2 * 4),  # a step for each rank, also one without the token
+        (None, 4, [1, 0], 7168, 2 * 4),  # a part of a token for each rank, also one without the token
         (None, 4, [0, 0], 2048, 1),
         (None, 4, [33, 66], 7168, 2 * 66 * 4),  # exactly as many as run at once
         (None, 4, [33, 67], 7168, 528),
         (None, 3, [1000, 1000], 2304, 396),
         (None, 1, [1000, 1000], 6144, 132),
-        (20, 4, [4096] * 8, 6144, 78),  # of 80, whole rows of 3 steps
-        (2, 3, [9, 9], 16384, 8),  # fewer SMs than a row has steps
+        (20, 4, [4096] * 8, 6144, 78),  # of 80, whole rows of 3 parts
+        (2, 3, [9, 9], 16384, 8),  # fewer SMs than a row has parts
     ],
 )
 def test_ctas_are_whole_rows_that_run_at_once(
@@ -40,11 +40,11 @@ def test_ctas_are_whole_rows_that_run_at_once(
 @pytest.mark.parametrize(
     ("num_ctas", "tokens", "columns", "expected"),
     [
-        (2 * 4, [1, 0], 7168, 2),  # a CTA for each step of each rank
+        (2 * 4, [1, 0], 7168, 2),  # a CTA for each part of a token and each rank
         (528, [33, 66], 7168, 2),
         (528, [67, 67, 67, 67], 7168, 1),  # 132 CTAs for the same columns, fewer than two for each token
         (528, [33, 33, 33, 33], 7168, 4),
-        (528, [20, 20, 20, 20], 7168, 4),  # no more than there are steps
+        (528, [20, 20, 20, 20], 7168, 4),  # no more than there are ranks
         (396, [1000, 1000], 2304, 1),
         (1, [0, 0], 2048, 1),
     ],

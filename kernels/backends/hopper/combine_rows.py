@@ -23,7 +23,7 @@ class _Way(NamedTuple):
 
     by_dtype      the variants, by the dtype of the result
     ctas          per SM at most
-    columns       of a CTA and step
+    columns       of a token, by a CTA at once
     shared_bytes  of a CTA, by the number of experts
     """
 

@@ -25,7 +25,7 @@ def _shared_bytes(num_groups: int) -> int:
 VARIANT = Variant(named_source("compute_permutation", FEW_PAIRS=FEW_PAIRS), THREADS, _shared_bytes)
 
 
-class Placement(NamedTuple):
+class Permutation(NamedTuple):
     """The permutation as kernels need it, and the tile counters of the GEMMs on the permuted rows.
 
     inverse        int32 [T, top_k], the permuted row of each pair, -1 for a pair without a group
@@ -38,7 +38,7 @@ class Placement(NamedTuple):
     tile_counters: Tensor
 
     @classmethod
-    def empty(cls, size: Sequence[int], num_groups: int, device: torch.device) -> "Placement":
+    def empty(cls, size: Sequence[int], num_groups: int, device: torch.device) -> "Permutation":
         """To be written, for topk_ids of this size."""
         return cls(
             torch.empty(size, dtype=torch.int32, device=device),
@@ -54,17 +54,18 @@ def compute_permutation(
     num_groups: int,
     num_sms: int | None,
     offsets_copy: Tensor | None = None,
-) -> Placement:
-    """The placement of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 names no group.
+) -> Permutation:
+    """The permutation of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 names no group.
 
     offsets_copy  where to write the offsets as well: int32 [G + 1], pinned
     """
-    placement, num_pairs = Placement.empty(group_ids.shape, num_groups, group_ids.device), group_ids.numel()
+    permutation = Permutation.empty(group_ids.shape, num_groups, group_ids.device)
+    num_pairs = group_ids.numel()
     one_cta = num_pairs <= _ONE_CTA_PAIRS or (num_sms is not None and num_sms < CLUSTER_SMS)
     shared_bytes = 0 if num_pairs <= FEW_PAIRS else _shared_bytes(num_groups)
     kernels.launch(
         on, VARIANT, Grid(1, 1 if one_cta else _CLUSTER, shared_bytes),
         group_ids, np.int32(num_pairs), np.int32(num_groups),
-        placement.inverse, placement.offsets, offsets_copy, placement.tile_counters,
+        permutation.inverse, permutation.offsets, offsets_copy, permutation.tile_counters,
     )  # fmt: skip
-    return placement
+    return permutation

@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.compute_permutation import FEW_PAIRS, Placement
+from expertd.kernels.backends.hopper.compute_permutation import FEW_PAIRS, Permutation
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
 from expertd.kernels.backends.hopper.rank_grids import place_bytes
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -18,15 +18,15 @@ def few_pairs_of_ranks(
     tokens: RankTokens,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    placement: Placement,
+    permutation: Permutation,
     offsets_copy: Tensor | None,
 ) -> None:
-    """Write the placement of at most FEW_PAIRS pairs; see `permutation_of_ranks`."""
-    places, top_k, num_groups = tokens.places, topk_ids.shape[1], placement.offsets.numel() - 1
+    """Write the permutation of at most FEW_PAIRS pairs; see `permutation_of_ranks`."""
+    places, top_k, num_groups = tokens.places, topk_ids.shape[1], permutation.offsets.numel() - 1
     kernels.launch(
         on, VARIANT, Grid(1, 1, place_bytes(places.numel())),
         topk_ids, topk_weights, np.int32(topk_ids.numel()), np.int32(tokens.first(memory.rank) * top_k),
         places, np.int32(places.numel()), memory.ranks, memory.consumed, tokens.first_tokens,
-        np.int32(placement.inverse.numel()), np.int32(top_k), np.int32(num_groups),
-        placement.inverse, placement.offsets, offsets_copy, placement.tile_counters,
+        np.int32(permutation.inverse.numel()), np.int32(top_k), np.int32(num_groups),
+        permutation.inverse, permutation.offsets, offsets_copy, permutation.tile_counters,
     )  # fmt: skip

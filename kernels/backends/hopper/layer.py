@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
-from expertd.kernels.backends.hopper.compute_permutation import Placement, compute_permutation
+from expertd.kernels.backends.hopper.compute_permutation import Permutation, compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
@@ -71,26 +71,28 @@ class Layer:
 
         hidden_states is contiguous and 16-byte aligned; if quantized, only each row of its data has to be.
         """
-        placement = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
+        permutation = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
         if stages is not None:
             stages.mark("sort")
         if isinstance(hidden_states, Quantized):
-            a = permute_rows(self._kernels, on, hidden_states, placement.inverse)
+            a = permute_rows(self._kernels, on, hidden_states, permutation.inverse)
         else:
-            a = quantize_permute(self._kernels, on, hidden_states, placement.inverse)
+            a = quantize_permute(self._kernels, on, hidden_states, permutation.inverse)
         if stages is not None:
             stages.mark("quantize")
         num_experts, n = down.data.shape[:2]
         gate_up_bias = None if biases is None else biases.gate_up
-        activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms, gate_up_bias)
+        activated = self._activate(
+            on, a, permutation, gate_up, activation, num_experts, num_sms, gate_up_bias
+        )
         if stages is not None:
             stages.mark("gate_up")
         rows = torch.empty((topk_ids.numel(), n), dtype=torch.bfloat16, device=topk_ids.device)
-        self._down(on, activated, placement, down, rows, num_experts, num_sms, range(n))
+        self._down(on, activated, permutation, down, rows, num_experts, num_sms, range(n))
         if stages is not None:
             stages.mark("down")
         added = None if biases is None else (topk_ids, biases.down)
-        unpermute_rows(self._kernels, on, rows, placement.inverse, topk_weights, out, added)
+        unpermute_rows(self._kernels, on, rows, permutation.inverse, topk_weights, out, added)
         if stages is not None:
             stages.mark("combine")
 
@@ -124,19 +126,21 @@ class Layer:
             return
         hidden_states = packed_rows(hidden_states)  # not right before they are read
         kernels, device, (num_groups, n, _) = self._kernels, on.device, down.data.shape
-        placement = permutation_of_ranks(
+        permutation = permutation_of_ranks(
             kernels, on, memory, tokens, topk_ids, topk_weights, num_groups, num_sms, offsets
         )
-        inverse = placement.inverse
+        inverse = permutation.inverse
         a = dispatch_rows(kernels, on, memory, tokens, hidden_states, topk_ids, inverse, num_sms)
         num_experts = tokens.places.numel()
         gate_up_bias, bias = (None, None) if biases is None else biases
-        activated = self._activate(on, a, placement, gate_up, activation, num_experts, num_sms, gate_up_bias)
+        activated = self._activate(
+            on, a, permutation, gate_up, activation, num_experts, num_sms, gate_up_bias
+        )
         rows = torch.empty((inverse.numel(), n), dtype=torch.bfloat16, device=inverse.device)
 
         def multiply(columns: range, num_sms: int | None) -> None:
             on = current_stream(device)
-            self._down(on, activated, placement, down, rows, num_experts, num_sms, columns)
+            self._down(on, activated, permutation, down, rows, num_experts, num_sms, columns)
 
         def combine(columns: range, num_sms: int | None) -> None:
             on = current_stream(device)
@@ -155,7 +159,7 @@ class Layer:
         self,
         on: OnStream,
         a: Quantized,
-        placement: Placement,
+        permutation: Permutation,
         gate_up: Quantized,
         activation: Activation,
         num_experts: int,
@@ -163,7 +167,7 @@ class Layer:
         bias: Tensor | None = None,
     ) -> Quantized:
         """The first GEMM: permuted rows e4m3 [R, I]; num_experts: of all ranks."""
-        first = Groups(placement.offsets, ready=True, tile_counter=placement.tile_counters[0])
+        first = Groups(permutation.offsets, ready=True, tile_counter=permutation.tile_counters[0])
         expected_m = a.data.shape[0] / num_experts
         return self._gemm.multiply_swiglu(on, a, gate_up, first, activation, expected_m, num_sms, bias)
 
@@ -171,7 +175,7 @@ class Layer:
         self,
         on: OnStream,
         activated: Quantized,
-        placement: Placement,
+        permutation: Permutation,
         down: Quantized,
         rows: Tensor,
         num_experts: int,
@@ -180,7 +184,7 @@ class Layer:
     ) -> None:
         """The second GEMM: these columns of the permuted rows bf16 [R, H]; num_experts: of all ranks."""
         # One counter for all columns: their launches run one after another, and each leaves zeros.
-        groups = Groups(placement.offsets, ready=True, tile_counter=placement.tile_counters[1])
+        groups = Groups(permutation.offsets, ready=True, tile_counter=permutation.tile_counters[1])
         expected_m = rows.shape[0] / num_experts
         self._gemm.multiply(
             on, Layout.CONTIGUOUS, activated, down, groups, rows, expected_m, num_sms, columns

@@ -9,7 +9,7 @@ from expertd.kernels.backends.hopper.compute_permutation import (
     CLUSTER_SMS,
     FEW_PAIRS,
     THREADS,
-    Placement,
+    Permutation,
 )
 from expertd.kernels.backends.hopper.few_pairs_of_ranks import few_pairs_of_ranks
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
@@ -29,14 +29,14 @@ def _expert_bytes(num_experts: int) -> int:
     return place_bytes(num_experts) + 4 * _WARPS * num_experts  # a counter for each warp
 
 
-def _group_bytes(source_bits: int) -> int:
-    return 4 * ((1 << source_bits) + 1)  # a number for each stretch, and one more
+def _group_bytes(all_stretch_bits: int) -> int:
+    return 4 * ((1 << all_stretch_bits) + 1)  # a number for each stretch, and one more
 
 
 def _most_groups(num_ranks: int, num_experts: int) -> int:
     # With as many stretches as a rank can have: a layer's calls do not depend on their tokens.
-    source_bits = _bits(num_ranks * MAX_STRETCHES)
-    return min(MAX_GROUPS, (_SM_BYTES - _expert_bytes(num_experts)) // _group_bytes(source_bits))
+    all_stretch_bits = _bits(num_ranks * MAX_STRETCHES)
+    return min(MAX_GROUPS, (_SM_BYTES - _expert_bytes(num_experts)) // _group_bytes(all_stretch_bits))
 
 
 def _bits(count: int) -> int:
@@ -70,26 +70,26 @@ def permutation_of_ranks(
     num_groups: int,
     num_sms: int | None,
     offsets_copy: Tensor | None = None,
-) -> Placement:
+) -> Permutation:
     """As `compute_permutation`, for the pairs of all ranks: each sends its own, and waits for all.
 
     topk_ids      int32 [t, top_k] of this rank's tokens; others than experts name none
     topk_weights  fp32 [t, top_k]
     """
     top_k, places = topk_ids.shape[1], tokens.places
-    placement = Placement.empty((tokens.num_tokens, top_k), num_groups, places.device)
-    num_pairs, num_own, num_experts = placement.inverse.numel(), topk_ids.numel(), places.numel()
+    permutation = Permutation.empty((tokens.num_tokens, top_k), num_groups, places.device)
+    num_pairs, num_own, num_experts = permutation.inverse.numel(), topk_ids.numel(), places.numel()
     most_groups = _most_groups(memory.num_ranks, num_experts)
     if not 1 <= num_groups <= most_groups:
         expected = f"1 to {most_groups} with {num_experts} experts on {memory.num_ranks} ranks"
         raise ValueError(f"num_groups: expected {expected}, got {num_groups}")
     if num_pairs <= FEW_PAIRS:
-        few_pairs_of_ranks(kernels, on, memory, tokens, topk_ids, topk_weights, placement, offsets_copy)
-        return placement
+        few_pairs_of_ranks(kernels, on, memory, tokens, topk_ids, topk_weights, permutation, offsets_copy)
+        return permutation
     stretches = 1 if num_pairs <= _ONE_CTA_PAIRS else MAX_STRETCHES  # the same on all ranks
-    stretch_bits, source_bits = _bits(stretches), _bits(memory.num_ranks * stretches)
+    stretch_bits, all_stretch_bits = _bits(stretches), _bits(memory.num_ranks * stretches)
     num_ctas = 1 if num_sms is not None and num_sms < CLUSTER_SMS else stretches
-    shared_bytes = _expert_bytes(num_experts) + num_groups * _group_bytes(source_bits)
+    shared_bytes = _expert_bytes(num_experts) + num_groups * _group_bytes(all_stretch_bits)
     if num_pairs > _MANY_PAIRS and num_ctas > 1:
         shared_bytes = _SM_BYTES
     pairs_of_cta = math.ceil(num_own / num_ctas)
@@ -101,8 +101,8 @@ def permutation_of_ranks(
         topk_ids, topk_weights, np.int32(num_own), np.int32(tokens.first(memory.rank) * top_k),
         np.int32(pairs_of_cta), np.int32(pairs_of_warp),
         places, np.int32(num_experts), memory.ranks, memory.consumed, tokens.first_tokens,
-        np.int32(stretch_bits), np.int32(source_bits),
+        np.int32(stretch_bits), np.int32(all_stretch_bits),
         np.int32(num_pairs), np.int32(top_k), np.int32(num_groups),
-        placement.inverse, placement.offsets, offsets_copy, placement.tile_counters,
+        permutation.inverse, permutation.offsets, offsets_copy, permutation.tile_counters,
     )  # fmt: skip
-    return placement
+    return permutation

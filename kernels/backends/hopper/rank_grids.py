@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from expertd.kernels.backends.hopper.launch import OnStream, multiprocessors
 
 COLUMNS = 2048
-"""Per CTA and step, of most kernels."""
+"""The part of a token that a CTA handles at once, in most kernels."""
 
 _SM_BYTES = 228 * 1024  # shared memory of a Hopper SM
 _CTA_BYTES = 1024 + 512  # of a CTA besides its dynamic part: the driver's, and what these kernels declare
@@ -30,13 +30,13 @@ def ctas(
     columns: int,
     columns_at_once: int = COLUMNS,
 ) -> int:
-    """The CTAs of a launch: one for each step of each rank, or as many as run at once.
+    """The CTAs of a launch: one for each part of a token and each rank, or as many as run at once.
 
     per_sm           of the latter
     tokens           of each rank
     columns_at_once  of a CTA
 
-    A multiple of the steps of a row, so that a CTA keeps to its columns.
+    A multiple of the parts, so that a CTA keeps to its columns.
     """
     each = math.ceil(columns / columns_at_once)
     most = per_sm * multiprocessors(on.device, num_sms) // each

@@ -20,6 +20,12 @@ from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
 
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """Descriptors of earlier tests would be closed while these count them."""
+    gc.collect()
+
+
 def descriptors(mappings: bool = True) -> int:
     """Open ones; a mapping has one of its own, and lives as long as an error whose frames refer to it."""
     names = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -66,7 +72,7 @@ async def test_a_channel_whose_descriptors_cannot_be_copied_is_freed(
             with pytest.raises((ChannelClosedError, ConnectionError)):
                 await asyncio.to_thread(Peer, answer)
             await until(lambda: server.metric("channel_bytes") == 0)
-        await until(lambda: descriptors() == before)
+        await until(lambda: descriptors() <= before)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -103,4 +109,4 @@ async def test_memory_that_nobody_waits_for_any_more_is_freed(
         await until(lambda: len(closed) == number)
         assert set(closed) == set(made)
         gc.collect()
-        await until(lambda: descriptors() == before)
+        await until(lambda: descriptors() <= before)
