@@ -228,7 +228,7 @@ def test_more_gpus_take_what_was_measured_and_the_links_time(tmp_path: Path) -> 
         for tokens, alone in ((1, 100.0), (128, 400.0), (1024, 800.0), (4096, 2700.0))
     ]
     text = SECTIONS["parallel-expected"](result(tmp_path, rows=rows))
-    assert text.splitlines()[-1] == "| 4096 | 240 | 649 | 1105 | 2700 | 2950 | 3359 | 3815 | 2710 |"
+    assert text.splitlines()[-1] == "| 4096 | 240 | 696 | 1185 | 2700 | 2950 | 3406 | 3895 | 2710 |"
 
 
 def test_serving_with_several_gpus_is_shown_beside_one(tmp_path: Path) -> None:
