@@ -137,7 +137,7 @@ def buffered(server: ServerProcess) -> dict[tuple[str, ...], float]:
 
 
 def holding(server: ServerProcess, least: int) -> dict[tuple[str, ...], float] | None:
-    """What each process holds, once all together hold so many bytes."""
+    """The bytes that each process holds; None until all of them together hold `least`."""
     found = buffered(server)
     return found if sum(found.values()) >= least else None
 
