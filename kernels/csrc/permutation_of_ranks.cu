@@ -24,20 +24,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          int num_experts, Ranks* ranks_in_memory,
                          const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
                          const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
-                         int stretch_bits,      // each rank has 2^stretch_bits stretches, at least as many as CTAs
+                         int stretch_bits,      // each rank has 2^stretch_bits stretches: 4 or more, one for each CTA
                          int all_stretch_bits,  // all ranks together have 2^all_stretch_bits at most
                          int num_pairs, int top_k, int num_groups,
                          int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                          int* __restrict__ offsets, int* __restrict__ offsets_copy,  // see Offsets
                          int* __restrict__ tile_counters                             // likewise
     ) {
-    extern __shared__ int memory[];
+    extern __shared__ __align__(16) int memory[];
     __shared__ Ranks ranks;
     __shared__ int firsts[kMaxRanks + 1];
-    int* const place_of = memory;                         // [num_experts], a copy of places
-    int* const counters = place_of + num_experts;         // [kWarps][num_experts]
-    int* const exists = counters + kWarps * num_experts;  // [num_groups]: whether an expert has this place
-    int* const first_rows = exists + num_groups;          // [num_groups][2^all_stretch_bits]: of each stretch
+    int* const counters = memory;                                       // [kWarps][num_experts]
+    int* const first_rows = counters + kWarps * num_experts;            // [num_groups][2^all_stretch_bits]
+    int* const exists = first_rows + (num_groups << all_stretch_bits);  // [num_groups]: an expert has this place
+    int* const place_of = exists + num_groups;                          // [num_experts], a copy of places
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ctas = static_cast<int>(ptx::cluster_size()), cta = static_cast<int>(ptx::cluster_rank());
     const bool many = num_pairs > kManyPairs;
@@ -125,36 +125,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (many) ptx::launch_dependents();  // or these pairs would wait for the link behind tokens
 
-    // The first row of each stretch in each group: the sum of all counts before. After a rank was late, counts may be
-    // those of another call: no row may be outside.
+    // The first row of each stretch in each group: the sum of all counts before. A thread has four stretches of a rank
+    // at a time. After a rank was late, counts may be those of another call: no row may be outside.
     const int num_counts = num_groups << all_stretch_bits;
     const int all_stretches = static_cast<int>(ranks.num_ranks) << stretch_bits;
     const auto stretch_of = [&](int i) { return i & ((1 << all_stretch_bits) - 1); };
-    const auto count_at = [&](int i) { return ranks.counts(ranks.rank, i >> all_stretch_bits) + stretch_of(i); };
+    const auto counts_at = [&](int i) {
+        return reinterpret_cast<uint4*>(ranks.counts(ranks.rank, i >> all_stretch_bits) + stretch_of(i));
+    };
     const auto begin_to_count = [&](int i) {
-        const bool comes = i < num_counts && stretch_of(i) < all_stretches && exists[i >> all_stretch_bits];
-        return comes ? ptx::load_relaxed_system(count_at(i)) : 0;
+        const bool come = i < num_counts && stretch_of(i) < all_stretches && exists[i >> all_stretch_bits];
+        return come ? ptx::load_relaxed_system(counts_at(i)) : uint4{0, 0, 0, 0};
     };
     const auto inside = [&](u32 row) { return static_cast<int>(min(row, static_cast<u32>(num_pairs))); };
     const int stride = ctas * kThreads, first_of_thread = cta * kThreads + thread;
     Arriving<kAtOnce> arriving = {ranks, firsts, top_k, num_pairs, stride, until, {}};
     int all = 0;  // rows of the counts before
-    u32 next = begin_to_count(thread);
+    uint4 next = begin_to_count(4 * thread);
 #pragma unroll 1
-    for (int i = thread; i - thread < num_counts; i += kThreads) {
-        u32 now = next;
-        next = begin_to_count(i + kThreads);
+    for (int i = 4 * thread; i - 4 * thread < num_counts; i += 4 * kThreads) {
+        uint4 now = next;
+        next = begin_to_count(i + 4 * kThreads);
         if (Ranks::is_missing(now)) {
-            now = ranks.wait_for(now, count_at(i), stretch_of(i) >> stretch_bits, until);
-            if (Ranks::is_missing(now)) now = 0;
+            now = ranks.wait_for(now, counts_at(i), stretch_of(i) >> stretch_bits, until);
+            if (Ranks::is_missing(now)) now = {0, 0, 0, 0};
         }
         arriving.load(first_of_thread);  // is on its way meanwhile
-        const Sum sum = Sum::of(static_cast<int>(now));
-        const int first_row = all + sum.below;
+        const Sum sum = Sum::of(static_cast<int>(now.x + now.y + now.z + now.w));
+        const u32 x = all + sum.below, y = x + now.x, z = y + now.y, w = z + now.z;
         all += sum.all;
         if (i < num_counts) {
-            first_rows[i] = first_row;
-            if (cta == 0 && stretch_of(i) == 0) results.write(i >> all_stretch_bits, inside(first_row));
+            *reinterpret_cast<uint4*>(first_rows + i) = {x, y, z, w};
+            if (cta == 0 && stretch_of(i) == 0) results.write(i >> all_stretch_bits, inside(x));
         }
         __syncthreads();
     }
@@ -181,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (cta == 0 && thread < 4) tile_counters[thread] = 0;
     ptx::cluster_wait();
 #pragma unroll 1
-    for (int i = first_of_thread; i < num_counts; i += stride) *count_at(i) = kNothing;
+    for (int i = 4 * first_of_thread; i < num_counts; i += 4 * stride)
+        *counts_at(i) = {kNothing, kNothing, kNothing, kNothing};
     if (cta == 0 && thread == 0) ranks_in_memory->calls = ranks.calls + 1;
 }

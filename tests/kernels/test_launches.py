@@ -317,7 +317,7 @@ def test_a_rank_sorts_its_pairs_in_stretches(
     assert launched.source.name == f"permutation_of_ranks_{variant}"
     assert clusters == [cluster]
     assert arguments[4:6] == [pairs_of_cta, pairs_of_warp]
-    assert arguments[11:13] == ([0, 1] if sum(counts) <= 1024 else [3, 4]), "bits of stretches, and of all"
+    assert arguments[11:13] == ([2, 3] if sum(counts) <= 1024 else [3, 4]), "bits of stretches, and of all"
 
 
 @pytest.mark.parametrize(("num_groups", "tokens"), [(0, 1), (367, 1), (367, 2000)])

@@ -21,6 +21,7 @@ _MANY_PAIRS = 8192
 """Of all ranks; with more, `dispatch_rows` begins after a rank's own are sent, and runs on other SMs."""
 _ONE_CTA_PAIRS = 1024
 """Of all ranks; up to this many, one CTA is faster than a cluster."""
+_FEWEST_STRETCHES = 4  # of a rank: the kernel reads the counts of four at once
 _WARPS = 32  # of a CTA
 _SM_BYTES = 225 * 1024  # of shared memory: no other CTA fits beside
 
@@ -86,9 +87,10 @@ def permutation_of_ranks(
     if num_pairs <= FEW_PAIRS:
         few_pairs_of_ranks(kernels, on, memory, tokens, topk_ids, topk_weights, permutation, offsets_copy)
         return permutation
-    stretches = 1 if num_pairs <= _ONE_CTA_PAIRS else MAX_STRETCHES  # the same on all ranks
+    is_small = num_pairs <= _ONE_CTA_PAIRS
+    stretches = _FEWEST_STRETCHES if is_small else MAX_STRETCHES  # the same on all ranks
     stretch_bits, all_stretch_bits = _bits(stretches), _bits(memory.num_ranks * stretches)
-    num_ctas = 1 if num_sms is not None and num_sms < CLUSTER_SMS else stretches
+    num_ctas = 1 if is_small or (num_sms is not None and num_sms < CLUSTER_SMS) else stretches
     shared_bytes = _expert_bytes(num_experts) + num_groups * _group_bytes(all_stretch_bits)
     if num_pairs > _MANY_PAIRS and num_ctas > 1:
         shared_bytes = _SM_BYTES
