@@ -38,9 +38,11 @@ class NcclExchange:
         self._back = hidden_states.new_empty(sum(self._sent), hidden_states.shape[1])
         self.out = torch.empty_like(hidden_states)
 
-    def __call__(self) -> None:
-        """Send the tokens, send back what arrived as it is, and add it up in `out`."""
-        rows = self._hidden_states.index_select(0, self._tokens)
-        dist.all_to_all_single(self._arrived, rows, self._arriving, self._sent)
-        dist.all_to_all_single(self._back, self._arrived, self._sent, self._arriving)
-        self.out.zero_().index_add_(0, self._tokens, self._back)
+    def __call__(self, times: int = 1) -> None:
+        """Send tokens, send back what arrived as it is, and add it up in `out`: the next tokens."""
+        hidden_states = self._hidden_states
+        for _ in range(times):
+            rows = hidden_states.index_select(0, self._tokens)
+            dist.all_to_all_single(self._arrived, rows, self._arriving, self._sent)
+            dist.all_to_all_single(self._back, self._arrived, self._sent, self._arriving)
+            hidden_states = self.out.zero_().index_add_(0, self._tokens, self._back)

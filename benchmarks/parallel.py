@@ -3,10 +3,10 @@
 One process a GPU, started here or by torchrun. Every GPU has a layer's experts, and tokens of its own, which
 go to the experts of all. The sections:
 
-rows     dispatch and combine alone (with nothing between them), and by NCCL; the whole layer; the layer of
-         one GPU with the same rows for each of its experts (as tokens that go to its experts alone); and, if
-         DeepGEMM's wheel is installed, its two grouped GEMMs alone on these rows, and its SM90 Mega MoE over
-         the same GPUs
+rows     dispatch and combine with nothing between them, and by NCCL, each alone in a graph and several in a
+         row; the whole layer; the layer of one GPU with the same rows for each of its experts (as tokens that
+         go to its experts alone); and, if DeepGEMM's wheel is installed, its two grouped GEMMs alone on these
+         rows, and its SM90 Mega MoE over the same GPUs
 skewed   the same with experts drawn by Zipf's law, the same on all ranks
 uneven   other numbers of tokens on each rank
 growth   the whole layer on 1, 2, 4 and 8 GPUs, as many as there are, with the same work for each
@@ -20,6 +20,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from benchmarks.layer_problem import LayerProblem, make_problem, make_weights
 from benchmarks.moe_layer import compile_peers, graph_of
 from benchmarks.parallel_options import about, options, write
 from benchmarks.rank_timing import (
+    IN_A_ROW,
     Ranks,
     first_ranks,
     gathered,
@@ -39,6 +41,7 @@ from benchmarks.rank_timing import (
     group_sizes,
     join,
     microseconds,
+    next_microseconds,
 )
 from benchmarks.rank_tokens import UNEVEN, all_experts, draw_experts, imbalance, same_work, spread
 from benchmarks.serving_rows import free_port
@@ -79,7 +82,7 @@ class RankProblem:
         self._kernels = Kernels()
         self._layer = HopperLayer(self._kernels, GroupedGemm(self._kernels, choose))
         pairs = sum(counts) * layer.top_k
-        self._rows = torch.zeros(pairs, layer.hidden_size, dtype=torch.bfloat16, device=own.out.device)
+        self._rows = torch.randn(pairs, layer.hidden_size, dtype=torch.bfloat16, device=own.out.device)
 
     def layer(self, overlap: Overlap | None = None) -> None:
         """The whole layer, with combine under the down GEMM where `overlap` says."""
@@ -89,14 +92,16 @@ class RankProblem:
             own.weights.gate_up, own.weights.down, own.out, SILU, None, None, overlap,
         )  # fmt: skip
 
-    def exchange(self) -> None:
-        """Dispatch and combine, with nothing between them."""
+    def exchange(self, times: int = 1) -> None:
+        """Dispatch and combine with nothing between them; the sums of one time are the tokens of the next."""
         own, kernels, memory, tokens = self._own, self._kernels, self._memory, self._tokens
         on, num_groups = current_stream(own.out.device.index), own.layer.num_experts
-        routing = self.topk_ids, own.topk_weights
-        inverse = permutation_of_ranks(kernels, on, memory, tokens, *routing, num_groups, None).inverse
-        dispatch_rows(kernels, on, memory, tokens, own.hidden_states, self.topk_ids, inverse, None)
-        combine_rows(kernels, on, memory, tokens, *routing, self._rows, inverse, own.out, None)
+        routing, hidden_states = (self.topk_ids, own.topk_weights), own.hidden_states
+        for _ in range(times):
+            inverse = permutation_of_ranks(kernels, on, memory, tokens, *routing, num_groups, None).inverse
+            dispatch_rows(kernels, on, memory, tokens, hidden_states, self.topk_ids, inverse, None)
+            combine_rows(kernels, on, memory, tokens, *routing, self._rows, inverse, own.out, None)
+            hidden_states = own.out
 
     def check(self) -> None:
         """Raise RuntimeError if a rank was late."""
@@ -128,10 +133,17 @@ def measure(
     problem = RankProblem(own, topk_ids, counts, ranks)
     for name, call in (("exchange", problem.exchange), ("layer", problem.layer), ("one_gpu", same.run)):
         row[f"{name}_us"] = measure_call(call, problem, ranks)
+    ranks.meet()
+    exchanges = graph_of(partial(problem.exchange, IN_A_ROW))
+    row["exchange_next_us"] = next_microseconds(exchanges, row["exchange_us"], ranks)
+    problem.check()
     if "nccl" in peers:
         exchange = nccl_peer.NcclExchange(own.hidden_states, topk_ids, layer.num_experts, ranks)
         replay, row["nccl_captured"] = graph_or_call(exchange, ranks)
         row["nccl_us"] = microseconds(replay, ranks)
+        replay, captured = graph_or_call(partial(exchange, IN_A_ROW), ranks)
+        if captured:
+            row["nccl_next_us"] = next_microseconds(replay, row["nccl_us"], ranks)
     if "two_gemms" in peers:
         masked = max(counts) <= layer_peers.MASKED_MAX_TOKENS
         row["two_gemms_us"] = microseconds(graph_of(layer_peers.two_gemms(same, masked)), ranks)

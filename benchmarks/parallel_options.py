@@ -49,7 +49,7 @@ def about(given: Namespace, num_ranks: int) -> dict[str, Any]:
     found = header() | {"ranks": num_ranks, "nccl": ".".join(map(str, version))}
     if "two_gemms" in given.peers:
         found["deep_gemm"] = deep_gemm_peer.version()
-    return found | {"method": [rank_timing.METHOD, nccl_peer.METHOD]}
+    return found | {"method": [rank_timing.METHOD, rank_timing.IN_A_ROW_METHOD, nccl_peer.METHOD]}
 
 
 def write(file: Path | None, machine: Mapping[str, Any], measured: Mapping[str, Any]) -> None:

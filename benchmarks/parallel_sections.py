@@ -152,7 +152,9 @@ _TOKENS: Column = "tokens a GPU", _number("tokens")
 _IMBALANCE: Column = "max/mean of the GPUs' rows", _number("imbalance", 2)
 _TIMES: Sequence[Column] = (
     ("dispatch and combine alone", _number("exchange_us", 0)),
+    ("in a row", _number("exchange_next_us", 0)),
     ("by NCCL", _number("nccl_us", 0)),
+    ("by NCCL in a row", _number("nccl_next_us", 0)),
     ("one GPU, the same work", _number("one_gpu_us", 0)),
     ("whole layer", _number("layer_us", 0)),
     ("added", lambda row: f"{row['layer_us'] - row['one_gpu_us']:.0f}"),

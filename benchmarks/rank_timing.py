@@ -11,10 +11,15 @@ import torch.distributed as dist
 from benchmarks.moe_layer import FLUSH_BYTES
 
 REPEATS, WARM_UP = 20, 3
+IN_A_ROW = 9  # calls of a graph, the first of which is not counted
 SLEEP_CYCLES = 1_000_000  # of the GPU, about 0.5 ms: meanwhile all hosts enqueue what is timed
 METHOD = (
     "median of 20 calls of the slowest rank's time, by CUDA events; each after a 1 GB fill, 0.5 ms of sleep "
     "on the device, in which the host enqueues the call, and a barrier of all ranks on the device"
+)
+IN_A_ROW_METHOD = (
+    f"exchange_next_us and nccl_next_us: a graph of {IN_A_ROW} calls, less the graph of one, by "
+    f"{IN_A_ROW - 1}; the tokens of a call are the sums of the one before"
 )
 _LIMIT = timedelta(seconds=300)  # for ranks that compile, or have nothing to measure
 
@@ -113,6 +118,11 @@ def graph_or_call(call: Callable[[], object], ranks: Ranks) -> tuple[Callable[[]
         graph.replay()
 
     return replay, True
+
+
+def next_microseconds(calls: Callable[[], object], first: float, ranks: Ranks) -> float:
+    """The time of a call of `calls`, which are IN_A_ROW, if the first takes `first`; collective."""
+    return (microseconds(calls, ranks) - first) / (IN_A_ROW - 1)
 
 
 def begin_together(flush: torch.Tensor, ranks: Ranks, sleep_cycles: int) -> None:

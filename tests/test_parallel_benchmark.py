@@ -88,13 +88,15 @@ def exchanged(exchange: TorchExchange) -> tuple[bool, list[list[list[int]]]]:
     ids = rank_tokens.draw_experts(count, len(COUNTS) * EXPERTS, TOP_K, 0.0, "cpu")
     hidden_states = torch.randn(count, 128)
     peer = NcclExchange(hidden_states, ids, EXPERTS, ranks)
-    for _ in range(2):
-        peer.out.fill_(torch.nan)
-        peer()
     owners = torch.tensor([len(set(row)) for row in (ids // EXPERTS).tolist()]).view(-1, 1)
+    same = True
+    for times in (1, 1, 3):
+        peer.out.fill_(torch.nan)
+        peer(times)
+        same &= torch.allclose(peer.out, owners**times * hidden_states)
     every = rank_tokens.all_experts(ids, COUNTS, ranks)
     assert every[exchange.rank].equal(ids)
-    return torch.allclose(peer.out, owners * hidden_states), [each.tolist() for each in every]
+    return same, [each.tolist() for each in every]
 
 
 @pytest.mark.slow
@@ -150,11 +152,11 @@ def result(tmp_path: Path, gpus: int = 2, **sections: Any) -> Path:
 def test_columns_without_values_are_left_out(tmp_path: Path) -> None:
     results = result(tmp_path, rows=[ROW])
     assert SECTIONS["parallel"](results).splitlines()[4:] == ["| l | 1 | 10 | 40 | 50 | 10 |"]
-    peers = {"nccl_us": 30.0, "two_gemms_us": 25.0, "over_two_gemms": 2.0}
+    peers = {"exchange_next_us": 6.0, "nccl_us": 30.0, "two_gemms_us": 25.0, "over_two_gemms": 2.0}
     results = result(tmp_path, rows=[ROW, ROW | peers])
     assert SECTIONS["parallel"](results).splitlines()[4:] == [
-        "| l | 1 | 10 | - | 40 | 50 | 10 | - | - |",
-        "| l | 1 | 10 | 30 | 40 | 50 | 10 | 25 | 2.00 |",
+        "| l | 1 | 10 | - | - | 40 | 50 | 10 | - | - |",
+        "| l | 1 | 10 | 6 | 30 | 40 | 50 | 10 | 25 | 2.00 |",
     ]
     assert "2.00 times as long as DeepGEMM's two GEMMs alone" in SECTIONS["parallel-headline"](results)
     assert "Mega MoE" not in SECTIONS["parallel-headline"](results)
@@ -273,3 +275,9 @@ def test_a_call_that_any_rank_cannot_capture_is_timed_as_it_is(
     assert captured is all(captures)
     made()
     assert calls == ["call", "call", "replay" if all(captures) else "call"]
+
+
+def test_calls_in_a_row_are_those_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_timing, "microseconds", lambda calls, ranks: 20.0 + 8 * 7.5)
+    ranks: Any = SimpleNamespace()
+    assert rank_timing.next_microseconds(lambda: None, 20.0, ranks) == 7.5
