@@ -39,7 +39,7 @@ class NcclExchange:
         self.out = torch.empty_like(hidden_states)
 
     def __call__(self, times: int = 1) -> None:
-        """Send tokens, send back what arrived as it is, and add it up in `out`: the next tokens."""
+        """Send tokens, send back what arrived as it is, and add it up in `out`, which is sent next."""
         hidden_states = self._hidden_states
         for _ in range(times):
             rows = hidden_states.index_select(0, self._tokens)

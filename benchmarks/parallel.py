@@ -142,7 +142,7 @@ def measure(
         replay, row["nccl_captured"] = graph_or_call(exchange, ranks)
         row["nccl_us"] = microseconds(replay, ranks)
         replay, captured = graph_or_call(partial(exchange, IN_A_ROW), ranks)
-        if captured:
+        if captured and row["nccl_captured"]:
             row["nccl_next_us"] = next_microseconds(replay, row["nccl_us"], ranks)
     if "two_gemms" in peers:
         masked = max(counts) <= layer_peers.MASKED_MAX_TOKENS

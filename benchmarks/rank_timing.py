@@ -18,8 +18,8 @@ METHOD = (
     "on the device, in which the host enqueues the call, and a barrier of all ranks on the device"
 )
 IN_A_ROW_METHOD = (
-    f"exchange_next_us and nccl_next_us: a graph of {IN_A_ROW} calls, less the graph of one, by "
-    f"{IN_A_ROW - 1}; the tokens of a call are the sums of the one before"
+    f"exchange_next_us and nccl_next_us: the time of a graph of {IN_A_ROW} calls minus that of one call, "
+    f"divided by {IN_A_ROW - 1}; the sums of a call are the tokens of the next one, and L2 is not cold"
 )
 _LIMIT = timedelta(seconds=300)  # for ranks that compile, or have nothing to measure
 

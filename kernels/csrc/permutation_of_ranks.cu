@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          int num_experts, Ranks* ranks_in_memory,
                          const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
                          const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
-                         int stretch_bits,      // each rank has 2^stretch_bits stretches: 4 or more, one for each CTA
+                         int stretch_bits,  // each rank has 2^stretch_bits stretches: at least 4, and one for each CTA
                          int all_stretch_bits,  // all ranks together have 2^all_stretch_bits at most
                          int num_pairs, int top_k, int num_groups,
                          int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
