@@ -41,7 +41,7 @@ from benchmarks.rank_timing import (
     group_sizes,
     join,
     microseconds,
-    next_microseconds,
+    of_next,
 )
 from benchmarks.rank_tokens import UNEVEN, all_experts, draw_experts, imbalance, same_work, spread
 from benchmarks.serving_rows import free_port
@@ -133,17 +133,15 @@ def measure(
     problem = RankProblem(own, topk_ids, counts, ranks)
     for name, call in (("exchange", problem.exchange), ("layer", problem.layer), ("one_gpu", same.run)):
         row[f"{name}_us"] = measure_call(call, problem, ranks)
-    ranks.meet()
-    exchanges = graph_of(partial(problem.exchange, IN_A_ROW))
-    row["exchange_next_us"] = next_microseconds(exchanges, row["exchange_us"], ranks)
-    problem.check()
+    in_a_row = measure_call(partial(problem.exchange, IN_A_ROW), problem, ranks)
+    row["exchange_next_us"] = of_next(in_a_row, row["exchange_us"])
     if "nccl" in peers:
         exchange = nccl_peer.NcclExchange(own.hidden_states, topk_ids, layer.num_experts, ranks)
         replay, row["nccl_captured"] = graph_or_call(exchange, ranks)
         row["nccl_us"] = microseconds(replay, ranks)
         replay, captured = graph_or_call(partial(exchange, IN_A_ROW), ranks)
         if captured and row["nccl_captured"]:
-            row["nccl_next_us"] = next_microseconds(replay, row["nccl_us"], ranks)
+            row["nccl_next_us"] = of_next(microseconds(replay, ranks), row["nccl_us"])
     if "two_gemms" in peers:
         masked = max(counts) <= layer_peers.MASKED_MAX_TOKENS
         row["two_gemms_us"] = microseconds(graph_of(layer_peers.two_gemms(same, masked)), ranks)

@@ -120,9 +120,9 @@ def graph_or_call(call: Callable[[], object], ranks: Ranks) -> tuple[Callable[[]
     return replay, True
 
 
-def next_microseconds(calls: Callable[[], object], first: float, ranks: Ranks) -> float:
-    """The time of a call of `calls`, which are IN_A_ROW, if the first takes `first`; collective."""
-    return (microseconds(calls, ranks) - first) / (IN_A_ROW - 1)
+def of_next(in_a_row: float, alone: float) -> float:
+    """The time of each call after the first, by those of IN_A_ROW calls in a graph and of one."""
+    return (in_a_row - alone) / (IN_A_ROW - 1)
 
 
 def begin_together(flush: torch.Tensor, ranks: Ranks, sleep_cycles: int) -> None:

@@ -277,7 +277,5 @@ def test_a_call_that_any_rank_cannot_capture_is_timed_as_it_is(
     assert calls == ["call", "call", "replay" if all(captures) else "call"]
 
 
-def test_calls_in_a_row_are_those_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_timing, "microseconds", lambda calls, ranks: 20.0 + 8 * 7.5)
-    ranks: Any = SimpleNamespace()
-    assert rank_timing.next_microseconds(lambda: None, 20.0, ranks) == 7.5
+def test_calls_in_a_row_are_those_after_the_first() -> None:
+    assert rank_timing.of_next(20.0 + 8 * 7.5, 20.0) == 7.5
