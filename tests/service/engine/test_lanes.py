@@ -109,7 +109,9 @@ async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
             while len(answers) < some:
                 await asyncio.sleep(0)
         await until(lambda: len(answers) == 800)
-        assert set(readers[1]) == {"expertd-worker"}
+        # The event loop reads, too, while a step is not known to be short: the first one, or a slow one.
+        assert "expertd-worker" in readers[1]
+        assert "expertd-worker-1" not in readers[1]
         assert "expertd-worker-1" in readers[8]
         for bell in bells.values():
             pair.lanes.remove_source(bell)
