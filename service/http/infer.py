@@ -21,7 +21,7 @@ from expertd.service.http.parsing import Received, parse_body, where_to_parse
 from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import ELEMENT_BYTES, OipError
 from expertd.service.http.threads import Where, pause_for_others, thread_from
-from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
+from expertd.service.memory import Buffer, Span, host_view, is_for_device_alone, is_on_gpu
 from expertd.service.moe.request import LayerRequest, Output, fp8_rows
 
 T = TypeVar("T")
@@ -113,8 +113,8 @@ class InferCall(InferEnding):
 
     def _loaded(self, _: None) -> None:
         layer = self._layer
-        on_gpu = is_on_gpu(layer.hidden_states) or is_on_gpu(layer.scales)
-        if layer.scales is None or on_gpu or not layer.num_tokens:
+        in_place = is_for_device_alone(layer.hidden_states) or is_for_device_alone(layer.scales)
+        if layer.scales is None or in_place or not layer.num_tokens:
             self._joined(None)
         else:
             self._run(thread_from(len(host_view(layer.hidden_states))), self._join, self._joined)

@@ -14,6 +14,7 @@ from expertd.service.memory.span import (
     Unregister,
     check_handle,
     host_view,
+    is_for_device_alone,
     is_on_gpu,
     nothing_to_register,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Unregister",
     "check_handle",
     "host_view",
+    "is_for_device_alone",
     "is_on_gpu",
     "nothing_to_register",
 ]

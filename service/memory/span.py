@@ -57,6 +57,11 @@ def is_on_gpu(memory: object) -> TypeGuard[Span]:
     return isinstance(memory, Span) and memory.device is not None
 
 
+def is_for_device_alone(memory: object) -> bool:
+    """Whether `memory` is a span that the host does not read: a GPU's, or a caller's file that a GPU reads."""
+    return isinstance(memory, Span) and memory.view is None
+
+
 def host_view(memory: Buffer | Span) -> memoryview:
     """The bytes of a buffer, or of a span of host memory."""
     if not isinstance(memory, Span):

@@ -168,6 +168,31 @@ async def test_values_and_scales_in_memory_of_a_gpu(on_gpu: tuple[str, ...]) -> 
         assert all(region.uses == 0 for region in server.app.engine.shared_memory.status("cuda"))
 
 
+@pytest.mark.parametrize("in_file", [("hidden_states",), ("hidden_states_scale",), tuple(TENSORS)])
+async def test_values_and_scales_in_a_file_that_a_gpu_reads(in_file: tuple[str, ...]) -> None:
+    """The host reads only the scales of it; the rest of them comes in the body."""
+    values, scales, expected = quantized(4)
+    runner = ExpandingRunner() if "hidden_states" in in_file else AddressRunner()
+    async with serving(enabled(), Device(runner).loader()) as server:
+        with shm_file(8192) as file:
+            await registered(server, "file", file.key, 8192)
+            inputs, body = [], b""
+            where = zip(TENSORS, (values, scales), ("UINT8", "FP32"), (512, 4100), strict=True)
+            for name, array, datatype, offset in where:
+                shape = list(array.shape)
+                if name in in_file:
+                    file.write(array, offset)
+                    inputs.append(region_input("file", shape, offset, name, datatype, array.nbytes))
+                else:
+                    size = {"binary_data_size": array.nbytes}
+                    inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": size})
+                    body += array.tobytes()
+            header = json_request(*inputs, **BINARY)
+            for _ in range(2):
+                answer = await server.infer(header + body, len(header))
+                np.testing.assert_array_equal(output_of(answer), 2 * expected)
+
+
 @pytest.mark.parametrize(
     ("tensors", "text"),
     [
