@@ -164,7 +164,8 @@ class ChannelHub:
         """Close every channel, and free the memory that no step uses."""
         for entry in list(self.entries.values()):
             self.close(entry.channel, "the server is shutting down")
-        await self._freed()
+        if not self._engine.device_failed:
+            await self._freed()
 
     def answered(self, channel: OpenChannel, answer: Answered) -> None:
         report = partial(self._count, channel, answer)
@@ -207,6 +208,8 @@ class ChannelHub:
         task.add_done_callback(self._freeing.discard)
 
     async def _release(self, channel: OpenChannel) -> None:
+        if self._engine.device_failed:  # which would be waited for
+            return
         try:
             await asyncio.to_thread(channel.release)
         except Exception:

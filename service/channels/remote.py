@@ -268,8 +268,10 @@ class RemoteEngine:
             if call.block is not None:
                 call.block.release()
             call.done(answer)
-        while self._waiting and self._room() > self._kept_cells:
-            call = self._waiting.take()
+        while self._waiting and (room := self._room()):
+            call = self._waiting.take() if room > self._kept_cells else self._waiting.take_unlike()
+            if call is None:
+                break
             try:
                 self._send(call)
             except EngineError as error:

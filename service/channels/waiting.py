@@ -91,7 +91,20 @@ class WaitingCalls(Generic[T]):
 
     def take(self) -> T:
         """The next request, which waits no more; there must be one."""
-        kind = min(self._ready, key=lambda kind: (kind.priority, self._used[kind]))
+        return self._take(min(self._ready, key=self._turn))
+
+    def take_unlike(self) -> T | None:
+        """As `take`, of those requests like which there is none in the channel; None if there are none."""
+        for kind in sorted(self._ready, key=self._turn):
+            present = {caller for of, caller in self.in_channel if of == kind}
+            if self._queues[kind].bring_forward(present):
+                return self._take(kind)
+        return None
+
+    def _turn(self, kind: Kind) -> tuple[int, float]:
+        return kind.priority, self._used[kind]
+
+    def _take(self, kind: Kind) -> T:
         queue = self._queues[kind]
         call = queue.head()
         queue.take(call.left)

@@ -83,7 +83,7 @@ class Scheduler:
     def watch_device(self, failure: Callable[[], str | None], on_failure: Callable[[str], None]) -> None:
         """After a failed step, ask `failure`; if it says why the device has failed, tell `on_failure`.
 
-        That is called on the event loop, at least once. Requests get DeviceLostError.
+        That is called on the event loop, at least once. Requests get DeviceFailedError.
         """
         self._stepping.failure, self._stepping.on_failure = failure, on_failure
 

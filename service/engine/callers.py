@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
 
@@ -59,6 +60,16 @@ class FairQueue(Generic[T]):
         if not self._ready:
             self._begin_round()
         return self._ready[0].waiting[0]
+
+    def bring_forward(self, others: Collection[int]) -> bool:
+        """Make the first caller in turn that is not among `others` the next one; False if there is none."""
+        for callers in (self._ready, self._spent):
+            for caller in callers:
+                if caller.number not in others:
+                    callers.remove(caller)
+                    self._ready.appendleft(caller)
+                    return True
+        return False
 
     def take(self, num_tokens: int) -> None:
         """Give `num_tokens` of `head` to a step; `head` leaves once it has none left."""

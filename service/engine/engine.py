@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from expertd.service.engine import engine_metrics
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
+    DeviceFailedError,
     DeviceLostError,
     ModelUnloadedError,
     NotReadyError,
@@ -416,7 +417,7 @@ class Engine:
             return
         logger.critical("%s: this process ends, and has to be started again", why)
         self._failure, self.phase = why, Phase.FAILED
-        self.scheduler.give_up(DeviceLostError(why))
+        self.scheduler.give_up(DeviceFailedError(why))
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
         names = [model for model in models or self.models if self.repository.serves(model)]

@@ -42,6 +42,12 @@ class DeviceLostError(EngineError):
     retry_after = 1
 
 
+class DeviceFailedError(DeviceLostError):
+    """The device computes nothing any more, and the process ends."""
+
+    retry_after = 0
+
+
 class QueueFullError(EngineError):
     """The queue is full; `retry_after` estimates the seconds until it has room.
 
@@ -62,7 +68,7 @@ class SchedulerClosedError(EngineError):
 
 
 class QueueTimeoutError(EngineError):
-    """The request's own timeout expired in the queue."""
+    """The request's own timeout expired before its answer was ready."""
 
 
 class MemoryFullError(EngineError):

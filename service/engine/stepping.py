@@ -11,6 +11,7 @@ from operator import itemgetter
 
 from expertd.service.engine.delivery import Answer, Delivery
 from expertd.service.engine.errors import (
+    DeviceFailedError,
     DeviceLostError,
     QueueTimeoutError,
     SomeRefusedError,
@@ -307,7 +308,7 @@ class Stepping:
 
     def _failed(self, chunks: list[Chunk], error: Exception) -> None:
         if (why := self.failure()) is not None:
-            error = DeviceLostError(f"the device has failed: {why}")
+            error = DeviceFailedError(f"the device has failed: {why}")
             self._delivery.loop.call_soon_threadsafe(self.on_failure, str(error))
         if isinstance(error, DeviceLostError):
             self._refuse(chunks, error)

@@ -58,7 +58,7 @@ def is_on_gpu(memory: object) -> TypeGuard[Span]:
 
 
 def is_for_device_alone(memory: object) -> bool:
-    """Whether `memory` is a span that the host does not read: a GPU's, or a caller's file that a GPU reads."""
+    """Whether `memory` is a span that the host does not read: a GPU's, or a caller's file."""
     return isinstance(memory, Span) and memory.view is None
 
 

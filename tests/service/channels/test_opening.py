@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from expertd.service.channels.listener import ChannelListener
+from expertd.service.channels.open_channel import OpenChannel
 from expertd.service.engine.loading import Loaded
 from expertd.service.memory import DeviceMemory, Span
 from expertd.service.settings.model import Settings
@@ -215,6 +216,23 @@ async def test_memory_in_a_step_is_freed_after_it(tmp_path: Path) -> None:
         runner.gate.set()
         await until(lambda: server.metric("channel_bytes") == 0)
         assert server.metric("requests_total", model="tiny", status="200") == 1
+
+
+async def test_memory_stays_if_the_device_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending the device's access would wait for what it computes, and the process with it."""
+    runner, released = EchoRunner(), list[OpenChannel]()
+    monkeypatch.setattr(OpenChannel, "release", released.append)
+    async with channel_server(tmp_path, runner, step_timeout_seconds=0.5) as server, asyncio.timeout(30):
+        peer, idle = await claimed(server), await opened(server)
+        runner.gate.clear()
+        assert (await answer_of(peer)).status == 503
+        assert server.app.engine.device_failed
+        await server.http.delete(f"/v1/channels/{idle['id']}")
+        await server.app.channels.stop()
+        assert not server.app.channels.entries
+        assert not released
+        runner.gate.set()
+        peer.close()
 
 
 async def test_delete_answers_what_is_queued_and_closes(tmp_path: Path) -> None:

@@ -154,6 +154,22 @@ async def test_what_waits_is_sent_in_the_engines_order(tmp_path: Path) -> None:
     assert [each.pending.left for each in sent] == [1, 128, 128, 80, 70, 100, 81, 101, 82, 102]
 
 
+async def test_one_like_which_none_is_in_the_channel_is_sent_into_the_first_free_cell(tmp_path: Path) -> None:
+    runner = EchoRunner()
+    runner.gate = Turnstile()
+    async with remote(tmp_path, runner, max_request_tokens=128, max_batch_tokens=128) as (_, engine):
+        first = [Asked(engine, request(128), caller=1) for _ in range(CELLS - 1)]
+        others = [Asked(engine, request(128), caller=caller) for caller in (2, 1, 3)]
+        assert [bool(each.pending.sequence) for each in others] == [True, False, False]
+        runner.gate.let_one_through()
+        await first[0].output()
+        assert others[2].pending.sequence
+        assert not others[1].pending.sequence, "the channel has some of its caller"
+        runner.gate.set()
+        for each in others:
+            await each.output()
+
+
 async def test_a_request_that_takes_long_holds_up_none_before_its_slot_comes_again(tmp_path: Path) -> None:
     runner = EchoRunner()
     runner.gate = Turnstile()

@@ -97,6 +97,21 @@ def test_short_requests_do_not_wait_for_all_long_ones() -> None:
     assert order[:36].count(32) == 2, "half of the tokens"
 
 
+def test_those_unlike_all_in_the_channel_may_leave_before_others() -> None:
+    waits = Waits()
+    for caller in (1, 1, 2, 3):
+        waits.put(caller)
+    urgent = waits.put(1, priority=1)
+    like = [waits.calls.kind("tiny", 1, priority) for priority in (128, 1)]
+    waits.calls.in_channel.update({(like[0], 1): 1, (like[0], 3): 1})
+    assert waits.calls.take_unlike() is urgent
+    second = waits.calls.take_unlike()
+    assert second is not None
+    assert second.caller == 2
+    assert waits.calls.take_unlike() is None
+    assert [call.caller for call in waits.order()] == [1, 3, 1], "the others have their turns"
+
+
 def test_what_is_removed_does_not_leave() -> None:
     waits = Waits()
     kept, removed = waits.put(1), waits.put(2, 17)

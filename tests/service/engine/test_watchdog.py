@@ -38,6 +38,7 @@ async def test_every_request_is_answered_and_the_server_is_not_ready() -> None:
         for task in stuck:
             expected = "the device hangs: expected the end of a step within 0.5 s, got none"
             assert error_of(await task, 503) == expected
+            assert "retry-after" not in (await task).headers, "the process ends"
         assert error_of(await server.http.get("/v2/health/ready"), 503) == expected
         assert (await server.http.get("/v2/health/live")).status_code == 200
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 503
