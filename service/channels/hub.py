@@ -118,7 +118,7 @@ class ChannelHub:
     @property
     def listed(self) -> list[Entry]:
         """The open channels of callers."""
-        return [entry for entry in self.entries.values() if not entry.ours]
+        return [entry for entry in list(self.entries.values()) if not entry.ours]  # a scrape is on a thread
 
     def check_enabled(self) -> None:
         """Raise ChannelsDisabledError if the server has no socket for channels."""

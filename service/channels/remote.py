@@ -269,13 +269,13 @@ class RemoteEngine:
                 call.block.release()
             call.done(answer)
         while self._waiting and (room := self._room()):
-            call = self._waiting.take() if room > self._kept_cells else self._waiting.take_unlike()
-            if call is None:
+            waiting = self._waiting.take() if room > self._kept_cells else self._waiting.take_unlike()
+            if waiting is None:
                 break
             try:
-                self._send(call)
+                self._send(waiting)
             except EngineError as error:
-                call.done(error)
+                waiting.done(error)
 
     def _read_times(self, offset: int, call: RemoteCall) -> None:
         """Where the time of a call went; if the device has answered it, that may not be written yet."""

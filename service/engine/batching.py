@@ -248,8 +248,10 @@ class Scheduler:
         return queue.num_requests, queue.num_tokens
 
     def queue_state(self, model: str) -> QueueState:
-        """For metrics."""
-        return QueueState(*self.waiting(model), self._queues[model].num_chunks)
+        """For metrics; of a model that is not loaded, too."""
+        queue = self._queues.get(model)
+        waiting = (0, 0) if queue is None else (queue.num_requests, queue.num_tokens)
+        return QueueState(*waiting, self._queues.num_chunks(model))
 
     def step_in_flight(self) -> tuple[int | None, float]:
         """A number of the first step in flight, None: there is none; and its likely seconds, 0: unknown."""
@@ -281,8 +283,9 @@ class Scheduler:
             done(error)
 
     def failures(self, model: str) -> int:
-        """The number of consecutive failed steps of `model`, up to now."""
-        return self._queues[model].failures
+        """The number of consecutive failed steps of `model`, up to now; 0 if it is not loaded."""
+        queue = self._queues.get(model)
+        return 0 if queue is None else queue.failures
 
     def close(self) -> None:
         """Refuse new requests; accepted ones are still answered, and counted in `unanswered` from now on."""

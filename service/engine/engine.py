@@ -440,10 +440,9 @@ class Engine:
 
     def queue_states(self) -> dict[str, QueueState]:
         """What waits for each model; on any thread."""
-        states, serves = {}, self.repository.serves
+        states = {}
         for name, elsewhere in zip(self.models, self._elsewhere(), strict=True):
-            served = self.loaded and serves(name)
-            state = self.scheduler.queue_state(name) if served else QueueState(0, 0, 0)
+            state = self.scheduler.queue_state(name)
             states[name] = state._replace(
                 num_requests=state.num_requests + elsewhere.num_requests,
                 num_tokens=state.num_tokens + elsewhere.num_tokens,

@@ -10,7 +10,7 @@ from expertd.service.engine.lane_metrics import lane_queue_metrics
 from expertd.service.engine.lanes import Lanes
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement_metrics import placement_metrics
-from expertd.service.engine.queue_metrics import QueueState, queue_metrics
+from expertd.service.engine.queue_metrics import queue_metrics
 from expertd.service.engine.use_metrics import memory_metrics, use_metrics
 from expertd.service.moe.step_counts import NOTHING
 
@@ -40,10 +40,7 @@ def _ready_models(engine: "Engine") -> dict[str, bool]:
 
 def _lane_metrics(engine: "Engine") -> Iterator[Metric]:
     if isinstance(engine.scheduler, Lanes):
-        served = [model for model in engine.models if engine.loaded and engine.repository.serves(model)]
-        states = engine.scheduler.queue_states(served)
-        empty = dict.fromkeys(engine.models, QueueState(0, 0, 0))
-        yield from lane_queue_metrics({lane: empty | now for lane, now in states.items()})
+        yield from lane_queue_metrics(engine.scheduler.queue_states(engine.models))
     if engine.lane_control is not None:
         yield from engine.lane_control.metrics()
 

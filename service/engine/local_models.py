@@ -180,10 +180,11 @@ class LocalModels:
         launches: dict[str, Launches] = {}
         weights: dict[str, int] = {}
         for each in self.sets:
-            for name, runner in list(each.runners.items()):
+            for name, counted in list(each.launches.items()):
                 of = launches.setdefault(name, Launches())
                 for field in fields(of):
-                    setattr(of, field.name, getattr(of, field.name) + getattr(runner.launches, field.name))
+                    setattr(of, field.name, getattr(of, field.name) + getattr(counted, field.name))
+            for name, runner in list(each.runners.items()):
                 weights[name] = runner.layer.weights.num_bytes
         copies = [each.host_copies for each in self.sets]
         total = HostCopies(sum(each.num_bytes for each in copies), sum(each.seconds for each in copies))

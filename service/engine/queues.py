@@ -46,6 +46,7 @@ class Queues:
         self.why_missing: Callable[[str], EngineError] = _unloaded
         self.on_change: Callable[[str, Backlog], None] | None = None
         self._of: dict[str, Queue] = {}
+        self._chunks_before: dict[str, int] = {}  # of models that were unloaded
         self.turns: deque[str] = deque()  # models with waiting requests, the one that waits longest first
         self._clock: dict[int, float] = {}  # by priority: `Queue.used` of its last step's model, before it
         self._long: set[Pending] = set()  # that are not answered
@@ -67,12 +68,18 @@ class Queues:
         """Forget a model without waiting requests; False if there are some."""
         if self[model].num_requests:
             return False
+        self._chunks_before[model] = self.num_chunks(model)
         self._of = {name: queue for name, queue in self._of.items() if name != model}
         return True
 
     def get(self, model: str) -> Queue | None:
         """The queue of a model; None if it is not loaded."""
         return self._of.get(model)
+
+    def num_chunks(self, model: str) -> int:
+        """Parts of a model's requests that steps have had, also before it was unloaded."""
+        queue = self._of.get(model)
+        return self._chunks_before.get(model, 0) + (0 if queue is None else queue.num_chunks)
 
     def __getitem__(self, model: str) -> Queue:
         """The queue of a loaded model. Raises what `why_missing` says."""

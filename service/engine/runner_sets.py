@@ -10,7 +10,7 @@ from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.stages import StageTimer
 from expertd.service.moe.staging import Staging
-from expertd.service.moe.step_counts import HostCopies
+from expertd.service.moe.step_counts import HostCopies, Launches
 from expertd.service.settings.lanes import Lane, LaneSettings
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -25,7 +25,8 @@ class RunnerSet:
     """Runners that share memory for their steps and, on a lane, a stream; `runners` has them by model.
 
     timer        of steps with traced requests; None: there are none
-    host_copies  of all their steps, also of runners that are gone
+    launches     of all their steps, by model, also of runners that are gone
+    host_copies  likewise, of all models
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RunnerSet:
         self.runners: dict[str, LayerRunner] = {}
         self._lane, self._device, self._partitions, self._timer = lane, device, partitions, timer
         self.staging: Staging | None = None
+        self.launches: dict[str, Launches] = {}
         self.host_copies = HostCopies()
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -60,6 +62,7 @@ class RunnerSet:
             self._stream,
             with_graphs=self._lane.with_graphs,
             timer=self._timer,
+            launches=self.launches.setdefault(model.name, Launches()),
             copies=self.host_copies,
         )
         self.runners[model.name] = runner

@@ -20,7 +20,16 @@ from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
-_OTHER_FILES = 256  # besides connections: lingering ones, libraries, devices
+_OTHER_FILES = 256  # besides those that settings limit: lingering connections, libraries, devices
+
+
+def num_files(settings: Settings, num_servers: int) -> int:
+    """How many files may be open at once; `num_servers` accept as many connections each."""
+    copies = 0 if settings.num_ranks == 1 else 1  # of each shared file, for ranks that start later
+    regions = (2 + copies) * settings.shared_memory.max_regions  # the file, and its mapping's own descriptor
+    # Until it is claimed, an eventfd and both ends of a pipe beside two files; then a socket, and fewer.
+    channels = (3 + 2 * (2 + copies)) * settings.channels.max_channels if settings.channels.socket else 0
+    return num_servers * settings.limits.max_connections + regions + channels + _OTHER_FILES
 
 
 def serve(
@@ -52,10 +61,7 @@ def serve(
         # HTTP processes log what they pass on.
         shared_settings = own if workers is None else own.model_copy(update={"access_log": False})
         shared = Shared(app, app.infer, app.metrics, shared_settings)
-        # The file, its mapping's own descriptor, and one for ranks that start later.
-        region_files = (2 if settings.num_ranks == 1 else 3) * settings.shared_memory.max_regions
-        connections = settings.limits.max_connections * (1 if beside is None else 2)
-        allow_files(connections + region_files + _OTHER_FILES)
+        allow_files(num_files(settings, 1 if beside is None else 2))
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])

@@ -36,6 +36,7 @@ class LayerRunner:
     partition    where steps run; may be set while none does, and graphs are captured again then
     with_graphs  whether small steps are graphs, once `capture` is called
     timer        of the steps whose requests want their stages timed; then layer is a MoELayer. None: of none
+    launches     counts those of its steps; None: made here
     copies       counts what the host copies if there is no GPU; None: made here. On a GPU, the staging does
     """
 
@@ -49,6 +50,7 @@ class LayerRunner:
         stream: torch.cuda.Stream | None = None,
         with_graphs: bool = True,
         timer: StageTimer | None = None,
+        launches: Launches | None = None,
         copies: HostCopies | None = None,
     ) -> None:
         self.layer = layer
@@ -60,7 +62,7 @@ class LayerRunner:
         self._with_graphs = with_graphs
         self._timer = timer
         self._graphs: StepGraphs | None = None
-        self.launches = Launches()
+        self.launches = launches or Launches()
         if self._on_gpu:
             self.staging = staging or Staging(torch.device("cuda", self._device.index or 0))
             self._on_device = DeviceSteps(layer, self.staging, self.launches)

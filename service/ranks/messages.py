@@ -16,7 +16,7 @@ from expertd.service.moe.request import FP8
 DATATYPES = ("BF16", "FP16", "FP32", FP8)  # FP8: of hidden states alone
 ID_DATATYPES = ("INT32", "INT64")
 ERROR_BYTES = 512
-_MESSAGE_BYTES = 4096
+_MESSAGE_BYTES = 32768  # a set of partitions has the most: 32 names of 64 characters
 _MAX_TEXT = 600  # characters of an error in a message, each of up to 6 bytes
 _MAX_DESCRIPTORS = 4
 
@@ -131,9 +131,14 @@ def end_bytes(max_experts: int) -> int:
 
 
 def send(connection: socket.socket, *message: Any, descriptors: Sequence[int] = ()) -> None:
-    """Send values as one message, with descriptors; long texts are cut. Raises OSError."""
+    """Send values as one message, with descriptors; long texts are cut.
+
+    Raises OSError, and ValueError for more bytes than `receive` takes.
+    """
     values = [each[:_MAX_TEXT] if isinstance(each, str) else each for each in message]
     data = json.dumps(values, ensure_ascii=False).encode(errors="replace")
+    if len(data) > _MESSAGE_BYTES:
+        raise ValueError(f"message: expected at most {_MESSAGE_BYTES} bytes, got {len(data)}")
     socket.send_fds(connection, [data], list(descriptors))
 
 

@@ -13,6 +13,7 @@ from expertd.backends import BACKENDS
 from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
 from expertd.service.settings.lanes import LaneSettings, wrong_lanes
+from expertd.service.settings.partition_limits import MAX_NAME_LENGTH, MAX_PARTITIONS
 from expertd.service.settings.parts import (
     ChannelSettings,
     GrpcSettings,
@@ -216,7 +217,12 @@ class Settings(BaseSettings):
         for name, count in Counter(model.name for model in self.models).items():
             if count > 1:
                 yield f"models: expected different names, got {name!r} {count} times"
+        if (count := len(self.partitions)) > MAX_PARTITIONS:
+            yield f"partitions: expected at most {MAX_PARTITIONS}, got {count}"
         for partition, sms in self.partitions.items():
+            if len(partition) > MAX_NAME_LENGTH:
+                expected = f"a name of at most {MAX_NAME_LENGTH} characters"
+                yield f"partitions: expected {expected}, got {shown(partition)}"
             if sms < 1:
                 yield f"partitions.{partition}: expected at least 1 SM, got {sms}"
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 
 from expertd.service.engine.profile_limits import MAX_SECONDS, MAX_STEPS, SECONDS, STEPS
+from expertd.service.settings.partition_limits import MAX_NAME_LENGTH, MAX_PARTITIONS
 
 
 class ErrorResponse(BaseModel):
@@ -83,7 +84,9 @@ class PartitionsRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    partitions: dict[Annotated[str, Field(max_length=64)], PositiveInt] = Field(max_length=32)
+    partitions: dict[Annotated[str, Field(max_length=MAX_NAME_LENGTH)], PositiveInt] = Field(
+        max_length=MAX_PARTITIONS
+    )
 
 
 class ProfileRequest(BaseModel):

@@ -14,8 +14,10 @@ import pytest
 from expertd.service.channels.listener import ChannelListener
 from expertd.service.channels.open_channel import OpenChannel
 from expertd.service.engine.loading import Loaded
+from expertd.service.http.server import num_files
 from expertd.service.memory import DeviceMemory, Span
 from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import ChannelSettings
 from tests.service.apps import MODEL, error_of, rows, serving, serving_runner, tiny_settings
 from tests.service.channels.peer import HEADER, ChannelClosedError, Peer
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped, opened
@@ -161,6 +163,20 @@ async def test_the_bytes_of_channels_are_limited(tmp_path: Path) -> None:
         expected = "expected a region of at most 400000 bytes beside the open channels, got 500000"
         assert text == f"channels.max_bytes: {expected}"
         peer.close()
+
+
+async def test_the_limit_on_open_files_has_room_for_channels(tmp_path: Path) -> None:
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    channels = {"max_channels": 3}
+    async with channel_server(tmp_path, EchoRunner(), channels=channels) as server:
+        settings = server.app.engine.settings
+        before = open_files()
+        for _ in range(3):
+            await opened(server)
+        without = settings.model_copy(update={"channels": ChannelSettings()})
+        assert open_files() - before == num_files(settings, 1) - num_files(without, 1)
 
 
 async def test_unclaimed_channels_give_way(tmp_path: Path) -> None:

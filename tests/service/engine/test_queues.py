@@ -9,6 +9,7 @@ from expertd.service.engine.chunks import chunk_size
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Pending, State
 from expertd.service.settings.lanes import lanes_of
+from expertd.service.settings.parts import Limits
 from tests.service.apps import tiny_settings
 from tests.service.engine.filled import Filled
 from tests.service.runners import EchoRunner, layer_request
@@ -276,3 +277,14 @@ def test_a_lane_of_short_requests_has_no_long_one() -> None:
     pending = Pending("0", layer_request([1.0]), lambda _: None, False)
     queues.add(pending)
     assert not pending.is_long
+
+
+def test_chunks_of_a_model_that_was_unloaded_still_count() -> None:
+    queues = Queues(Limits())
+    queues.add_runner("m", EchoRunner(), 1.0)
+    queues["m"].num_chunks += 3
+    assert queues.remove_runner("m")
+    assert queues.num_chunks("m") == 3
+    queues.add_runner("m", EchoRunner(), 1.0)
+    queues["m"].num_chunks += 1
+    assert queues.num_chunks("m") == 4

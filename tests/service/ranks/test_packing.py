@@ -11,6 +11,7 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.messages import NOWHERE, receive, send
 from expertd.service.ranks.packing import outputs_of, pack, unpack
 from expertd.service.ranks.split import BYTES
+from expertd.service.settings.partition_limits import MAX_NAME_LENGTH, MAX_PARTITIONS
 
 HIDDEN, TOP_K = 128, 2
 
@@ -67,3 +68,18 @@ def test_a_long_error_is_cut_to_what_a_message_takes(letter: str) -> None:
     assert (word, expected, descriptors) == ("failed", True, [])
     assert len(error) == 600
     assert set(error) == {letter}
+
+
+def test_a_message_takes_every_set_of_partitions() -> None:
+    sizes = {f"{number:02}" + 62 * "\x1b": 10**6 for number in range(MAX_PARTITIONS)}
+    assert {len(name) for name in sizes} == {MAX_NAME_LENGTH}
+    named = [(name, sms, sms) for name, sms in sizes.items()]
+    with contextlib.ExitStack() as stack:
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        rank, front_end = (stack.enter_context(each) for each in pair)
+        send(front_end, "partitions", sizes)
+        assert receive(rank) == (["partitions", sizes], [])
+        send(rank, "partitions", 600 * "\x1b", [100 * "\x1b", 132, 8, named])
+        assert receive(front_end)[0][2][3] == [list(each) for each in named]
+        with pytest.raises(ValueError, match=r"^message: expected at most 32768 bytes, got \d+$"):
+            send(rank, [[600 * "x"]] * 60)

@@ -122,6 +122,14 @@ from tests.service.settings.refusals import MODEL, check_refused
             r"channels\.socket: expected another path than uds \(/a/b\), got /a/b",
         ),
         (f"models: [{MODEL}]\npartitions: {{p: 0}}", r"partitions\.p: expected at least 1 SM, got 0"),
+        (
+            f"models: [{MODEL}]\npartitions: {{{', '.join(f'p{number}: 2' for number in range(33))}}}",
+            r"partitions: expected at most 32, got 33",
+        ),
+        (
+            f"models: [{MODEL}]\npartitions: {{{65 * 'p'}: 2}}",
+            rf"partitions: expected a name of at most 64 characters, got '{65 * 'p'}'",
+        ),
         ("models: []", r"models or checkpoints: expected at least one layer to serve, got none"),
         ("port: 1", r"models or checkpoints: expected at least one layer to serve, got none"),
         *(

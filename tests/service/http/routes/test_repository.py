@@ -463,13 +463,20 @@ async def test_the_extension_is_announced() -> None:
         assert json.loads((await change(server, "load")).content)["state"] == "READY"
 
 
-async def test_what_unloaded_models_have_copied_still_counts() -> None:
+async def test_what_steps_of_unloaded_models_have_used_still_counts() -> None:
     """A counter that falls looks like a new process."""
+
+    def counters() -> tuple[float, ...]:
+        steps = server.metric("steps_total", model="other", launch="host")
+        return steps, server.metric("host_copy_bytes_total")
+
     async with two_models() as server:
         assert (await change(server, "load")).status_code == 200
         output_of(await infer(server, "other"))
-        before = server.metric("host_copy_bytes_total")
-        assert before > 0
-        for model in ("other", "tiny"):
-            assert (await change(server, "unload", model)).status_code == 200
-            assert server.metric("host_copy_bytes_total") == before
+        before = counters()
+        assert all(before)
+        for what, model in (("unload", "other"), ("unload", "tiny"), ("load", "other")):
+            assert (await change(server, what, model)).status_code == 200
+            assert counters() == before if what == "unload" else counters()[0] >= before[0]
+        output_of(await infer(server, "other"))
+        assert counters()[0] > before[0]
