@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends import Backend, backend_for
-from expertd.kernels.checks import check_experts
+from expertd.kernels.expert_checks import check_experts
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.permute import write_no_rows
@@ -46,8 +46,7 @@ def fused_experts(
     out            float32, bfloat16 or float16 [T, H], contiguous and 16-byte aligned, to write to; None: a
                    new one of float32
     activation     a Swiglu or an OtherGlu: alpha finite, limit above 0
-    biases         contiguous and 16-byte aligned; on a GPU the preceding launch must not write them. None:
-                   there are none
+    biases         contiguous and 16-byte aligned; None: there are none
     backend        a Backend, its name, or None for the best one for the device
     num_sms        SMs for the GEMMs; None: all of them. Every count from 2 on gives the same bits; with 1,
                    backend "hopper" rounds to bf16 before the activation and gives different bits

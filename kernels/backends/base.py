@@ -9,6 +9,7 @@ from torch import Tensor
 
 from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
+from expertd.kernels.ops.checks import check_router
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, quantize_rows
 from expertd.kernels.ops.router import choose_experts
@@ -248,7 +249,10 @@ class Backend(ABC):
         Logits are summed in fp32; the rest is `choose_experts`. router and bias belong to a layer: the
         preceding launch must not write them. end_token is an int32 scalar that the device can read: tokens
         from it on are padding, and get expert -1; None: there is none.
+
+        Raises ValueError (name, expected, got).
         """
+        check_router(hidden_states, router, bias, top_k, routing)
         logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
         return without_padding(*self.choose_experts(logits, bias, top_k, routing), end_token)
 

@@ -90,9 +90,10 @@ struct Rows {
                 const int row = __shfl_sync(0xffffffff, fetched.row, slot);
                 source[i] = static_cast<u32>(__shfl_sync(0xffffffff, fetched.place, slot)) >> 16;
                 columns[i] = {0, 0, 0, 0};
-                if (later == 0 || items.column >= items.problem.n) continue;
-                columns[i] = source[i] == ranks.rank ? *items.computed(row)
-                                                     : ptx::load_relaxed_system(place(ranks.rank, slots + slot));
+                const bool is_own = source[i] == ranks.rank;
+                // After a rank was late, an own pair may have no row.
+                if (later == 0 || items.column >= items.problem.n || (is_own && row < 0)) continue;
+                columns[i] = is_own ? *items.computed(row) : ptx::load_relaxed_system(place(ranks.rank, slots + slot));
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {

@@ -17,11 +17,28 @@ def check_logits(logits: Tensor, bias: Tensor | None, top_k: int, routing: Routi
     if logits.ndim != 2:
         raise refusal("logits shape", "2 dimensions [T, E]", tuple(logits.shape))
     _check_dtype("logits", logits, torch.float32)
-    check_rule(logits.shape[1], bias, top_k, routing)
+    _check_rule(logits.shape[1], bias, top_k, routing)
+    if bias is not None:
+        _check_device("bias", bias, logits, "logits")
 
 
-def check_rule(num_experts: int, bias: Tensor | None, top_k: int, routing: Routing) -> None:
-    """Raise ValueError (name, expected, got) unless a router of these experts can follow the rule."""
+def check_router(
+    hidden_states: Tensor, router: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+) -> None:
+    """Raise ValueError (name, expected, got) unless `Backend.route` can serve these arguments."""
+    for name, tensor, form in (("hidden_states", hidden_states, "[T, H]"), ("router", router, "[E, H]")):
+        if tensor.ndim != 2:
+            raise refusal(f"{name} shape", f"2 dimensions {form}", tuple(tensor.shape))
+    num_experts, h = router.shape
+    if h != hidden_states.shape[1]:
+        raise refusal("router H", f"{hidden_states.shape[1]} as in hidden_states", h)
+    _check_device("router", router, hidden_states, "hidden_states")
+    _check_rule(num_experts, bias, top_k, routing)
+    if bias is not None:
+        _check_device("bias", bias, hidden_states, "hidden_states")
+
+
+def _check_rule(num_experts: int, bias: Tensor | None, top_k: int, routing: Routing) -> None:
     if top_k < 1:
         raise refusal("top_k", "at least 1", top_k)
     routing.check(num_experts, top_k)
@@ -103,6 +120,6 @@ def _check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
         raise refusal(f"{name} dtype", " or ".join(map(str, dtypes)), tensor.dtype)
 
 
-def _check_device(name: str, tensor: Tensor, rows: Tensor) -> None:
-    if tensor.device != rows.device:
-        raise refusal(f"{name} device", f"{rows.device} as rows", tensor.device)
+def _check_device(name: str, tensor: Tensor, other: Tensor, like: str = "rows") -> None:
+    if tensor.device != other.device:
+        raise refusal(f"{name} device", f"{other.device} as {like}", tensor.device)

@@ -227,11 +227,11 @@ class DeviceSteps:
         h = self._layer.shape.hidden_size
         first, scales = batch.requests[0].hidden_states, batch.requests[0].scales
         if len(batch.requests) == 1 and self._is_in_place(first):
-            data = _bytes_at(first.address, first.num_bytes)
+            data = _as_bytes(first)
             if scales is None:
                 return [rows_of(data, batch.requests[0].datatype, h)]
             if self._is_in_place(scales, 4):
-                return [rows_of(data, FP8, h, _bytes_at(scales.address, scales.num_bytes))]
+                return [rows_of(data, FP8, h, _as_bytes(scales))]
         datatypes = {request.datatype for request in batch.requests}
         sizes = [request.num_tokens * row_bytes(request.datatype, h) for request in batch.requests]
         starts = list(accumulate(sizes, initial=0))
@@ -292,7 +292,7 @@ class DeviceSteps:
         for request, part in zip(batch.requests, batch.parts, strict=True):
             if is_on_gpu(request.topk_ids) and is_on_gpu(request.topk_weights):
                 dtype = INTEGERS[request.topk_ids_datatype]
-                ids[part] = _view(request.topk_ids, dtype, ids.shape[1]).to(torch.int32)
+                ids[part] = as_int32(_view(request.topk_ids, dtype, ids.shape[1]))
                 weights[part] = _view(request.topk_weights, torch.float32, ids.shape[1])
         if batch.needs_router:
             routed_ids, routed_weights = self._layer.route(_floats(parts, batch))
@@ -374,15 +374,26 @@ class _CudaArray:
         }
 
 
+def as_int32(ids: Tensor) -> Tensor:
+    """Ids of experts as int32; -1 for those that do not fit."""
+    narrow = ids.to(torch.int32)
+    return torch.where(narrow == ids, narrow, -1)
+
+
 def _view(memory: Span, dtype: torch.dtype, columns: int) -> Tensor:
     """A span of a GPU's memory as a tensor [rows, columns]; a copy if kernels could not read its elements."""
-    data = _bytes_at(memory.address, memory.num_bytes)
+    data = _as_bytes(memory)
     return (data if is_aligned(memory, dtype.itemsize) else data.clone()).view(dtype).view(-1, columns)
 
 
+def _as_bytes(memory: Span) -> Tensor:
+    """Memory that the GPU can read, which the tensor does not keep; cached, for it takes a while to make."""
+    return _bytes_at(memory.address, memory.num_bytes, memory.device)
+
+
 @functools.lru_cache(maxsize=1024)
-def _bytes_at(address: int, num_bytes: int) -> Tensor:
-    """The GPU's memory at `address`, which the tensor does not keep; cached, for it takes a while to make."""
+def _bytes_at(address: int, num_bytes: int, _device: int | None) -> Tensor:
+    # Another GPU's memory may be at an address that was this one's before.
     return torch.as_tensor(_CudaArray(address, num_bytes))
 
 

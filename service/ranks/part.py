@@ -47,6 +47,7 @@ _GPU_SPIN_SECONDS = 500e-6
 class _Running:
     number: int
     step: Step
+    partition: str | None  # None: the whole device
 
 
 class RankPart:
@@ -195,7 +196,8 @@ class RankPart:
                 self._finish(rings)
             self._fail(rings, command.number, error)
             return
-        self._running.append(_Running(command.number, step))
+        partition = self._models[command.model][0].partition
+        self._running.append(_Running(command.number, step, partition))
         if step.is_done():
             self._finish(rings)
 
@@ -211,8 +213,11 @@ class RankPart:
         total = sum(request.num_tokens for request in command.requests)
         counts = [len(part_of(total, rank, num_ranks)) for rank in range(num_ranks)]
         graph = graph_of(command.requests, max(counts), self._regions.is_on_gpu)
-        if graph is not None or self._replays:
-            while self._running:  # all graphs use the same memory
+        # All graphs use the same memory. And a step in a partition and one on all SMs could each have, on one
+        # rank, the SMs for which the other one waits on another.
+        others = {each.partition for each in self._running} - {model.partition}
+        if graph is not None or self._replays or (others and None in {*others, model.partition}):
+            while self._running:
                 self._finish(rings)
         with runner.on_stream():
             self._placements.begin_step(command, *self._membership.place)

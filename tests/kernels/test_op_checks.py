@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import (
+    ExpertBiases,
     OtherGlu,
     Quantized,
     RankMemory,
     RankTokens,
     Routing,
+    Swiglu,
     choose_experts,
     compute_permutation,
     fused_experts,
@@ -27,9 +29,10 @@ from expertd.kernels import (
 from expertd.kernels.backends.hopper import tiles
 from expertd.kernels.backends.hopper.backend import HopperBackend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.kernels.checks import MAX_N, check_parallel
+from expertd.kernels.checks import MAX_N
+from expertd.kernels.expert_checks import check_parallel
 
-T, TOP_K, H, E = 4, 2, 256, 8
+T, TOP_K, H, E, G = 4, 2, 256, 8, 4  # G: groups of a rank
 IDS, WEIGHTS = torch.zeros(T, TOP_K, dtype=torch.int32), torch.zeros(T, TOP_K)
 LOGITS, GROUPED = torch.zeros(2, 4), Routing(num_expert_groups=4, topk_group=2)
 ROWS = quantize_rows(torch.zeros(T, H))
@@ -162,6 +165,33 @@ def test_biases_of_routers_are_refused_before_the_launch(backend: Any) -> None:
         backend.route(x, router, torch.zeros(E).bfloat16(), TOP_K, Routing())
     with pytest.raises(ValueError, match=r"^bias shape: expected \(8,\), got \(1, 8\)"):
         backend.route(x, router, torch.zeros(1, E), TOP_K, Routing())
+    with pytest.raises(ValueError, match=r"^bias device: expected cpu as hidden_states, got meta"):
+        backend.route(x, router, _meta(E), TOP_K, Routing())
+    with pytest.raises(ValueError, match=r"^bias device: expected cpu as logits, got meta"):
+        backend.choose_experts(torch.zeros(T, E), _meta(E), TOP_K, Routing())
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), HopperBackend()])
+def test_routers_that_do_not_fit_are_refused_before_the_launch(backend: Any) -> None:
+    x, router = torch.zeros(T, H).bfloat16(), torch.zeros(E, H).bfloat16()
+    for other, message in (
+        (router[:, :128], "router H: expected 256 as in hidden_states, got 128"),
+        (router[0], r"router shape: expected 2 dimensions \[E, H\], got \(256,\)"),
+        (_meta(E, H, dtype=torch.bfloat16), "router device: expected cpu as hidden_states, got meta"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            backend.route(x, other, None, TOP_K, Routing())
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend(), HopperBackend()])
+def test_routers_of_no_tokens_launch_nothing(backend: Any) -> None:
+    router = torch.zeros(E, H).bfloat16()
+    for ids, weights in (
+        backend.route(torch.zeros(0, H).bfloat16(), router, None, TOP_K, Routing()),
+        backend.choose_experts(torch.zeros(0, E), None, TOP_K, Routing()),
+    ):
+        assert (ids.shape, ids.dtype) == ((0, TOP_K), torch.int32)
+        assert (weights.shape, weights.dtype) == ((0, TOP_K), torch.float32)
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)
@@ -204,14 +234,20 @@ def _parallel_arguments() -> dict[str, Any]:
         "tokens": _tokens(),
         "hidden_states": torch.zeros(T, H),
         "topk_ids": IDS,
+        "topk_weights": WEIGHTS,
+        "gate_up": quantize_blocks(torch.zeros(G, 256, H)),
+        "down": quantize_blocks(torch.zeros(G, H, 128)),
         "out": torch.zeros(T, H),
+        "activation": Swiglu(),
         "num_sms": None,
-        "has_overlap": False,
     }
 
 
 def test_what_suits_the_memory_of_ranks_is_accepted() -> None:
     check_parallel(**_parallel_arguments())
+    biases = ExpertBiases(torch.zeros(G, 256).bfloat16(), torch.zeros(E, H).bfloat16())
+    offsets = torch.zeros(G + 1, dtype=torch.int32)
+    check_parallel(**_parallel_arguments() | {"biases": biases, "offsets": offsets})
     check_parallel(**_parallel_arguments() | {"hidden_states": ROWS, "num_sms": 2})
 
 
@@ -231,6 +267,20 @@ def test_what_suits_the_memory_of_ranks_is_accepted() -> None:
             r"places shape: expected 1 to 1024 experts \[E\], got \(1025,\)",
         ),
         ({"tokens": _tokens(places=IDS)}, r"places shape: expected 1 to 1024 experts \[E\], got \(4, 2\)"),
+        (
+            {"hidden_states": torch.zeros(T, H).double()},
+            "hidden_states dtype: .*, got torch.float64",
+        ),
+        ({"topk_ids": IDS.long()}, "topk_ids dtype: expected torch.int32, got torch.int64"),
+        ({"topk_weights": WEIGHTS[:, :1]}, r"topk_weights shape: expected \(4, 2\), got \(4, 1\)"),
+        ({"gate_up": ROWS}, r"gate_up shape: expected \(4, 256, 256\), got \(4, 256\)"),
+        ({"down": ROWS}, r"down shape: expected 3 dimensions \[G, H, I\], got \(4, 256\)"),
+        ({"activation": None}, "activation: expected Swiglu or OtherGlu, got NoneType"),
+        (
+            {"biases": ExpertBiases(torch.zeros(G, 256).bfloat16(), torch.zeros(G, H).bfloat16())},
+            r"down bias shape: expected \(8, 256\), got \(4, 256\)",
+        ),
+        ({"offsets": torch.zeros(G, dtype=torch.int32)}, r"offsets shape: expected \(5,\), got \(4,\)"),
         ({"out": torch.zeros(3, H)}, r"out shape: expected \(4, 256\), got \(3, 256\)"),
         ({"out": torch.zeros(T, H).double()}, "out dtype: expected .*, got torch.float64"),
         ({"out": torch.zeros(H, T).t()}, r"out strides: expected contiguous, got \(1, 4\)"),

@@ -17,10 +17,10 @@ from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
 from expertd.kernels.backends.hopper.unpermute_rows import can_unpermute, unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
-from expertd.kernels.checks import check_parallel
+from expertd.kernels.expert_checks import check_parallel
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
-from expertd.kernels.ops.checks import check_logits, check_rule
+from expertd.kernels.ops.checks import check_logits, check_router
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.partitions import SMPartitions
@@ -134,7 +134,10 @@ class HopperBackend(Backend):
         biases: ExpertBiases | None = None,
     ) -> None:
         """See `Backend.parallel_experts`."""
-        check_parallel(memory, tokens, hidden_states, topk_ids, out, num_sms, overlap is not None)
+        check_parallel(
+            memory, tokens, hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms,
+            offsets, biases, overlap is not None,
+        )  # fmt: skip
         on = current_stream(_current(values_of(hidden_states), "hidden_states"))
         self._layer.parallel_experts(
             on,
@@ -166,7 +169,7 @@ class HopperBackend(Backend):
     ) -> tuple[Tensor, Tensor]:
         """See `expertd.kernels.choose_experts`; one launch for the rules of `can_route`."""
         check_logits(logits, bias, top_k, routing)
-        if not can_route(logits.shape[1], top_k, routing):
+        if not len(logits) or not can_route(logits.shape[1], top_k, routing):
             return super().choose_experts(logits, bias, top_k, routing)
         on = current_stream(_current(logits, "logits"))
         bias = None if bias is None else bias.contiguous()
@@ -187,8 +190,9 @@ class HopperBackend(Backend):
         write them: they are read before it ends. In other dtypes, and for rules that the kernel lacks, logits
         come from cuBLAS.
         """
-        check_rule(router.shape[0], bias, top_k, routing)
-        if not hidden_states.dtype == router.dtype == torch.bfloat16:
+        check_router(hidden_states, router, bias, top_k, routing)
+        is_bf16 = hidden_states.dtype == router.dtype == torch.bfloat16
+        if not is_bf16 or not len(hidden_states):
             return super().route(hidden_states, router, bias, top_k, routing, end_token)
         on = current_stream(_current(hidden_states, "hidden_states"))
         as_they_are = _is_aligned(router) and (bias is None or bias.is_contiguous())

@@ -149,18 +149,16 @@ class ParallelLayer:
         owners = self.placed.tables.owners(physical)
         arrived = self._exchange.dispatch(hidden_states, physical, topk_weights, owners, row_dtype)
         counts = hidden_states.new_zeros(len(self.placed.slots) + 1, dtype=torch.int32)
+        # The weights are written before: the launch that adds up reads them before the preceding one ends.
         if self.exact:
+            weights = torch.ones_like(topk_weights) if self._rule.weighs_input else topk_weights.contiguous()
             back = arrived.combine_slots(self._rows_of_slots(arrived, num_sms, counts))
-            if self._rule.weighs_input:
-                topk_weights = torch.ones_like(topk_weights)
         else:
-            # Written before: the launch that adds up reads them before the preceding one ends.
-            ones = topk_weights.new_ones((hidden_states.shape[0], self._exchange.num_ranks))
+            weights = topk_weights.new_ones((hidden_states.shape[0], self._exchange.num_ranks))
             back = arrived.combine(self._rows_of_tokens(arrived, row_dtype, num_sms, counts))
-            topk_weights = ones
         if offsets is not None:
             offsets.copy_(self._offsets(counts, hidden_states.shape[0]), non_blocking=True)
-        return self._add_up(back, topk_weights.contiguous(), hidden_states, num_sms, out)
+        return self._add_up(back, weights, hidden_states, num_sms, out)
 
     def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens of each expert, from the `offsets` of a call; 0 for other ranks' experts."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expertd.kernels import resolve_backend
 from expertd.service.memory import host_view
+from expertd.service.moe.device_step import as_int32
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.moe.runner import LayerRunner
@@ -186,3 +187,9 @@ def test_one_invalid_id_is_found_among_many(runner: LayerRunner, num_tokens: int
         changed[-1, 1] = wrong
         with pytest.raises(ValueError, match=f"in token {num_tokens - 1}"):
             validate(changed)
+
+
+def test_ids_that_do_not_fit_32_bits_name_no_expert() -> None:
+    ids = torch.tensor([[3, 2**32 + 3, -(2**32)], [-1, 2**31, -(2**31)]])
+    assert as_int32(ids).tolist() == [[3, -1, -1], [-1, -1, -(2**31)]]
+    assert as_int32(ids).dtype == as_int32(ids.to(torch.int32)).dtype == torch.int32

@@ -1,0 +1,187 @@
+"""Checks the arguments of experts, of one rank and of several: metadata only, as in checks.py."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from expertd.activation import Activation
+from expertd.kernels.checks import (
+    MAX_N,
+    MAX_OFFSETS,
+    MAX_ROWS,
+    check_activation,
+    check_address,
+    check_num_sms,
+    check_quantized,
+    check_tensor,
+    device_of_weights,
+    refusal,
+)
+from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
+from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from expertd.kernels.rank_memory import RankMemory, RankTokens
+
+_E4M3, _FP32, _BF16, _INT32 = torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32
+_HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LIKE = "hidden_states"  # all tensors are on its device
+
+
+def check_experts(
+    hidden_states: HiddenStates,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    out: Tensor | None,
+    activation: Activation,
+    num_sms: int | None,
+    offsets: Tensor | None = None,
+    biases: ExpertBiases | None = None,
+) -> None:
+    """Raise ValueError (name, expected, got) unless `fused_experts` can serve these arguments."""
+    num_tokens, h, device = _check_hidden_states(hidden_states)
+    check_activation(activation)
+    num_groups = _check_experts(gate_up, down, biases, h, device)
+    _check_routing(topk_ids, topk_weights, num_tokens, device)
+    check_num_sms(num_sms)
+    if out is not None:
+        _check_out(out, (num_tokens, h), device)
+    if offsets is not None:
+        _check_offsets(offsets, num_groups, device)
+
+
+def check_parallel(
+    memory: "RankMemory",
+    tokens: "RankTokens",
+    hidden_states: HiddenStates,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    out: Tensor,
+    activation: Activation,
+    num_sms: int | None,
+    offsets: Tensor | None = None,
+    biases: ExpertBiases | None = None,
+    has_overlap: bool = False,
+) -> None:
+    """Raise ValueError (name, expected, got) unless these arguments of a rank suit `memory` and `tokens`."""
+    num_tokens, h, device = _check_hidden_states(hidden_states)
+    if h != memory.hidden_size:
+        raise refusal("hidden_states H", f"{memory.hidden_size} as in memory", h)
+    memory.check(tokens.counts)
+    if num_tokens != tokens.counts[memory.rank]:
+        expected = f"{tokens.counts[memory.rank]} as in tokens.counts[{memory.rank}]"
+        raise refusal("hidden_states tokens", expected, num_tokens)
+    if topk_ids.shape != (num_tokens, memory.top_k):
+        expected = f"({num_tokens}, {memory.top_k}), with the top_k of memory"
+        raise refusal("topk_ids shape", expected, tuple(topk_ids.shape))
+    places = tokens.places
+    if places.ndim != 1 or not 1 <= len(places) <= MAX_EXPERTS:
+        raise refusal("places shape", f"1 to {MAX_EXPERTS} experts [E]", tuple(places.shape))
+    check_tensor("places", places, tuple(places.shape), _INT32, device, _LIKE)
+    check_activation(activation)
+    num_groups = _check_experts(gate_up, down, biases, h, device, len(places))
+    _check_routing(topk_ids, topk_weights, num_tokens, device)
+    _check_out(out, (num_tokens, h), device)
+    if num_sms is not None and has_overlap:
+        raise refusal("num_sms", "None with an overlap", num_sms)
+    check_num_sms(num_sms, 2)
+    if offsets is not None:
+        _check_offsets(offsets, num_groups, device)
+
+
+def _check_hidden_states(hidden_states: HiddenStates) -> tuple[int, int, torch.device]:
+    """The tokens, their columns, and the device."""
+    rows, is_fp8 = values_of(hidden_states), isinstance(hidden_states, Quantized)
+    if rows.ndim != 2:
+        raise refusal("hidden_states shape", "2 dimensions [T, H]", tuple(rows.shape))
+    dtypes = (_E4M3,) if is_fp8 else _HIDDEN_DTYPES
+    if rows.dtype not in dtypes:
+        raise refusal("hidden_states dtype", " or ".join(map(str, dtypes)), rows.dtype)
+    num_tokens, h = rows.shape
+    _check_size("H", h, SCALE_BLOCK if is_fp8 else HIDDEN_STEP)
+    if isinstance(hidden_states, Quantized):
+        _check_token_scales(hidden_states.scales, (num_tokens, h // SCALE_BLOCK), rows.device)
+    return num_tokens, h, rows.device
+
+
+def _check_size(name: str, size: int, step: int) -> None:
+    if size < SCALE_BLOCK or size % step != 0:
+        raise refusal(name, f"a multiple of {step}, at least {SCALE_BLOCK}", size)
+    if size > MAX_N:
+        raise refusal(name, f"at most {MAX_N}", size)
+
+
+def _check_experts(
+    gate_up: Quantized,
+    down: Quantized,
+    biases: ExpertBiases | None,
+    h: int,
+    device: torch.device,
+    num_experts: int | None = None,
+) -> int:
+    """The number of groups; num_experts: of all ranks, for which biases.down is. None: there is one rank."""
+    check_quantized("gate_up", gate_up)
+    check_quantized("down", down)
+    if biases is not None and not isinstance(biases, ExpertBiases):
+        raise refusal("biases", "None or ExpertBiases(gate_up, down)", type(biases).__name__)
+    if down.data.ndim != 3:
+        raise refusal("down shape", "3 dimensions [G, H, I]", tuple(down.data.shape))
+    num_groups, _, i = down.data.shape
+    _check_size("I", i, SCALE_BLOCK)
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
+    for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):
+        check_tensor(name, data, (num_groups, n, k), _E4M3, device_of_weights(data, device), _LIKE)
+        check_address(name, data)
+        blocks = (num_groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+        check_tensor(f"{name} scales", scales, blocks, _FP32, device, _LIKE)
+    if biases is not None:
+        _check_bias("gate_up", biases.gate_up, (num_groups, 2 * i), device)
+        _check_bias("down", biases.down, (num_experts or num_groups, h), device)
+    return num_groups
+
+
+def _check_bias(name: str, bias: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    check_tensor(f"{name} bias", bias, shape, _BF16, device, _LIKE)
+    check_address(f"{name} bias", bias)
+
+
+def _check_routing(topk_ids: Tensor, topk_weights: Tensor, num_tokens: int, device: torch.device) -> None:
+    if topk_ids.ndim != 2:
+        raise refusal("topk_ids shape", "2 dimensions [T, top_k]", tuple(topk_ids.shape))
+    top_k = topk_ids.shape[1]
+    if top_k < 1:
+        raise refusal("topk_ids top_k", "at least 1", top_k)
+    if num_tokens * top_k > MAX_ROWS:
+        raise refusal("topk_ids rows", f"at most {MAX_ROWS}", num_tokens * top_k)
+    check_tensor("topk_ids", topk_ids, (num_tokens, top_k), _INT32, device, _LIKE)
+    check_tensor("topk_weights", topk_weights, (num_tokens, top_k), _FP32, device, _LIKE)
+
+
+def _check_out(out: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    if out.dtype not in _HIDDEN_DTYPES:
+        raise refusal("out dtype", " or ".join(map(str, _HIDDEN_DTYPES)), out.dtype)
+    check_tensor("out", out, shape, out.dtype, device, _LIKE)
+    check_address("out", out)
+
+
+def _check_offsets(offsets: Tensor, num_groups: int, device: torch.device) -> None:
+    of_host = offsets.is_cpu and (device.type == "cpu" or offsets.is_pinned())
+    check_tensor("offsets", offsets, (num_groups + 1,), _INT32, offsets.device if of_host else device, _LIKE)
+
+
+def _check_token_scales(scales: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    if scales.shape != shape:
+        raise refusal("hidden_states scales shape", shape, tuple(scales.shape))
+    if scales.dtype != _FP32:
+        raise refusal("hidden_states scales dtype", _FP32, scales.dtype)
+    if max(scales.stride()) > MAX_OFFSETS:
+        raise refusal("hidden_states scales strides", f"at most {MAX_OFFSETS} each", scales.stride())
+    if scales.device != device:
+        raise refusal("hidden_states scales device", f"{device} as hidden_states", scales.device)
