@@ -1,7 +1,8 @@
 // Each rank's weighted sum of a token's permuted rows goes back.
 //
 // It is in fp32 and in the order of the token's slots, and rounded to bf16; the sums of the ranks are added in fp32 and
-// in the order of ranks. With kBiased, to the weighted biases of the token's experts, which its own rank knows all.
+// in the order of ranks. With kBiased they are added to the weighted biases of the token's experts: its own rank has
+// the biases of all experts.
 #pragma once
 
 #include "combine.cuh"

@@ -20,7 +20,8 @@ struct PermutedRows {
         return found;
     }
 
-    // data: e4m3 [rows, k]; scales: fp32 [k / 128, scale_stride], written by one of the eight threads that share one
+    // data: e4m3 [rows, k]; scales: fp32 [ceil(k / 128), scale_stride], written by one of the eight threads that share
+    // one
     __device__ __forceinline__ void write(uint4 columns, float scale, int column, int k, u8* data, float* scales,
                                           u32 scale_stride) const {
 #pragma unroll

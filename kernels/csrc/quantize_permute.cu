@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
                      const int* inverse_permutation,          // [num_tokens, top_k], -1: no row
                      int top_k, int k,
                      u8* __restrict__ data,                        // e4m3 [rows, k]
-                     float* __restrict__ scales, u32 scale_stride  // [k / 128, scale_stride]
+                     float* __restrict__ scales, u32 scale_stride  // [ceil(k / 128), scale_stride]
     ) {
     constexpr int kColumns = kWarps * 32 * quantize::kEach;  // per CTA; the CTAs of a token are neighbors
     const int parts = (k + kColumns - 1) / kColumns;

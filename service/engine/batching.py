@@ -93,7 +93,7 @@ class Scheduler:
         self.worker.on_failure = lambda why: loop.call_soon_threadsafe(on_failure, why)
 
     def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
-        """Tell of the device: spin_seconds as when it was made; leaves_cpu: steps leave the CPU alone."""
+        """Tell of the device: spin_seconds as when it was made; leaves_cpu is for `Lanes`."""
         self.worker.spin_seconds = 0.0 if self.lane else spin_seconds
 
     def take(self, other: "Scheduler") -> None:

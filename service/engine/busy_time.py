@@ -10,7 +10,7 @@ from expertd.service.moe.request import Output
 class BusyTime:
     """From any thread, in a microsecond per request: for long ones.
 
-    seconds  in which at least one request had no answer, up to when that was last so for none
+    seconds  with at least one request without an answer, up to the last moment when there was none
     tokens   of requests that were answered with an output
     """
 

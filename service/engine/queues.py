@@ -34,7 +34,7 @@ def _unloaded(model: str) -> EngineError:
 
 
 class Queues:
-    """All queues. Who changes them holds `lock`, but for `end`, which takes it.
+    """All queues. Callers that change them hold `lock`, but for `end`, which takes it.
 
     why_missing  the error for a model without a queue, ModelUnloadedError or NotReadyError; on any thread
     on_change    called with a model and its backlog when that changes, with `lock` held; None: not called

@@ -53,7 +53,7 @@ STAGE_SECONDS = Family(
     "writes",
     "seconds",
     ("model", "stage"),
-    when="with several HTTP processes, it counts requests over channels alone",
+    when="with several HTTP processes, only of requests over channels and gRPC, and of those with regions",
 )
 CONNECTION_REFUSALS = Family(
     "counter",

@@ -42,7 +42,7 @@ class Infer:
     def refusal_of_unknown(self, authorization: Headers) -> Refusal | None:
         """Why a caller is refused before its message is received: it has no key. None if it has one."""
         gate = self._endpoint.gate
-        if gate.refresh() is None or gate.name_of(authorization) != "-":
+        if gate.refresh() is None or gate.knows(authorization):
             return None
         caller = _Caller()
         self._unnamed(authorization, caller).admit()

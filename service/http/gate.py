@@ -109,6 +109,10 @@ class Gate:
         if keys is not None and (rights := rights_for(method, path)):
             self._check(keys, headers, rights)
 
+    def knows(self, headers: Headers) -> bool:
+        """Whether a call has a known key."""
+        return bool(self._known(headers))
+
     def name_of(self, headers: Headers) -> str:
         """The name of a call's key, for the log; "-" without one."""
         return self._known(headers) or "-"

@@ -48,7 +48,7 @@ class Carrier:
         self._last = 0
 
     def carry_out(self, group: RankGroup, model: int, shape: LayerShape, target: Placement) -> None:
-        """Go over to `target`, round by round; what has been done by an error is kept.
+        """Go over to `target`, round by round; rounds that ended before an error are kept.
 
         Raises DeviceLostError if a rank is lost, and SchedulerClosedError once `stopped` is true.
         """

@@ -19,7 +19,7 @@ class Variant(NamedTuple):
 
     source        the file to compile, with its definitions
     threads       threads per CTA
-    shared_bytes  dynamic shared memory per CTA, by the number of groups (for `route_tokens`, of experts)
+    shared_bytes  dynamic shared memory per CTA, by the number of groups, or of experts
     """
 
     source: jit.Source

@@ -266,7 +266,8 @@ class InferJsonRequest(BaseModel):
     id: str | None = None
     parameters: dict[str, Any] | None = Field(
         default=None,
-        description="binary_data_output: true for binary outputs; timeout: maximum microseconds in the queue",
+        description="binary_data_output: true for binary outputs; timeout: microseconds from the whole body "
+        "to the answer, 0: no limit; priority: 0 to 255, a lower one goes first, 0: 128",
     )
     inputs: list[InferTensor]
     outputs: list[InferOutput] | None = None

@@ -23,7 +23,7 @@ from tests.paths import DEMO
 from tests.service.apps import rows, tiny_settings
 from tests.service.grpc import raw
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
-from tests.service.keys import all_keys, key_of
+from tests.service.keys import all_keys, key_of, write_keys
 from tests.service.processes import clean_environment
 from tests.service.runners import EchoRunner
 
@@ -242,6 +242,13 @@ async def test_the_access_log_names_keys_and_statuses(
         assert calls.serving.metric("requests_total", model="", status="401") == 1
     lines = [re.sub(r"^\S+:\d+ ", "", record.getMessage()) for record in access_records(caplog)]
     assert lines == ['infer "gRPC ModelInfer" OK', '- "gRPC ModelInfer" UNAUTHENTICATED']
+
+
+async def test_a_key_may_have_the_name_that_stands_for_none_in_the_log(tmp_path: Path) -> None:
+    settings = tiny_settings(**ON, keys=write_keys(tmp_path / "keys.yaml", **{"-": ["infer"]}))
+    async with grpc_serving(EchoRunner(), settings) as calls:
+        key = (("authorization", f"Bearer {key_of('-')}"),)
+        output_of(await calls.infer(hidden_message(rows(1)), metadata=key))
 
 
 async def test_json_lines_of_other_calls_have_their_fields(
