@@ -99,7 +99,7 @@ format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's styl
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i kernels/csrc/*
 
-check: lint test ## everything CI runs: lint, then test
+check: lint test ## what CI runs but for the image: lint, then test
 
 lock: ## update the lock files after a change of requirements (UPGRADE=1: to the newest versions)
 	$(PYTHON) -m venv --clear build/lock

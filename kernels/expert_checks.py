@@ -1,7 +1,5 @@
 """Checks the arguments of experts, of one rank and of several: metadata only, as in checks.py."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -20,10 +18,8 @@ from expertd.kernels.checks import (
 )
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
+from expertd.kernels.rank_memory import MAX_RANKS, RankMemory, RankTokens
 from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
-
-if TYPE_CHECKING:
-    from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 _E4M3, _FP32, _BF16, _INT32 = torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -55,8 +51,8 @@ def check_experts(
 
 
 def check_parallel(
-    memory: "RankMemory",
-    tokens: "RankTokens",
+    memory: RankMemory,
+    tokens: RankTokens,
     hidden_states: HiddenStates,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -84,6 +80,7 @@ def check_parallel(
     if places.ndim != 1 or not 1 <= len(places) <= MAX_EXPERTS:
         raise refusal("places shape", f"1 to {MAX_EXPERTS} experts [E]", tuple(places.shape))
     check_tensor("places", places, tuple(places.shape), _INT32, device, _LIKE)
+    check_tensor("first_tokens", tokens.first_tokens, (MAX_RANKS + 1,), _INT32, device, _LIKE)
     check_activation(activation)
     num_groups = _check_experts(gate_up, down, biases, h, device, len(places))
     _check_routing(topk_ids, topk_weights, num_tokens, device)

@@ -29,7 +29,11 @@ Progress = Callable[[int, int, str], None]
 
 
 class Backend(ABC):
-    """Computes grouped GEMMs and experts; arguments arrive checked (see kernels/checks.py) and non-empty."""
+    """Computes grouped GEMMs and experts.
+
+    Arguments arrive checked (kernels/checks.py, kernels/expert_checks.py) and non-empty, but for methods that
+    raise ValueError themselves.
+    """
 
     name: ClassVar[str]
     device_type: ClassVar[str | None] = None
@@ -266,6 +270,7 @@ class Backend(ABC):
         end_token: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `route`, in PyTorch, and for every rule, also those that are not `in_kernels`."""
+        check_router(hidden_states, router, bias, top_k, routing)
         logits = hidden_states.to(torch.float32) @ router.to(torch.float32).t()
         return without_padding(*choose_experts(logits, bias, top_k, routing), end_token)
 

@@ -62,13 +62,15 @@ class Queues:
     def add_runner(self, model: str, runner: Runner, weight: float) -> None:
         """Have an empty queue for one more model."""
         # A new table: other threads may be reading the old one.
-        self._of = {**self._of, model: Queue(runner, self.limits.max_batch_tokens, weight)}
+        queue = Queue(runner, self.limits.max_batch_tokens, weight)
+        queue.num_chunks = self.num_chunks(model)
+        self._of = {**self._of, model: queue}
 
     def remove_runner(self, model: str) -> bool:
         """Forget a model without waiting requests; False if there are some."""
-        if self[model].num_requests:
+        if (queue := self[model]).num_requests:
             return False
-        self._chunks_before[model] = self.num_chunks(model)
+        self._chunks_before[model] = queue.num_chunks  # first: metrics are read without the lock
         self._of = {name: queue for name, queue in self._of.items() if name != model}
         return True
 
@@ -79,7 +81,7 @@ class Queues:
     def num_chunks(self, model: str) -> int:
         """Parts of a model's requests that steps have had, also before it was unloaded."""
         queue = self._of.get(model)
-        return self._chunks_before.get(model, 0) + (0 if queue is None else queue.num_chunks)
+        return self._chunks_before.get(model, 0) if queue is None else queue.num_chunks
 
     def __getitem__(self, model: str) -> Queue:
         """The queue of a loaded model. Raises what `why_missing` says."""

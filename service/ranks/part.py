@@ -50,6 +50,11 @@ class _Running:
     partition: str | None  # None: the whole device
 
 
+def share_sms(partition: str | None, other: str | None) -> bool:
+    """Whether steps in these partitions (None: the whole device) may be on the same SMs at the same time."""
+    return partition != other and None in (partition, other)
+
+
 class RankPart:
     """Loads the part of every model. Raises as `load` does, and ExchangeError if the ranks do not meet."""
 
@@ -196,8 +201,7 @@ class RankPart:
                 self._finish(rings)
             self._fail(rings, command.number, error)
             return
-        partition = self._models[command.model][0].partition
-        self._running.append(_Running(command.number, step, partition))
+        self._running.append(_Running(command.number, step, model.partition))
         if step.is_done():
             self._finish(rings)
 
@@ -213,10 +217,10 @@ class RankPart:
         total = sum(request.num_tokens for request in command.requests)
         counts = [len(part_of(total, rank, num_ranks)) for rank in range(num_ranks)]
         graph = graph_of(command.requests, max(counts), self._regions.is_on_gpu)
-        # All graphs use the same memory. And a step in a partition and one on all SMs could each have, on one
-        # rank, the SMs for which the other one waits on another.
-        others = {each.partition for each in self._running} - {model.partition}
-        if graph is not None or self._replays or (others and None in {*others, model.partition}):
+        # All graphs use the same memory; and two steps that share SMs could wait for each other, if one has
+        # these SMs on one rank, and the other one on another.
+        shares = any(share_sms(model.partition, each.partition) for each in self._running)
+        if graph is not None or self._replays or shares:
             while self._running:
                 self._finish(rings)
         with runner.on_stream():

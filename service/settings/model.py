@@ -143,7 +143,10 @@ class Settings(BaseSettings):
     overlap: OverlapSettings = Field(
         default=OverlapSettings(), description="communication between GPUs while GEMMs run"
     )
-    partitions: dict[str, int] = Field(default={}, description="number of SMs of each SM partition, by name")
+    partitions: dict[str, int] = Field(
+        default={},
+        description="number of SMs of each SM partition, by name; at most 32, names of up to 64 characters",
+    )
     lanes: LaneSettings = Field(default=LaneSettings(), description="steps that run at the same time")
     limits: Limits = Field(default=Limits(), description="limits on requests, steps and queues")
     shared_memory: SharedMemorySettings = Field(

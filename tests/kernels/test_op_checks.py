@@ -281,6 +281,10 @@ def test_what_suits_the_memory_of_ranks_is_accepted() -> None:
             r"down bias shape: expected \(8, 256\), got \(4, 256\)",
         ),
         ({"offsets": torch.zeros(G, dtype=torch.int32)}, r"offsets shape: expected \(5,\), got \(4,\)"),
+        (
+            {"tokens": RankTokens((3, T), torch.zeros(3, dtype=torch.int32), PLACES)},
+            r"first_tokens shape: expected \(9,\), got \(3,\)",
+        ),
         ({"out": torch.zeros(3, H)}, r"out shape: expected \(4, 256\), got \(3, 256\)"),
         ({"out": torch.zeros(T, H).double()}, "out dtype: expected .*, got torch.float64"),
         ({"out": torch.zeros(H, T).t()}, r"out strides: expected contiguous, got \(1, 4\)"),
@@ -292,3 +296,9 @@ def test_ranks_refuse(change: dict[str, Any], message: str) -> None:
     arguments = _parallel_arguments() | change
     with pytest.raises(ValueError, match=f"^{message}"):
         check_parallel(**arguments)
+
+
+def test_ranks_refuse_before_the_launch() -> None:
+    arguments = _parallel_arguments() | {"gate_up": quantize_blocks(torch.zeros(G, 128, H))}
+    with pytest.raises(ValueError, match=r"^gate_up shape: expected \(4, 256, 256\), got \(4, 128, 256\)"):
+        HopperBackend().parallel_experts(**arguments)

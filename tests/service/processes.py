@@ -40,8 +40,9 @@ class ServerProcess:
         self.url = f"127.0.0.1:{self.port}"
 
     def log(self) -> str:
-        """The server's output so far."""
-        return self._log.read_text()
+        """The server's output so far, without a line that is being written."""
+        text = self._log.read_text()
+        return text[: text.rfind("\n") + 1]
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """GET on a new connection, without the system's certificates, which take longer to read than this."""

@@ -135,8 +135,9 @@ class HopperBackend(Backend):
     ) -> None:
         """See `Backend.parallel_experts`."""
         check_parallel(
-            memory, tokens, hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms,
-            offsets, biases, overlap is not None,
+            memory, tokens, hidden_states, topk_ids, topk_weights, gate_up, down, out,
+            activation=activation, num_sms=num_sms, offsets=offsets, biases=biases,
+            has_overlap=overlap is not None,
         )  # fmt: skip
         on = current_stream(_current(values_of(hidden_states), "hidden_states"))
         self._layer.parallel_experts(

@@ -1,6 +1,7 @@
 """Servers with several HTTP processes, and raw connections to them."""
 
 import os
+import signal
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,6 +24,20 @@ GOOD = infer(*hidden_request(rows(3)))
 def two_processes(limits: Mapping[str, float] | None = None, **changes: Any) -> Settings:
     """Settings with two HTTP processes and the models "tiny" and "other"."""
     return tiny_settings(limits, **{"http_workers": 2, "models": [MODEL, OTHER], **changes})
+
+
+def pause(pid: int) -> None:
+    """Stop a process until SIGCONT; none of its threads runs when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+
+    def is_stopped() -> bool:
+        try:
+            return all((task / "stat").read_text().rpartition(") ")[2][0] == "T" for task in tasks.iterdir())
+        except FileNotFoundError:  # a thread has just ended
+            return False
+
+    wait_for(is_stopped, f"process {pid} is stopped")
 
 
 def workers_of(server: ServerProcess) -> list[int]:

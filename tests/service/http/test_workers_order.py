@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.apps import hidden_request, rows
-from tests.service.http.processes import all_received, asked, samples, two_processes, workers_of
+from tests.service.http.processes import all_received, asked, pause, samples, two_processes, workers_of
 from tests.service.keys import bearer, key_of, write_keys
 from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import connect, infer, read_answer
@@ -42,13 +42,13 @@ def test_callers_take_turns_and_what_may_wait_has_a_bound(tmp_path: Path) -> Non
     settings = two_processes(LIMITS, keys=keys, access_log=True, log_format="json")
     with server_process(settings, tmp_path) as server, ExitStack() as stack:
         server.wait_ready()
-        os.kill(workers_of(server)[0], signal.SIGSTOP)  # the other one accepts all connections
+        pause(workers_of(server)[0])  # the other one accepts all connections
         socks = [stack.enter_context(connect(server.port)) for _ in range(ROOM + WAITING + 1 + 3)]
         assert [asked(sock, request("a")).status for sock in socks[:-3]] == [200] * (ROOM + WAITING + 1)
         assert [asked(sock, request("b")).status for sock in socks[-3:]] == [200] * 3
         wait_for(lambda: len(finished(server)) == len(socks), "all have ended")
         *first, refused = socks[:-3]
-        os.kill(server.process.pid, signal.SIGSTOP)  # the engine's process: nothing is computed
+        pause(server.process.pid)  # the engine's process: nothing is computed
         try:
             send(first, "a")
             wait_for(lambda: all_received(server), "the requests of a wait")
@@ -85,10 +85,10 @@ def test_what_waited_in_a_process_that_dies_fills_no_queue(tmp_path: Path) -> No
     with server_process(settings, tmp_path) as server, ExitStack() as stack:
         server.wait_ready()
         stopped, dies = workers_of(server)
-        os.kill(stopped, signal.SIGSTOP)  # the other one accepts all connections
+        pause(stopped)  # the other one accepts all connections
         socks = [stack.enter_context(connect(server.port)) for _ in range(ROOM + 20)]
         assert {asked(sock, infer(*hidden_request(rows(1)))).status for sock in socks} == {200}
-        os.kill(server.process.pid, signal.SIGSTOP)  # the engine's process: nothing is computed
+        pause(server.process.pid)  # the engine's process: nothing is computed
         for sock in socks:
             sock.sendall(infer(*hidden_request(rows(1))))
         wait_for(lambda: all_received(server), "the requests wait")
