@@ -16,6 +16,7 @@ from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest
 from tests.service.engine.test_batching import held, running, soon
 from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, layer_request
+from tests.service.waiting import until
 
 
 def submit_together(
@@ -158,6 +159,7 @@ async def test_a_refused_request_is_answered_once_if_the_event_loop_gives_up_the
         scheduler.do_between_steps(lambda: None)  # so that the thread computes it
         scheduler.submit("0", layer_request([1.0]), answers.append)
         await soon(scheduler.drained())
+        await until(given_up.is_set)  # on this loop, which the scheduler's stop would hold up
     assert len(answers) == 1
 
 
