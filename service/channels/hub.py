@@ -208,7 +208,7 @@ class ChannelHub:
         task.add_done_callback(self._freeing.discard)
 
     async def _release(self, channel: OpenChannel) -> None:
-        if self._engine.device_failed:  # which would be waited for
+        if self._engine.device_failed:  # ending its access would wait for what it computes
             return
         try:
             await asyncio.to_thread(channel.release)

@@ -1,7 +1,7 @@
 """FP8 hidden states in requests: UINT8 or FP8 values with FP32 scales."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,29 @@ def _expanded(request: LayerRequest) -> LayerRequest:
     return replace(request, hidden_states=floats.numpy().tobytes(), datatype="FP32", scales=None)
 
 
+def request_with_region(
+    region: str,
+    inside: Sequence[str],
+    write: Callable[[Array, int], object],
+    values: Array,
+    scales: Array,
+) -> tuple[bytes, int]:
+    """A request whose tensors `inside` are written to a region; the other ones are in the body."""
+    inputs, body = [], b""
+    where = zip(TENSORS, (values, scales), ("UINT8", "FP32"), (512, 4100), strict=True)
+    for name, array, datatype, offset in where:
+        shape = list(array.shape)
+        if name in inside:
+            write(array, offset)
+            inputs.append(region_input(region, shape, offset, name, datatype, array.nbytes))
+        else:
+            size = {"binary_data_size": array.nbytes}
+            inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": size})
+            body += array.tobytes()
+    header = json_request(*inputs, **BINARY)
+    return header + body, len(header)
+
+
 @pytest.mark.parametrize("on_gpu", [("hidden_states",), ("hidden_states_scale",), tuple(TENSORS)])
 async def test_values_and_scales_in_memory_of_a_gpu(on_gpu: tuple[str, ...]) -> None:
     """The device gets them as they lie; the rest of them comes in the body."""
@@ -150,20 +173,13 @@ async def test_values_and_scales_in_memory_of_a_gpu(on_gpu: tuple[str, ...]) -> 
     device = Device(ExpandingRunner())
     async with serving(enabled(), device.loader()) as server:
         await register_cuda(server, "gpu", 8192)
-        inputs, body = [], b""
-        where = zip(TENSORS, (values, scales), ("UINT8", "FP32"), (512, 4100), strict=True)
-        for name, array, datatype, offset in where:
-            if name in on_gpu:
-                ctypes.memmove(device.address + offset, array.tobytes(), array.nbytes)
-                inputs.append(region_input("gpu", list(array.shape), offset, name, datatype, array.nbytes))
-                continue
-            size = {"binary_data_size": array.nbytes}
-            shape = list(array.shape)
-            inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": size})
-            body += array.tobytes()
-        header = json_request(*inputs, **BINARY)
+
+        def write(array: Array, offset: int) -> None:
+            ctypes.memmove(device.address + offset, array.tobytes(), array.nbytes)
+
+        given = request_with_region("gpu", on_gpu, write, values, scales)
         for _ in range(2):
-            answer = await server.infer(header + body, len(header))
+            answer = await server.infer(*given)
             np.testing.assert_array_equal(output_of(answer), 2 * expected)
         assert all(region.uses == 0 for region in server.app.engine.shared_memory.status("cuda"))
 
@@ -175,20 +191,9 @@ async def test_values_in_a_file_that_a_gpu_reads(in_file: tuple[str, ...]) -> No
     async with serving(enabled(), Device(ExpandingRunner()).loader()) as server:
         with shm_file(8192) as file:
             await registered(server, "file", file.key, 8192)
-            inputs, body = [], b""
-            where = zip(TENSORS, (values, scales), ("UINT8", "FP32"), (512, 4100), strict=True)
-            for name, array, datatype, offset in where:
-                shape = list(array.shape)
-                if name in in_file:
-                    file.write(array, offset)
-                    inputs.append(region_input("file", shape, offset, name, datatype, array.nbytes))
-                else:
-                    size = {"binary_data_size": array.nbytes}
-                    inputs.append({"name": name, "datatype": datatype, "shape": shape, "parameters": size})
-                    body += array.tobytes()
-            header = json_request(*inputs, **BINARY)
+            given = request_with_region("file", in_file, file.write, values, scales)
             for _ in range(2):
-                answer = await server.infer(header + body, len(header))
+                answer = await server.infer(*given)
                 np.testing.assert_array_equal(output_of(answer), 2 * expected)
 
 
