@@ -23,7 +23,7 @@ from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.engine.stepping import Stepping
-from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner, StepObserver
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner, StepObserver, num_tokens_of
 from expertd.service.engine.wakeup import Source
 from expertd.service.engine.worker import Worker
 from expertd.service.moe.request import LayerRequest
@@ -93,15 +93,19 @@ class Scheduler:
         self.worker.on_failure = lambda why: loop.call_soon_threadsafe(on_failure, why)
 
     def set_device(self, spin_seconds: float, leaves_cpu: bool) -> None:
-        """Tell of the device: spin_seconds as when it was made; leaves_cpu is for `Lanes`."""
+        """Tell of the device: spin_seconds as when it was made.
+
+        leaves_cpu  steps leave the CPU alone, so the worker thread calls reports while one runs: the event
+                    loop, with the interpreter's lock, would be in its way when it begins the next one
+        """
         self.worker.spin_seconds = 0.0 if self.lane else spin_seconds
+        self._delivery.leaves_reports = leaves_cpu
 
     def take(self, other: "Scheduler") -> None:
         """Have this worker thread do the work of another lane, too, which has none at present."""
         other.worker.retire()
         other._work.worker = self.worker
-        # The event loop, with the interpreter's lock, would be in the thread's way at any time.
-        self._delivery.leaves_reports = other._delivery.leaves_reports = True
+        other._delivery.leaves_reports = self._delivery.leaves_reports
         self.worker.take(other._work)
 
     def set_limits(self, limits: Limits) -> None:
@@ -260,7 +264,7 @@ class Scheduler:
             return None, 0.0
         if (queue := self._queues.get(chunks[0].pending.model)) is None:  # unloaded since
             return None, 0.0
-        return progress, queue.likely_seconds(sum(chunk.request.num_tokens for chunk in chunks))
+        return progress, queue.likely_seconds(num_tokens_of(chunks))
 
     def job_in_flight(self) -> tuple[int | None, float]:
         """A number of the job that runs, None: there is none; and the seconds that it may take."""

@@ -43,7 +43,7 @@ class Forecast:
         self._clock = clock
         self._when = -math.inf  # of the latest step
         # Of 1, tokens, seconds, tokens² and tokens x seconds, weighted by age.
-        self._sums: tuple[float, ...] = (0.0,) * 5
+        self._sums = 0.0, 0.0, 0.0, 0.0, 0.0
         self._excess = 0.0  # the same of the squared part by which steps took longer than the line says
         self._largest = 0.0  # tokens; it fades, too
 
@@ -51,8 +51,14 @@ class Forecast:
         """Keep what a step took."""
         now = self._clock()
         kept = _kept(now - self._when)
-        new = 1.0, num_tokens, seconds, num_tokens**2, num_tokens * seconds
-        self._sums = tuple(kept * old + more for old, more in zip(self._sums, new, strict=True))
+        weight, tokens, sum_seconds, squares, products = self._sums
+        self._sums = (
+            kept * weight + 1.0,
+            kept * tokens + num_tokens,
+            kept * sum_seconds + seconds,
+            kept * squares + num_tokens**2,
+            kept * products + num_tokens * seconds,
+        )
         self._largest = max(kept * self._largest, num_tokens)
         self._when = now
         expected = self.step(num_tokens)

@@ -14,6 +14,7 @@ from expertd.service.engine.steps import Chunk, Pending, State
 from expertd.service.engine.worker import Worker
 
 _POLL_SECONDS = 100e-6  # how often a running step is checked for its end while others may begin
+_RETURN_SECONDS = 20e-6  # in which a caller that waits for nothing else sends its next request
 # On lanes but the first, the pause is at least this part of the step's likely time: polling takes the
 # interpreter's lock, for which the first lane would wait.
 _POLLED_PART = 1 / 8
@@ -103,6 +104,7 @@ class LaneWork:
         """Wait for the first step that runs, and answer its requests; not if the next one may begin."""
         with self.turn:
             if not self._wait_for_more():
+                self._report_meanwhile()
                 self._stepping.finish_first()
 
     def finish_all(self) -> None:
@@ -144,10 +146,18 @@ class LaneWork:
         self.jobs.cancel()
 
     def wait_for_callers(self) -> None:
-        """Poll sources until the callers of the last step are back, for a short time; if others wait."""
+        """Poll sources until the callers of the last step are back, for a short time.
+
+        If others wait, the next step then has all of them. If not, chores would be in the next request's way.
+        """
         stepping = self._stepping
-        if not self._queues.turns or stepping.running:
+        if not stepping.returning or stepping.running:
             return
+        until = stepping.answered + _RETURN_SECONDS
+        while not self._queues.turns:
+            if time.perf_counter() >= until:
+                return
+            self.worker.poll(0)
         while stepping.returning and time.perf_counter() < stepping.rejoin_until:
             self.worker.poll(0)
             if stepping.chores:
@@ -176,6 +186,12 @@ class LaneWork:
                 begins = self.early.begins()
             time.sleep(min(pause, max(_POLL_SECONDS, min(begins, until) - now)))
         return False
+
+    def _report_meanwhile(self) -> None:
+        """Call what has been reported, while the first step runs; if that is left to this thread."""
+        delivery, step = self._delivery, self._stepping.running[0].step
+        while delivery.leaves_reports and not step.is_done() and delivery.report_one():
+            pass
 
     def take_alone(self, pending: Pending) -> Chunk | None:
         """Take a request's step, and the turn, unless the worker thread is awake or more has arrived."""

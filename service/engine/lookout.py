@@ -6,7 +6,7 @@ from threading import Lock
 from expertd.service.engine.delivery import Delivery
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.stepping import Stepping
-from expertd.service.engine.steps import Chunk
+from expertd.service.engine.steps import Chunk, num_tokens_of
 
 SHORT_SECONDS = 5e-3
 """A step that likely takes no longer is short."""
@@ -54,5 +54,4 @@ class Lookout:
         queue = self._queues.get(chunks[0].pending.model) if chunks else None
         if queue is None:  # or the step has ended, and its model is unloaded
             return False
-        num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
-        return not 0.0 < queue.likely_seconds(num_tokens) <= SHORT_SECONDS
+        return not 0.0 < queue.likely_seconds(num_tokens_of(chunks)) <= SHORT_SECONDS

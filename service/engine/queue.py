@@ -117,7 +117,8 @@ class Queue:
         step: list[Chunk] = []
         if self.num_requests == 1 and not most:  # as most often, when every microsecond counts
             fair = self._fair_queues[self._order.pop()]
-            self._begin(fair, fair.head().left, step)
+            pending = fair.head()
+            self._begin(fair, pending, pending.left, step)
             return step
         others = self._order.copy()
         place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
@@ -137,7 +138,8 @@ class Queue:
             if due and room > 0:
                 fair = self._fair_queues[key]
                 self.num_chunks += 1
-                self._begin(fair, min(chunk_size(fair.head().left, most), room), step)
+                pending = fair.head()
+                self._begin(fair, pending, min(chunk_size(pending.left, most), room), step)
         self._order = [key for key in self._order if self._fair_queues[key].num_requests]
         return step
 
@@ -146,16 +148,16 @@ class Queue:
         for key in keys:
             fair = self._fair_queues[key]
             while fair.num_requests:
-                left = fair.head().left
+                pending = fair.head()
+                left = pending.left
                 if left > room and step:
                     return room, False
-                self._begin(fair, left, step)
+                self._begin(fair, pending, left, step)
                 room -= left
         return room, True
 
-    def _begin(self, fair: FairQueue[Pending], num_tokens: int, step: list[Chunk]) -> None:
-        """Add `num_tokens` of the next request of `fair` to a step."""
-        pending = fair.head()
+    def _begin(self, fair: FairQueue[Pending], pending: Pending, num_tokens: int, step: list[Chunk]) -> None:
+        """Add `num_tokens` of `pending`, the next request of `fair`, to a step."""
         fair.take(num_tokens)
         step.append(begin_chunk(pending, num_tokens))
         self.num_tokens -= num_tokens

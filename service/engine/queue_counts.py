@@ -1,7 +1,7 @@
 """What waits for the steps of each model, in all processes of a server, and whether it leaves room."""
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from expertd.service.settings.parts import Limits
@@ -80,15 +80,30 @@ class QueueCounts:
         return self._row * self._stride + self._first(model, lane)
 
 
-def why_full(limits: Limits, model: str, backlog: Backlog, num_tokens: int) -> QueueFullError | None:
-    """The error for one more request of `num_tokens`, or more; None: there is room."""
+class Waiting(Protocol):
+    """Requests that wait: a `Backlog` or a `Queue`."""
+
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+
+def has_room(limits: Limits, waiting: Waiting, num_tokens: int) -> bool:
+    """Whether one more request of `num_tokens` may wait beside these."""
+    return (
+        waiting.num_requests < limits.max_queue_requests
+        and waiting.num_tokens + num_tokens <= limits.max_queue_tokens
+    )
+
+
+def why_full(limits: Limits, model: str, backlog: Backlog, num_tokens: int) -> QueueFullError:
+    """The error for one more request of `num_tokens`, or more, if there is no room."""
     if backlog.num_requests >= limits.max_queue_requests:
         text = f"{backlog.num_requests} requests of at most {limits.max_queue_requests} are waiting"
-    elif backlog.num_tokens + num_tokens > limits.max_queue_tokens:
+    else:
         text = f"{backlog.num_tokens} tokens of at most {limits.max_queue_tokens} are waiting"
         text = text if num_tokens == 1 else f"{text}, and {num_tokens} more do not fit"
-    else:
-        return None
     steps = math.ceil(backlog.num_tokens / (backlog.step_tokens or limits.max_batch_tokens)) + 1
     return full_error(limits, f"the queue of model {model} is full: {text}", steps * backlog.step_seconds)
 

@@ -19,8 +19,8 @@ from threading import Lock
 from expertd.service.engine.chunks import end_chunk
 from expertd.service.engine.errors import EngineError, ModelUnloadedError
 from expertd.service.engine.queue import Queue
-from expertd.service.engine.queue_counts import Backlog, full_error, why_full
-from expertd.service.engine.steps import Chunk, Pending, Runner, State
+from expertd.service.engine.queue_counts import Backlog, full_error, has_room, why_full
+from expertd.service.engine.steps import Chunk, Pending, Runner, State, num_tokens_of
 from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
 
@@ -90,17 +90,19 @@ class Queues:
             raise self.why_missing(model)
         return queue
 
-    def check_room(self, model: str, num_tokens: int, caller: int) -> None:
-        """Raise QueueFullError if there is none for a request of `num_tokens`; else as `self[model]` does.
+    def check_room(self, model: str, num_tokens: int, caller: int) -> Queue:
+        """The queue of `model`. Raises QueueFullError if it has no room for a request of `num_tokens`.
+
+        Else as `self[model]` does.
 
         A caller without requests in a full queue may have one there: others do not shut it out.
         """
         queue = self[model]
         if queue.is_closed:
             raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloading")
-        error = why_full(self.limits, model, queue.backlog(self.limits.max_batch_tokens), num_tokens)
-        if error is not None and (not caller or queue.has(caller)):
-            raise error
+        if not has_room(self.limits, queue, num_tokens) and (not caller or queue.has(caller)):
+            raise why_full(self.limits, model, queue.backlog(self.limits.max_batch_tokens), num_tokens)
+        return queue
 
     def add(self, pending: Pending, busy: Callable[[], float] = lambda: 0.0) -> Queue:
         """Put a request in its queue. Raises as `check_room` does, also if it would be answered too late.
@@ -108,14 +110,13 @@ class Queues:
         busy  seconds until the steps that run are likely done
         """
         model, num_tokens = pending.model, pending.request.num_tokens
-        self.check_room(model, num_tokens, pending.caller)
+        queue = self.check_room(model, num_tokens, pending.caller)
         pending.is_long = num_tokens > self._most_short()
         # Also if it is refused below: while long requests are computed whole, there is no time for any other.
         if self._num_short if pending.is_long else self.just_ended or self._long:
             self._competing_until = pending.arrived + _COMPETING_SECONDS
         if pending.deadline < math.inf and not self._has_ample_time(pending):
             self._check_time(pending, busy())
-        queue = self._of[model]
         if pending.is_long:
             self._long.add(pending)
         else:
@@ -123,7 +124,8 @@ class Queues:
         if not queue.num_requests:
             self.turns.append(model)
         queue.put(pending)
-        self._changed(model)
+        if self.on_change is not None:  # else without a call: every microsecond counts
+            self._changed(model)
         return queue
 
     def remove(self, pending: Pending) -> bool:
@@ -158,15 +160,16 @@ class Queues:
 
     def split_late(self, step: list[Chunk], busy: Callable[[], float]) -> tuple[list[Chunk], list[Chunk]]:
         """A step's parts: those to compute, and those whose outputs would come after their deadlines."""
-        if min(chunk.pending.deadline for chunk in step) == math.inf:
+        first = min([chunk.pending.deadline for chunk in step])
+        if first == math.inf:
             return step, []
-        num_tokens = sum(chunk.request.num_tokens for chunk in step)
+        num_tokens = num_tokens_of(step)
         forecast, wait = self._of[step[0].pending.model].forecast, busy()
-        if not wait and forecast.is_doubtful(num_tokens):
-            return step, []
         end = time.perf_counter() + forecast.margin * (wait + forecast.step(num_tokens))
+        if end <= first or (not wait and forecast.is_doubtful(num_tokens)):
+            return step, []
         late = [chunk for chunk in step if chunk.pending.deadline < end]
-        return [chunk for chunk in step if chunk.pending.deadline >= end] if late else step, late
+        return [chunk for chunk in step if chunk.pending.deadline >= end], late
 
     def all_waiting(self, model: str | None = None) -> list[Pending]:
         """The waiting requests of a model; None: of all."""
@@ -193,14 +196,15 @@ class Queues:
 
     def next_step(self) -> list[Chunk]:
         """Take what the next step computes, all of one model, up to `max_batch_tokens`."""
-        model = self._next_model()
+        model = self.turns[0] if len(self.turns) == 1 else self._next_model()
         queue = self._of[model]
-        priority, before = queue.priority, queue.num_tokens
+        others = len(self._of) > 1
+        priority, before = queue.priority if others else 0, queue.num_tokens
         chunk_tokens = self._chunk_tokens() if self._long else 0
         step = queue.take(self.limits.max_batch_tokens, chunk_tokens, self.limits.join_chunks)
         for chunk in step:
             self._num_short -= not chunk.pending.is_long
-        if len(self._of) > 1:
+        if others:
             used = max(queue.used.get(priority, 0.0), self._clock.get(priority, 0.0))
             self._clock[priority] = used
             seconds = self._likely_seconds(queue, before - queue.num_tokens)
@@ -208,7 +212,8 @@ class Queues:
         self.turns.remove(model)
         if queue.num_requests:
             self.turns.append(model)
-        self._changed(model)
+        if self.on_change is not None:
+            self._changed(model)
         return step
 
     def tell_all(self) -> None:

@@ -18,7 +18,7 @@ from expertd.service.engine.errors import (
     StepFailedError,
 )
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.steps import Chunk, Step, StepObserver
+from expertd.service.engine.steps import Chunk, Step, StepObserver, num_tokens_of
 from expertd.service.moe.request import Output, StepResult
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Running:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.request.num_tokens for chunk in self.chunks)
+        return num_tokens_of(self.chunks)
 
 
 class Stepping:
@@ -157,7 +157,7 @@ class Stepping:
         self._delivery.deliver(
             self._answers([chunk], result.outputs, result.compute_seconds, result.num_tokens)
         )
-        self._forecast(running)
+        self._forecast(running, self._occupied(running))
 
     def in_flight(self) -> list[Chunk]:
         """What the first step in flight computes; for any thread, at about this time."""
@@ -178,8 +178,8 @@ class Stepping:
         steps += [(step.began, step.chunks) for step in running if step.chunks is not in_step]
         end = 0.0
         for began, chunks in sorted(steps, key=itemgetter(0)):
-            num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
-            end = max(end, began) + self._queues[chunks[0].pending.model].forecast.step(num_tokens)
+            forecast = self._queues[chunks[0].pending.model].forecast
+            end = max(end, began) + forecast.step(num_tokens_of(chunks))
         return max(0.0, end - time.perf_counter())
 
     def first_times(self) -> tuple[float, float]:
@@ -233,7 +233,7 @@ class Stepping:
         self._leave_step()
         for pending, answer in direct:
             pending.done(answer)
-        self._forecast(running)
+        self._forecast(running, self._occupied(running))
         self._note(running, result)
         if direct:
             self._delivery.answered(len(direct))
@@ -252,15 +252,15 @@ class Stepping:
         self._leave_step()
         for pending, answer in answers:
             pending.done(answer)
-        self._forecast(running)
-        self.chores.append(partial(self._complete, running, len(answers)))
+        self.chores.append(partial(self._complete, running, self._occupied(running), len(answers)))
 
     def _leave_step(self) -> None:
         """The requests of the step are being answered: from now on, `give_up` no longer answers them."""
         with self._queues.lock:
             self.in_step = None
 
-    def _complete(self, running: Running, num_answers: int) -> None:
+    def _complete(self, running: Running, occupied: float, num_answers: int) -> None:
+        self._forecast(running, occupied)
         self._note(running, running.step.finish())
         self._delivery.answered(num_answers)
 
@@ -288,11 +288,14 @@ class Stepping:
         if count:
             self.rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
 
-    def _forecast(self, running: Running) -> None:
-        """Keep how long the device was not there for others, answers included."""
+    def _occupied(self, running: Running) -> float:
+        """How long the device was not there for others, answers included: they have just been given."""
         before, self.answered = self.answered, time.perf_counter()
         running.began = max(running.began, before)  # the device was at the step before
-        self._queues[running.model].forecast.note(running.num_tokens, self.answered - running.began)
+        return self.answered - running.began
+
+    def _forecast(self, running: Running, occupied: float) -> None:
+        self._queues[running.model].forecast.note(running.num_tokens, occupied)
 
     def _note(self, running: Running, result: StepResult) -> None:
         """Keep what a step took, for the next ones and for metrics."""

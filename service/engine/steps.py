@@ -175,6 +175,13 @@ class Chunk:
     start: int = 0
 
 
+def num_tokens_of(chunks: Sequence[Chunk]) -> int:
+    """The tokens of a step of these."""
+    if len(chunks) == 1:  # as most often, when every microsecond counts
+        return chunks[0].request.num_tokens
+    return sum(chunk.request.num_tokens for chunk in chunks)
+
+
 def caller_number(name: str) -> int:
     """The number of the caller whose key has this name; of all callers without a key: 0."""
     return zlib.crc32(name.encode())

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,7 +23,8 @@ from expertd.service.engine.errors import (
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.runners import Computed, EchoRunner, Submitted, layer_request
+from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, Turnstile, layer_request
+from tests.service.waiting import until
 
 T = TypeVar("T")
 
@@ -243,6 +245,33 @@ async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None
         await soon(patient.answer)
         await soon(scheduler.drained())
     assert runner.steps[1:] == [[2]]
+
+
+async def test_steps_are_reported_while_the_device_computes_the_next_one() -> None:
+    threads: list[str] = []
+
+    class Noted(Observed):
+        def step_done(self, *step: Any) -> None:
+            threads.append(threading.current_thread().name)
+            super().step_done(*step)
+
+    runner, observed = DeviceRunner(), Noted()
+    runner.gate = gate = Turnstile()
+    async with running(runner, observer=observed) as scheduler:
+        scheduler.set_device(0.0, leaves_cpu=True)
+        pending = [Submitted(scheduler, "0", layer_request([0.0]))]
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        pending.append(Submitted(scheduler, "0", layer_request([1.0])))
+        for _ in range(2):  # a step's `wait` and its `finish` both ask
+            gate.let_one_through()
+        await until(lambda: len(threads) == 1)
+        assert len(runner.steps) == 2
+        for _ in range(2):
+            gate.let_one_through()
+        for request in pending:
+            await soon(request.answer)
+        await until(lambda: len(threads) == 2)  # no step follows
+    assert threads == ["expertd-worker", "MainThread"]
 
 
 async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -171,6 +171,31 @@ async def test_a_caller_that_does_not_return_delays_the_others_only_briefly(
     assert runner.steps == [[1], [1, 1], [1]]
 
 
+async def test_chores_are_in_no_returning_callers_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertd.service.engine.lane_work._RETURN_SECONDS", 1.0)
+    runner = EchoRunner()
+    chores: list[int] = []  # the number of steps that had begun
+    answers: list[Output | Exception] = []
+    async with belled(runner, Observed()) as (scheduler, _, _):
+
+        def done(answer: Output | Exception) -> None:
+            scheduler.do_later(lambda: chores.append(len(runner.steps)))
+            answers.append(answer)
+
+        bell = Bell(lambda value: scheduler.submit("0", layer_request([value]), done, on_worker=True))
+        scheduler.add_source(bell)
+        bell.ring()
+        await until(lambda: len(answers) == 1)
+        await asyncio.sleep(0.1)
+        assert chores == [], "its caller may return"
+        bell.ring()
+        await until(lambda: len(answers) == 2)
+        await until(lambda: len(chores) == 2)  # the caller does not return
+        assert chores == [2, 2]
+        scheduler.remove_source(bell)
+        bell.close()
+
+
 def test_a_ring_before_a_source_is_added_is_heard() -> None:
     wakeup, bell = Wakeup(), Bell()
     bell.ring()
