@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          int num_experts, Ranks* ranks_in_memory,
                          const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
                          const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
-                         int stretch_bits,  // each rank has 2^stretch_bits stretches: at least 4, and one for each CTA
+                         int stretch_bits,  // each rank has 2^stretch_bits stretches, at least 4; as many CTAs, or one
                          int all_stretch_bits,  // all ranks together have 2^all_stretch_bits at most
                          int num_pairs, int top_k, int num_groups,
                          int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
@@ -97,10 +97,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Sends the counts, then the pairs.
     if (at >= 0) {
         u32* const there = ranks.counts(static_cast<u32>(at) >> 16, at & 0xffff) + (ranks.rank << stretch_bits);
-        ptx::store_relaxed_system(there + cta, count);
-        if (cta == 0) {
+        if (ctas == 1) {  // four stretches at once: a store takes as long whatever its size
 #pragma unroll 1
-            for (int s = ctas; s < 1 << stretch_bits; ++s) ptx::store_relaxed_system(there + s, 0);
+            for (int s = 0; s < 1 << stretch_bits; s += 4) {
+                const u32 first = s == 0 ? static_cast<u32>(count) : 0;
+                ptx::store_relaxed_system(reinterpret_cast<uint4*>(there + s), uint4{first, 0, 0, 0});
+            }
+        } else {
+            ptx::store_relaxed_system(there + cta, count);
         }
     }
 #pragma unroll 1
