@@ -139,8 +139,7 @@ class Scheduler:
 
     def remove_runner(self, model: str) -> bool:
         """Forget the runner of `model`, between steps; False if requests wait for it."""
-        self._stepping.do_chores()  # of its last step
-        self._delivery.flush()  # what is reported of steps refers to their layer
+        self.do_chores()  # of its last step; what is reported of steps refers to their layer
         with self._lock:
             return self._queues.remove_runner(model)
 
@@ -357,8 +356,9 @@ class Scheduler:
         return self._work.is_running
 
     def do_chores(self) -> None:
-        """Do all of `do_later`; on the worker thread."""
+        """Do all of `do_later`, and have what is reported called; on the worker thread."""
         self._stepping.do_chores()
+        self._delivery.flush()
 
     def finish_all(self) -> None:
         """Wait for all steps of this lane that run, and answer their requests; on the worker thread."""

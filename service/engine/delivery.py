@@ -143,6 +143,13 @@ class Delivery:
             _reporting_turn.release()
         return True
 
+    def report_until(self, is_over: Callable[[], bool]) -> None:
+        """Call what has been reported until `is_over`; the event loop does if too much is left."""
+        while not is_over() and self.report_one():
+            pass
+        if len(self._reports) > _MAX_REPORTS:
+            self.flush()
+
     @property
     def num_reports(self) -> int:
         """That wait."""

@@ -82,6 +82,7 @@ class LaneWork:
                 self._stepping.do_chores()  # callers sleep until then, and a job may take long
                 if self.worker.wakeup.sources:
                     self._lookout.job_begins()
+                self._delivery.flush()
                 job()
             elif chunks:
                 if self.worker.wakeup.sources:
@@ -103,8 +104,9 @@ class LaneWork:
     def finish_next(self) -> None:
         """Wait for the first step that runs, and answer its requests; not if the next one may begin."""
         with self.turn:
+            if self._delivery.leaves_reports:
+                self._delivery.report_until(self._stepping.running[0].step.is_done)
             if not self._wait_for_more():
-                self._report_meanwhile()
                 self._stepping.finish_first()
 
     def finish_all(self) -> None:
@@ -148,12 +150,13 @@ class LaneWork:
     def wait_for_callers(self) -> None:
         """Poll sources until the callers of the last step are back, for a short time.
 
-        If others wait, the next step then has all of them. If not, chores would be in the next request's way.
+        If others wait, the next step has all of them then. If none wait, chores are left until then: they
+        would be in the next request's way.
         """
         stepping = self._stepping
         if not stepping.returning or stepping.running:
             return
-        until = stepping.answered + _RETURN_SECONDS
+        until = stepping.answered + min(_RETURN_SECONDS, self.worker.spin_seconds)
         while not self._queues.turns:
             if time.perf_counter() >= until:
                 return
@@ -186,12 +189,6 @@ class LaneWork:
                 begins = self.early.begins()
             time.sleep(min(pause, max(_POLL_SECONDS, min(begins, until) - now)))
         return False
-
-    def _report_meanwhile(self) -> None:
-        """Call what has been reported, while the first step runs; if that is left to this thread."""
-        delivery, step = self._delivery, self._stepping.running[0].step
-        while delivery.leaves_reports and not step.is_done() and delivery.report_one():
-            pass
 
     def take_alone(self, pending: Pending) -> Chunk | None:
         """Take a request's step, and the turn, unless the worker thread is awake or more has arrived."""

@@ -100,8 +100,10 @@ class Queues:
         queue = self[model]
         if queue.is_closed:
             raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloading")
-        if not has_room(self.limits, queue, num_tokens) and (not caller or queue.has(caller)):
-            raise why_full(self.limits, model, queue.backlog(self.limits.max_batch_tokens), num_tokens)
+        if not has_room(self.limits, queue, num_tokens):
+            backlog = queue.backlog(self.limits.max_batch_tokens)  # which no other thread changes
+            if not has_room(self.limits, backlog, num_tokens) and (not caller or queue.has(caller)):
+                raise why_full(self.limits, model, backlog, num_tokens)
         return queue
 
     def add(self, pending: Pending, busy: Callable[[], float] = lambda: 0.0) -> Queue:

@@ -157,7 +157,7 @@ class Stepping:
         self._delivery.deliver(
             self._answers([chunk], result.outputs, result.compute_seconds, result.num_tokens)
         )
-        self._forecast(running, self._occupied(running))
+        self._forecast(running)
 
     def in_flight(self) -> list[Chunk]:
         """What the first step in flight computes; for any thread, at about this time."""
@@ -233,7 +233,7 @@ class Stepping:
         self._leave_step()
         for pending, answer in direct:
             pending.done(answer)
-        self._forecast(running, self._occupied(running))
+        self._forecast(running)
         self._note(running, result)
         if direct:
             self._delivery.answered(len(direct))
@@ -252,15 +252,15 @@ class Stepping:
         self._leave_step()
         for pending, answer in answers:
             pending.done(answer)
-        self.chores.append(partial(self._complete, running, self._occupied(running), len(answers)))
+        self._forecast(running)
+        self.chores.append(partial(self._complete, running, len(answers)))
 
     def _leave_step(self) -> None:
         """The requests of the step are being answered: from now on, `give_up` no longer answers them."""
         with self._queues.lock:
             self.in_step = None
 
-    def _complete(self, running: Running, occupied: float, num_answers: int) -> None:
-        self._forecast(running, occupied)
+    def _complete(self, running: Running, num_answers: int) -> None:
         self._note(running, running.step.finish())
         self._delivery.answered(num_answers)
 
@@ -288,14 +288,11 @@ class Stepping:
         if count:
             self.rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
 
-    def _occupied(self, running: Running) -> float:
-        """How long the device was not there for others, answers included: they have just been given."""
+    def _forecast(self, running: Running) -> None:
+        """Keep how long the device was not there for others, answers included."""
         before, self.answered = self.answered, time.perf_counter()
         running.began = max(running.began, before)  # the device was at the step before
-        return self.answered - running.began
-
-    def _forecast(self, running: Running, occupied: float) -> None:
-        self._queues[running.model].forecast.note(running.num_tokens, occupied)
+        self._queues[running.model].forecast.note(running.num_tokens, self.answered - running.began)
 
     def _note(self, running: Running, result: StepResult) -> None:
         """Keep what a step took, for the next ones and for metrics."""

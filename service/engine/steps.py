@@ -43,7 +43,7 @@ class Runner(Protocol):
 
 
 class StepObserver(Protocol):
-    """Notified of every step, on the event loop, after its answers are delivered.
+    """Notified of every step after its answers, on the event loop; on a GPU, also on the worker thread.
 
     counts_tokens  whether it wants the tokens of a step's requests; else there are none
     """

@@ -6,6 +6,7 @@ sleeps, and may wake up 0.3 ms late. A CPU computes a step on the thread, so the
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 # The other lane's next step is launched at the latest when the device has less than this to do.
 _LAUNCH_SECONDS = 0.4e-3
-_MOST_REPORTS = 64  # that wait for a step to run; more are called while the next request is awaited, too
+_MOST_REPORTS = 64  # of two lanes, that wait for a step to run; more are called while a request is awaited
+_QUIET_SECONDS = 1e-3  # after which the event loop calls what is reported, if the thread stays awake longer
 _PAUSE_SECONDS = 50e-6  # between two looks at steps, if no short request is expected at once
 
 
@@ -134,9 +136,13 @@ class Worker:
         """
         second = self._second
         if self.wakeup.sources:
-            while time.perf_counter() < self._awake_until:
+            quiet_from = self._awake_until - self.spin_seconds + _QUIET_SECONDS
+            while (now := time.perf_counter()) < self._awake_until:
                 if self.poll(0):
                     return True
+                if now >= quiet_from:
+                    self._flush()
+                    quiet_from = math.inf
                 if second is None:
                     continue
                 if not self._expects_more() and _go_on(second):
@@ -153,10 +159,14 @@ class Worker:
                 time.sleep(_PAUSE_SECONDS)
             if self.poll(0):
                 return True
-        self._first.flush()
-        if second is not None:
-            second.flush()
+        self._flush()
         return self.poll(None)
+
+    def _flush(self) -> None:
+        """Have the event loop call what has been reported."""
+        self._first.flush()
+        if self._second is not None:
+            self._second.flush()
 
     def _report_one(self) -> bool:
         """Call what a lane has reported first: metrics, which wait for a moment that nothing else needs."""

@@ -98,31 +98,37 @@ class RankStep:
         self._loads = loads
         self._steps, self._group, self._number = steps, group, number
         self._staged, self._staging = staged, staging
+        self._ends: dict[int, StepEnd] | None = None
         self._result: StepResult | None = None
 
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._result is not None or self._group.is_done(self._number)
+        return self._ends is not None or self._group.is_done(self._number)
 
     def wait(self) -> float:
         """Wait for the outputs; the seconds that the slowest rank took.
 
         Raises DeviceLostError if a rank is lost, RuntimeError if the step failed.
         """
-        return self.finish().compute_seconds
+        return max(end.seconds for end in self._wait().values())
 
     def finish(self) -> StepResult:
-        """Wait for the result. Raises as `wait` does."""
+        """Wait for the result, and count the step. Raises as `wait` does."""
+        ends = self._wait()
         if self._result is None:
-            try:
-                ends = self._group.wait(self._number)
-                self._result = self._made(list(ends.values()))
-                self._steps.note(ends)
-                if self._loads is not None:
-                    self._loads.note([end.tokens_per_expert for end in ends.values()])
-            finally:
-                self._steps.give_back(self._staging)
+            self._result = self._made(list(ends.values()))
+            self._steps.note(ends)
+            if self._loads is not None:
+                self._loads.note([end.tokens_per_expert for end in ends.values()])
         return self._result
+
+    def _wait(self) -> dict[int, StepEnd]:
+        if self._ends is None:
+            try:
+                self._ends = self._group.wait(self._number)
+            finally:
+                self._steps.give_back(self._staging)  # outputs there are read before another step begins
+        return self._ends
 
     def _made(self, ends: Sequence[StepEnd]) -> StepResult:
         def count() -> NDArray[np.int64]:

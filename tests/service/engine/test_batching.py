@@ -274,6 +274,28 @@ async def test_steps_are_reported_while_the_device_computes_the_next_one() -> No
     assert threads == ["expertd-worker", "MainThread"]
 
 
+async def test_no_report_of_a_step_waits_for_a_job() -> None:
+    runner, observed = DeviceRunner(), Observed()
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def job() -> None:
+        begun.set()
+        assert goes_on.wait(10)
+
+    async with running(runner, observer=observed) as scheduler:
+        scheduler.set_device(0.0, leaves_cpu=True)
+        pending = await held(runner, scheduler)
+        done = scheduler.do_between_steps(job)
+        runner.gate.set()
+        try:
+            assert await asyncio.to_thread(begun.wait, 10)
+            await until(lambda: len(observed.done) == 1)
+        finally:
+            goes_on.set()
+        await asyncio.wrap_future(done)
+        await soon(pending.answer)
+
+
 async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     runner, observed = EchoRunner(poison=666.0), Observed()
     async with running(runner, observer=observed) as scheduler:

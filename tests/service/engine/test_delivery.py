@@ -58,6 +58,27 @@ async def test_reports_may_be_left_to_another_thread() -> None:
     assert not delivery.report_one()
 
 
+async def test_the_event_loop_calls_what_a_thread_has_no_time_for() -> None:
+    delivery, seen = Delivery(), list[int]()
+    delivery.leaves_reports = True
+    delivery.start()
+
+    def report(number: int) -> None:
+        delivery.report_later(lambda: seen.append(number))
+
+    for number in range(64):
+        report(number)
+    delivery.report_until(lambda: len(seen) == 2)
+    assert seen == [0, 1]
+    await asyncio.sleep(0.01)
+    assert seen == [0, 1], "few wait for the thread"
+    for number in range(64, 67):
+        report(number)
+    delivery.report_until(lambda: True)
+    await until(lambda: len(seen) == 67)
+    assert seen == list(range(67))
+
+
 async def test_another_thread_may_take_the_last_report_at_any_time() -> None:
     class Taken(deque[Callable[[], None]]):
         """Its last report is taken by another thread as soon as somebody has seen that there is one."""

@@ -16,7 +16,7 @@ from expertd.service.engine.wakeup import Source, Wakeup
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
 from tests.service.engine.test_batching import Observed
-from tests.service.runners import EchoRunner, layer_request
+from tests.service.runners import DeviceRunner, EchoRunner, layer_request
 from tests.service.waiting import until
 
 
@@ -171,12 +171,22 @@ async def test_a_caller_that_does_not_return_delays_the_others_only_briefly(
     assert runner.steps == [[1], [1, 1], [1]]
 
 
+async def test_reports_do_not_wait_for_a_thread_that_stays_awake_for_long() -> None:
+    observed = Observed()
+    async with belled(DeviceRunner(), observed, spin_seconds=5.0) as (scheduler, bell, answers):
+        scheduler.set_device(5.0, leaves_cpu=True)
+        begin = time.perf_counter()
+        bell.ring()
+        await until(lambda: len(answers) == 1 and len(observed.done) == 1)
+        assert time.perf_counter() - begin < 4
+
+
 async def test_chores_are_in_no_returning_callers_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertd.service.engine.lane_work._RETURN_SECONDS", 1.0)
     runner = EchoRunner()
     chores: list[int] = []  # the number of steps that had begun
     answers: list[Output | Exception] = []
-    async with belled(runner, Observed()) as (scheduler, _, _):
+    async with belled(runner, Observed(), spin_seconds=1.0) as (scheduler, _, _):
 
         def done(answer: Output | Exception) -> None:
             scheduler.do_later(lambda: chores.append(len(runner.steps)))
