@@ -21,8 +21,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from itertools import pairwise
+from contextlib import closing, contextmanager
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +68,8 @@ def requests_of(sent: Sequence[tuple[int, int]], stamps: Sequence[Stamp]) -> Ite
             first += 1
         on_way: dict[str, tuple[int, int]] = {}
         held = dict.fromkeys(MEANWHILE, 0)
-        for name, start, end in ordered[first:]:
+        for place in range(first, len(ordered)):
+            name, start, end = ordered[place]
             if start > seen:
                 break
             if name in _WAY and start >= began:
@@ -120,26 +121,45 @@ def shown(found: Sequence[Request], stamps: Sequence[Stamp]) -> str:
     )
 
 
-def measure(
-    name: str, way: Way, tokens: int, given: argparse.Namespace, device: str | None
-) -> tuple[list[Request], list[Stamp]]:
-    """The requests of the caller of decode steps; prefill is beside it if the way's name says so."""
-    with tempfile.TemporaryDirectory() as folder, closing(Caller()) as decode, closing(Caller()) as prefill:
-        file = Path(folder) / "stamps.json"
-        module = "benchmarks.lanes_stand_in" if given.stand_in else "benchmarks.lanes_server"
-        with closing(Server((file, tokens), module)) as server:
-            settings = {**settings_of(LAYERS[name], way, Path(folder), given.spin), "port": free_port()}
-            with server.running(settings) as url:
-                if way.split is not None and device:
-                    split_sms(url, way.split)
-                callers = Callers(decode, prefill, given.seconds, device)
-                beside = way.name.endswith(BESIDE)
-                lead = callers.lead_of(way, beside)
-                found = callers.results(url, LAYERS[name], tokens, beside, lead)[0]
-            stamps = read_stamps(file)
-    sent = [(begin, end) for begin, end in found["stamps"]]
-    during = [stamp for stamp in stamps if sent[0][0] <= stamp[1] <= sent[-1][1]]
-    return list(requests_of(sent, stamps)), during
+class Stages(NamedTuple):
+    """Measures them: by a server that starts again for each way, and its two callers.
+
+    folder  of its channels, and of the file `stamps` that it writes when it ends
+    """
+
+    server: Server
+    callers: Callers
+    folder: Path
+    stamps: Path
+    spin: int | None
+
+    def of(self, name: str, way: Way, tokens: int) -> tuple[list[Request], list[Stamp]]:
+        """The requests of the caller of decode steps; prefill is beside it if the way's name says so."""
+        settings = {**settings_of(LAYERS[name], way, self.folder, self.spin), "port": free_port()}
+        with self.server.running(settings) as url:
+            if way.split is not None and self.callers.device:
+                split_sms(url, way.split)
+            beside = way.name.endswith(BESIDE)
+            lead = self.callers.lead_of(way, beside)
+            found = self.callers.results(url, LAYERS[name], tokens, beside, lead)[0]
+        stamps = read_stamps(self.stamps)
+        sent = [(begin, end) for begin, end in found["stamps"]]
+        during = [stamp for stamp in stamps if sent[0][0] <= stamp[1] <= sent[-1][1]]
+        return list(requests_of(sent, stamps)), during
+
+
+@contextmanager
+def measuring(given: argparse.Namespace, device: str | None) -> Iterator[Stages]:
+    """The processes, which take seconds to start."""
+    module = "benchmarks.lanes_stand_in" if given.stand_in else "benchmarks.lanes_server"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(Caller()) as decode,
+        closing(Caller()) as prefill,
+        closing(Server((file := Path(folder) / "stamps.json", max(given.tokens)), module)) as server,
+    ):
+        callers = Callers(decode, prefill, given.seconds, device)
+        yield Stages(server, callers, Path(folder), file, given.spin)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,11 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Way(f"lanes, {split or 'all'} SMs for decode, {BESIDE}", lanes=True, split=split),
     )
     ways = lanes if given.stand_in else (ALONE, *lanes)
-    for name in given.layers:
-        for way in ways:
-            for tokens in given.tokens:
-                found = shown(*measure(name, way, tokens, given, "cuda:0" if on_gpu else None))
-                print(f"\n{name}, {way.name}, {tokens} tokens\n\n{found}", flush=True)
+    with measuring(given, "cuda:0" if on_gpu else None) as stages:
+        for name, way, tokens in product(given.layers, ways, given.tokens):
+            found = shown(*stages.of(name, way, tokens))
+            print(f"\n{name}, {way.name}, {tokens} tokens\n\n{found}", flush=True)
     return 0
 
 
