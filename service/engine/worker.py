@@ -6,7 +6,6 @@ sleeps, and may wake up 0.3 ms late. A CPU computes a step on the thread, so the
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 # The other lane's next step is launched at the latest when the device has less than this to do.
 _LAUNCH_SECONDS = 0.4e-3
-_MOST_REPORTS = 64  # of two lanes, that wait for a step to run; more are called while a request is awaited
-_QUIET_SECONDS = 1e-3  # after which the event loop calls what is reported, if the thread stays awake longer
+_MOST_REPORTS = 64  # that wait for a step to run; more are called while the next request is awaited, too
+_QUIET_SECONDS = 1e-3  # without a request, after which all are
 _PAUSE_SECONDS = 50e-6  # between two looks at steps, if no short request is expected at once
 
 
@@ -64,6 +63,7 @@ class Worker:
         self.thread = threading.Thread(target=self._run_or_tell, name=name, daemon=True)
         self._first, self._rings_wake = first, rings_wake
         self._second: Work | None = None
+        self._lanes = [first]
         self._retires = False
         self._awake_until = 0.0
 
@@ -77,6 +77,7 @@ class Worker:
     def take(self, second: Work) -> None:
         """Do the work of another lane, too, from now on; its thread has retired."""
         self._second = second
+        self._lanes = [self._first, second]
         self.wakeup.wake()
 
     def poll(self, seconds: float | None) -> bool:
@@ -140,14 +141,9 @@ class Worker:
             while (now := time.perf_counter()) < self._awake_until:
                 if self.poll(0):
                     return True
-                if now >= quiet_from:
-                    self._flush()
-                    quiet_from = math.inf
-                if second is None:
-                    continue
-                if not self._expects_more() and _go_on(second):
+                if second is not None and not self._expects_more() and _go_on(second):
                     return False
-                if self._first.num_reports + second.num_reports > _MOST_REPORTS:
+                if now >= quiet_from or self._num_reports > _MOST_REPORTS:
                     self._report_one()
             # What was left to this thread while it was awake.
             if not self._rings_wake and self.poll(0):
@@ -159,19 +155,17 @@ class Worker:
                 time.sleep(_PAUSE_SECONDS)
             if self.poll(0):
                 return True
-        self._flush()
+        for lane in self._lanes:
+            lane.flush()
         return self.poll(None)
-
-    def _flush(self) -> None:
-        """Have the event loop call what has been reported."""
-        self._first.flush()
-        if self._second is not None:
-            self._second.flush()
 
     def _report_one(self) -> bool:
         """Call what a lane has reported first: metrics, which wait for a moment that nothing else needs."""
-        assert self._second is not None
-        return self._first.report_one() or self._second.report_one()
+        return any(lane.report_one() for lane in self._lanes)
+
+    @property
+    def _num_reports(self) -> int:
+        return sum([lane.num_reports for lane in self._lanes])
 
     def _ends_soon(self) -> bool:
         """Whether the caller of a step that runs may send its next request at once; not if it is overdue."""
@@ -190,7 +184,7 @@ class Worker:
         return is_recent and second.busy_seconds > _LAUNCH_SECONDS
 
     def _end(self) -> None:
-        lanes = [self._first] if self._second is None else [self._first, self._second]
+        lanes = self._lanes
         for lane in lanes[1:]:
             while lane.do_next() is not None:
                 if lane.is_running:

@@ -166,7 +166,10 @@ def test_what_has_been_reported_does_not_wait_for_the_end_of_an_endless_second_l
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_reports_are_called_while_a_step_runs_and_few_while_the_next_request_is_awaited(runs: bool) -> None:
+def test_reports_are_called_while_a_step_runs_and_few_while_the_next_request_is_awaited(
+    runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expertd.service.engine.worker._QUIET_SECONDS", SPIN_SECONDS / 2)
     first, second = FakeLane(), FakeLane(busy_seconds=60.0)
     first.answered = time.perf_counter()
     first.runs, first.to_do = runs, 1
@@ -178,6 +181,7 @@ def test_reports_are_called_while_a_step_runs_and_few_while_the_next_request_is_
         else:
             assert has_reported(second, 64, 10), "64 may wait"
             assert not has_reported(second, 63, SPIN_SECONDS / 6)
+            assert has_reported(second, 0, 10), "none has come"
 
 
 def test_the_event_loop_gets_the_reports_before_the_thread_sleeps_or_ends() -> None:
