@@ -91,9 +91,7 @@ class Queues:
         return queue
 
     def check_room(self, model: str, num_tokens: int, caller: int) -> Queue:
-        """The queue of `model`. Raises QueueFullError if it has no room for a request of `num_tokens`.
-
-        Else as `self[model]` does.
+        """The queue of `model`. Raises as `self[model]` does, and QueueFullError without room for a request.
 
         A caller without requests in a full queue may have one there: others do not shut it out.
         """

@@ -176,7 +176,7 @@ class Chunk:
 
 
 def num_tokens_of(chunks: Sequence[Chunk]) -> int:
-    """The tokens of a step of these."""
+    """The tokens of a step that computes `chunks`."""
     if len(chunks) == 1:  # as most often, when every microsecond counts
         return chunks[0].request.num_tokens
     return sum(chunk.request.num_tokens for chunk in chunks)
