@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Sends the counts, then the pairs.
     if (at >= 0) {
         u32* const there = ranks.counts(static_cast<u32>(at) >> 16, at & 0xffff) + (ranks.rank << stretch_bits);
-        if (ctas == 1) {  // four stretches at once: a store takes as long whatever its size
+        if (ctas == 1) {  // one store for four stretches
 #pragma unroll 1
             for (int s = 0; s < 1 << stretch_bits; s += 4) {
                 const u32 first = s == 0 ? static_cast<u32>(count) : 0;

@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from expertd.service.engine.callers import FairQueue, Waiting
 from expertd.service.engine.errors import QueueFullError
-from expertd.service.engine.queue_counts import QueueCounts, has_room, num_cells, why_full
+from expertd.service.engine.queue_counts import QueueCounts, may_wait, num_cells, why_full
 from expertd.service.settings.model import Settings
 
 
@@ -130,7 +130,7 @@ class WaitingCalls(Generic[T]):
 
     def _check_room(self, model: str, lane: bool, num_tokens: int, caller: int) -> None:
         backlog = self._counts.total(self._numbers[model], lane)
-        if has_room(self._limits, backlog, num_tokens):
+        if may_wait(self._limits, backlog.num_requests + 1, backlog.num_tokens + num_tokens):
             return
         if not caller or self._has_one(caller, model, lane):
             raise why_full(self._limits, model, backlog, num_tokens)

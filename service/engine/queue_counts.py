@@ -1,7 +1,7 @@
 """What waits for the steps of each model, in all processes of a server, and whether it leaves room."""
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from expertd.service.settings.parts import Limits
@@ -80,21 +80,9 @@ class QueueCounts:
         return self._row * self._stride + self._first(model, lane)
 
 
-class Waiting(Protocol):
-    """Requests that wait: a `Backlog` or a `Queue`."""
-
-    @property
-    def num_requests(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-
-
-def has_room(limits: Limits, waiting: Waiting, num_tokens: int) -> bool:
-    """Whether one more request of `num_tokens` may wait beside these."""
-    return (
-        waiting.num_requests < limits.max_queue_requests
-        and waiting.num_tokens + num_tokens <= limits.max_queue_tokens
-    )
+def may_wait(limits: Limits, num_requests: int, num_tokens: int) -> bool:
+    """Whether a queue may have this many requests and tokens."""
+    return num_requests <= limits.max_queue_requests and num_tokens <= limits.max_queue_tokens
 
 
 def why_full(limits: Limits, model: str, backlog: Backlog, num_tokens: int) -> QueueFullError:

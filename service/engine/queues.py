@@ -19,7 +19,7 @@ from threading import Lock
 from expertd.service.engine.chunks import end_chunk
 from expertd.service.engine.errors import EngineError, ModelUnloadedError
 from expertd.service.engine.queue import Queue
-from expertd.service.engine.queue_counts import Backlog, full_error, has_room, why_full
+from expertd.service.engine.queue_counts import Backlog, full_error, may_wait, why_full
 from expertd.service.engine.steps import Chunk, Pending, Runner, State, num_tokens_of
 from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
@@ -98,10 +98,12 @@ class Queues:
         queue = self[model]
         if queue.is_closed:
             raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloading")
-        if not has_room(self.limits, queue, num_tokens):
-            backlog = queue.backlog(self.limits.max_batch_tokens)  # which no other thread changes
-            if not has_room(self.limits, backlog, num_tokens) and (not caller or queue.has(caller)):
-                raise why_full(self.limits, model, backlog, num_tokens)
+        if may_wait(self.limits, queue.num_requests + 1, queue.num_tokens + num_tokens):
+            return queue
+        backlog = queue.backlog(self.limits.max_batch_tokens)  # which no other thread changes
+        is_full = not may_wait(self.limits, backlog.num_requests + 1, backlog.num_tokens + num_tokens)
+        if is_full and (not caller or queue.has(caller)):
+            raise why_full(self.limits, model, backlog, num_tokens)
         return queue
 
     def add(self, pending: Pending, busy: Callable[[], float] = lambda: 0.0) -> Queue:
@@ -124,8 +126,7 @@ class Queues:
         if not queue.num_requests:
             self.turns.append(model)
         queue.put(pending)
-        if self.on_change is not None:  # else without a call: every microsecond counts
-            self._changed(model)
+        self._changed(model)
         return queue
 
     def remove(self, pending: Pending) -> bool:
@@ -196,15 +197,14 @@ class Queues:
 
     def next_step(self) -> list[Chunk]:
         """Take what the next step computes, all of one model, up to `max_batch_tokens`."""
-        model = self.turns[0] if len(self.turns) == 1 else self._next_model()
+        model = self._next_model()
         queue = self._of[model]
-        others = len(self._of) > 1
-        priority, before = queue.priority if others else 0, queue.num_tokens
+        priority, before = queue.priority, queue.num_tokens
         chunk_tokens = self._chunk_tokens() if self._long else 0
         step = queue.take(self.limits.max_batch_tokens, chunk_tokens, self.limits.join_chunks)
         for chunk in step:
             self._num_short -= not chunk.pending.is_long
-        if others:
+        if len(self._of) > 1:
             used = max(queue.used.get(priority, 0.0), self._clock.get(priority, 0.0))
             self._clock[priority] = used
             seconds = self._likely_seconds(queue, before - queue.num_tokens)
@@ -212,8 +212,7 @@ class Queues:
         self.turns.remove(model)
         if queue.num_requests:
             self.turns.append(model)
-        if self.on_change is not None:
-            self._changed(model)
+        self._changed(model)
         return step
 
     def tell_all(self) -> None:

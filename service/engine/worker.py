@@ -63,7 +63,6 @@ class Worker:
         self.thread = threading.Thread(target=self._run_or_tell, name=name, daemon=True)
         self._first, self._rings_wake = first, rings_wake
         self._second: Work | None = None
-        self._lanes = [first]
         self._retires = False
         self._awake_until = 0.0
 
@@ -77,7 +76,6 @@ class Worker:
     def take(self, second: Work) -> None:
         """Do the work of another lane, too, from now on; its thread has retired."""
         self._second = second
-        self._lanes = [self._first, second]
         self.wakeup.wake()
 
     def poll(self, seconds: float | None) -> bool:
@@ -143,7 +141,7 @@ class Worker:
                     return True
                 if second is not None and not self._expects_more() and _go_on(second):
                     return False
-                if now >= quiet_from or self._num_reports > _MOST_REPORTS:
+                if now >= quiet_from or sum([lane.num_reports for lane in self._lanes]) > _MOST_REPORTS:
                     self._report_one()
             # What was left to this thread while it was awake.
             if not self._rings_wake and self.poll(0):
@@ -164,8 +162,8 @@ class Worker:
         return any(lane.report_one() for lane in self._lanes)
 
     @property
-    def _num_reports(self) -> int:
-        return sum([lane.num_reports for lane in self._lanes])
+    def _lanes(self) -> list[Work]:
+        return [self._first] if self._second is None else [self._first, self._second]
 
     def _ends_soon(self) -> bool:
         """Whether the caller of a step that runs may send its next request at once; not if it is overdue."""
