@@ -121,11 +121,15 @@ class LayerRunner:
             return None
         self.launches.graph += 1
         with self.on_stream():
+            if len(requests) == 1 and (step := self._graphs.again(requests[0])):
+                return step
             return self._graphs.begin(Batch(requests), padded, routed)
 
     def launch(self, requests: Sequence[LayerRequest]) -> RunningStep:
-        """`begin` launch by launch, as all ranks of the layer do."""
+        """`begin` launch by launch, as all ranks of the layer do; or by a graph of just these launches."""
         with self.on_stream(), torch.inference_mode():
+            if len(requests) == 1 and (step := self._on_device.again(requests[0])):
+                return step
             stream = torch.cuda.current_stream(self._device)
             return self._on_device.begin(Batch(requests), stream, self._num_sms())
 

@@ -20,7 +20,8 @@ _MESSAGE_BYTES = 32768  # a set of partitions has the most: 32 names of 64 chara
 _MAX_TEXT = 600  # characters of an error in a message, each of up to 6 bytes
 _MAX_DESCRIPTORS = 4
 
-_STEP = struct.Struct("<QII")  # number, model, requests
+_NUMBER = struct.Struct("<Q")  # of a step
+_STEP = struct.Struct("<II")  # model, requests
 # tokens, datatypes of hidden_states, topk_ids and output, region and offset of the five tensors
 _REQUEST = struct.Struct("<IBBBx5I5Q")
 # number, seconds, layout, bytes of the error, experts
@@ -79,20 +80,39 @@ class StepCommand:
     requests: Sequence[PlacedRequest]
 
     def packed(self) -> bytes:
-        head = _STEP.pack(self.number, self.model, len(self.requests))
-        return head + b"".join([request.packed() for request in self.requests])
+        return numbered(self.number, packed_work(self.model, self.requests))
 
     @classmethod
     def unpacked(cls, data: bytes) -> "StepCommand":
-        number, model, num_requests = _STEP.unpack_from(data)
-        starts = range(_STEP.size, _STEP.size + num_requests * _REQUEST.size, _REQUEST.size)
-        requests = [PlacedRequest.unpacked(data[start : start + _REQUEST.size]) for start in starts]
-        return cls(number, model, requests)
+        number, work = number_and_work(data)
+        return cls(number, *unpacked_work(work))
+
+
+def packed_work(model: int, requests: Sequence[PlacedRequest]) -> bytes:
+    """What a command says besides its number: the same for all steps of the same requests."""
+    return _STEP.pack(model, len(requests)) + b"".join([request.packed() for request in requests])
+
+
+def numbered(number: int, work: bytes) -> bytes:
+    """The packed command."""
+    return _NUMBER.pack(number) + work
+
+
+def number_and_work(data: bytes) -> tuple[int, bytes]:
+    """A packed command's number, and its `packed_work`."""
+    return _NUMBER.unpack_from(data)[0], data[_NUMBER.size :]
+
+
+def unpacked_work(work: bytes) -> tuple[int, list[PlacedRequest]]:
+    """The model and the requests that were packed."""
+    model, num_requests = _STEP.unpack_from(work)
+    starts = range(_STEP.size, _STEP.size + num_requests * _REQUEST.size, _REQUEST.size)
+    return model, [PlacedRequest.unpacked(work[start : start + _REQUEST.size]) for start in starts]
 
 
 def step_bytes(max_requests: int) -> int:
     """The most bytes of a step's command."""
-    return _STEP.size + max_requests * _REQUEST.size
+    return _NUMBER.size + _STEP.size + max_requests * _REQUEST.size
 
 
 @dataclass(frozen=True, slots=True)

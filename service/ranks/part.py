@@ -17,20 +17,18 @@ from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
 from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
-from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.exchange_sizes import ExchangeSizes, most_tokens
 from expertd.service.ranks.members import MEET, MeetCommand
 from expertd.service.ranks.membership import Membership
-from expertd.service.ranks.messages import StepCommand, StepEnd
+from expertd.service.ranks.messages import StepEnd, number_and_work
 from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
+from expertd.service.ranks.own_steps import OwnStep, OwnSteps
 from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.rules import check_moves
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
-from expertd.service.ranks.split import part_of, requests_of
-from expertd.service.ranks.step_graph import graph_of
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers
 
@@ -83,6 +81,9 @@ class RankPart:
         self._models: list[tuple[ModelSettings, Runner]] = [
             (model, self.loaded.runners[model.name]) for model in setup.settings.models
         ]
+        self._own_steps = OwnSteps(
+            setup.settings.models, setup.num_ranks, lambda: self._membership.share, regions
+        )
         self._running: deque[_Running] = deque()
         self.jobs: deque[Callable[[], None]] = deque()  # to do while no step runs, after the bell of commands
         self.is_leaving = False  # one of them is `leave`: no meeting may be waited for
@@ -113,7 +114,7 @@ class RankPart:
                         self._finish(rings)
                     say(*self._carry_out(data))
                 else:
-                    self._begin(StepCommand.unpacked(data), rings)
+                    self._begin(*number_and_work(data), rings)
             elif self._running and self._running[0].step.is_done():
                 self._finish(rings)
 
@@ -127,6 +128,7 @@ class RankPart:
 
     def _carry_out(self, data: bytes) -> Sequence[Any]:
         """What to say of a command that is no step."""
+        self._own_steps.forget()  # it may change which rank has which rows
         if data.startswith(MEET):
             return self._membership.meet(MeetCommand.unpacked(data), self._parallel, lambda: self.is_leaving)
         return MOVED, *self._placements.move(MoveCommand.unpacked(data))
@@ -190,48 +192,45 @@ class RankPart:
             self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS, exact)
         return self._memories[key]
 
-    def _begin(self, command: StepCommand, rings: Rings) -> None:
-        model, _ = self._models[command.model]
-        sizes = model.hidden_size, model.top_k
+    def _begin(self, number: int, work: bytes, rings: Rings) -> None:
         try:
-            requests = requests_of(command.requests, *self._membership.share, *sizes, self._regions.span)
-            step = self._step(command, requests, rings)
+            own = self._own_steps.of(work)
+            step = self._step(number, own, rings)
         except Exception as error:
             while self._running:  # ends are in the order of the steps
                 self._finish(rings)
-            self._fail(rings, command.number, error)
+            self._fail(rings, number, error)
             return
-        self._running.append(_Running(command.number, step, model.partition))
+        self._running.append(_Running(number, step, self._models[own.model][0].partition))
         if step.is_done():
             self._finish(rings)
 
-    def _step(self, command: StepCommand, requests: Sequence[LayerRequest], rings: Rings) -> Step:
+    def _step(self, number: int, own: OwnStep, rings: Rings) -> Step:
         """Begin a step. On GPUs the ranks must make the same launches, so the whole step decides how."""
-        model, runner = self._models[command.model]
+        model, runner = self._models[own.model]
+        place = number, own.model, sum(own.counts), *self._membership.place
         layer = self._symmetric.get(model.name)
         if layer is None:
-            self._placements.begin_step(command, *self._membership.place)
-            return runner.begin(requests)
+            self._placements.begin_step(*place)
+            return runner.begin(own.requests)
         assert isinstance(runner, LayerRunner)
-        num_ranks = self._setup.num_ranks
-        total = sum(request.num_tokens for request in command.requests)
-        counts = [len(part_of(total, rank, num_ranks)) for rank in range(num_ranks)]
-        graph = graph_of(command.requests, max(counts), self._regions.is_on_gpu)
         # All graphs use the same memory; and two steps that share SMs could wait for each other, if one has
         # these SMs on one rank, and the other one on another.
         shares = any(share_sms(model.partition, each.partition) for each in self._running)
-        if graph is not None or self._replays or shares:
+        if own.graph is not None or self._replays or shares:
             while self._running:
                 self._finish(rings)
         with runner.on_stream():
-            self._placements.begin_step(command, *self._membership.place)
-        if graph is not None and (step := runner.replay([r for r in requests if r.num_tokens], *graph)):
-            self._replays = True
-            return step
+            self._placements.begin_step(*place)
+        if own.graph is not None:
+            step = runner.replay([r for r in own.requests if r.num_tokens], *own.graph)
+            if step is not None:
+                self._replays = True
+                return step
         self._replays = False
         with runner.on_stream():
-            layer.expect(counts)
-        return runner.launch(requests)
+            layer.expect(own.counts)
+        return runner.launch(own.requests)
 
     def _finish(self, rings: Rings) -> None:
         running = self._running.popleft()

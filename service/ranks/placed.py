@@ -7,7 +7,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from expertd.service.moe.parallel import PlacedExperts, held_by
-from expertd.service.ranks.messages import ERROR_BYTES, StepCommand
+from expertd.service.ranks.messages import ERROR_BYTES
 from expertd.service.ranks.mover import Mover
 from expertd.service.ranks.moves import MoveCommand
 from expertd.service.ranks.peer_transport import PeerTransport
@@ -63,19 +63,18 @@ class RankPlacements:
         """The `digest` of the placements that this rank uses."""
         return digest([layer.tables.physical for layer in self._layers])
 
-    def begin_step(self, command: StepCommand, place: int, count: int) -> None:
+    def begin_step(self, number: int, model: int, num_tokens: int, place: int, count: int) -> None:
         """Say where this rank's tokens are: by rows of the whole step, or by the step's number.
 
         place, count  the rank computes the part number `place` of `count`
         """
         if not self._layers:
             return
-        layer = self._layers[command.model]
+        layer = self._layers[model]
         if self._setup.settings.placement.objective == "activated":
-            layer.begin_step(command.number, by_row=False)
+            layer.begin_step(number, by_row=False)
         else:
-            total = sum(request.num_tokens for request in command.requests)
-            layer.begin_step(part_of(total, place, count).start)
+            layer.begin_step(part_of(num_tokens, place, count).start)
 
     def move(self, command: MoveCommand) -> tuple[int, float, str]:
         """Carry out a command, after the steps before it: its number, its seconds, and an error or ""."""

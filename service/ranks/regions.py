@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -45,9 +46,13 @@ class Region:
 
 
 class SharedRegions:
-    """The regions of the front end, by number and by address. Safe from any thread."""
+    """The regions of the front end, by number and by address. Safe from any thread.
+
+    changes  counts whatever changes what `place` says of memory that was placed before
+    """
 
     def __init__(self) -> None:
+        self.changes = 0
         self._regions: dict[int, Region] = {}
         self._by_address: tuple[list[int], list[Region]] = ([], [])
         self._lost: dict[int, str] = {}  # why a rank could not map a region when ranks started again
@@ -75,6 +80,7 @@ class SharedRegions:
             self._lost.pop(region.number, None)
             if why_lost is not None:
                 self._lost[region.number] = why_lost
+            self.changes += 1
 
     def remove(self, region: Region) -> None:
         """Forget a region, in which no request lies any more."""
@@ -82,6 +88,7 @@ class SharedRegions:
             del self._regions[region.number]
             self._lost.pop(region.number, None)
             self._sort()
+            self.changes += 1
         region.close()
 
     def all(self) -> list[Region]:
@@ -110,9 +117,13 @@ class SharedRegions:
 
 
 class MappedRegions:
-    """The regions that a rank has mapped, for its device. Regions come and go on one thread, spans on any."""
+    """The regions that a rank has mapped, for its device. Regions come and go on one thread, spans on any.
+
+    when_unmapped  called when one has gone, to drop the spans of it
+    """
 
     def __init__(self) -> None:
+        self.when_unmapped: Callable[[], None] = lambda: None
         self._spans: dict[int, Span] = {}
         self._unregister: dict[int, Unregister] = {}
 
@@ -152,6 +163,7 @@ class MappedRegions:
         if (unregister := self._unregister.pop(number, None)) is not None:
             unregister()
             del self._spans[number]
+            self.when_unmapped()
 
     def span(self, number: int, offset: int, num_bytes: int) -> Span:
         """A part of a region."""

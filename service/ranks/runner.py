@@ -76,7 +76,7 @@ class RankRunner:
         staging, number = steps.take(), steps.next_number()
         try:
             staged = StagedStep(requests, self._model.hidden_size, staging, steps.supervisor.regions)
-            group.begin(number, staged.command(number, self._index).packed())
+            group.begin(number, staged.command(number, self._index))
         except BaseException:
             steps.give_back(staging)
             raise

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ class PlacedExperts:
     slots    the numbers of the rank's physical experts
     places   int32 [physical experts], rank * 65536 + group there
     experts  int64 [slots], the expert of each slot
+    held     the same on the host
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class PlacedExperts:
         Raises ValueError (name, expected, got).
         """
         self.tables.replace(physical)
-        self.experts.copy_(torch.tensor(self.tables.physical[self.slots.start : self.slots.stop]))
+        self.held = np.array(self.tables.physical[self.slots.start : self.slots.stop], np.int64)
+        self.experts.copy_(torch.from_numpy(self.held))
 
     def expert_bytes(self, slot: int) -> list[Tensor]:
         """Data and scales of each of an expert's MATRICES: views of their memory, uint8 [n] each."""

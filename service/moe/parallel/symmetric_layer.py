@@ -163,10 +163,9 @@ class SymmetricLayer:
 
     def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens of each expert, from the `offsets` of a call; 0 for other ranks' experts."""
-        slots = self.placed.slots
+        held = self.placed.held
         counts = np.zeros(self.shape.num_experts, offsets.dtype)
-        held = self.placed.tables.physical[slots.start : slots.stop]
-        np.add.at(counts, held, np.diff(offsets[: len(held) + 1]))
+        np.add.at(counts, held, offsets[1 : len(held) + 1] - offsets[: len(held)])
         return counts
 
     def _routed_rows(

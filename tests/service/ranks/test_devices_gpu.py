@@ -140,6 +140,20 @@ async def test_steps_that_are_graphs(given: bool) -> None:
             assert close(got, wanted)
 
 
+async def test_steps_that_recur_compute_what_is_there_now() -> None:
+    """The same memory with new values each time: replayed, and after a few times by what is known of it."""
+    random = np.random.default_rng()
+    values = [
+        random.standard_normal((count, 1024), np.float32) for count in (1, 3, 64, 1000) for _ in range(7)
+    ]
+    async with serving(tiny_settings(LIMITS, backend="hopper", models=[LAYER])) as server:
+        expected = [await bf16_output(server, value, False) for value in values]
+    settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER], devices=DEVICES)
+    async with serving_ranks(settings) as server:
+        for value, wanted in zip(values, expected, strict=True):
+            assert close(await bf16_output(server, value, False), wanted), len(value)
+
+
 async def test_given_routing() -> None:
     async with serving(tiny_settings(LIMITS, backend="hopper", models=SMALL)) as server:
         expected = await routed(server, rows(33), "INT64")

@@ -1,0 +1,67 @@
+"""What a rank makes of a step's command: its own part, which it keeps, since steps recur.
+
+Whoever calls through a channel sends the same few requests again and again. Making a rank's part takes as
+long as a small layer; and the requests keep what their last step has left for the next one.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from expertd.service.moe.request import LayerRequest
+from expertd.service.ranks.messages import unpacked_work
+from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.split import part_of, requests_of
+from expertd.service.ranks.step_graph import graph_of
+from expertd.service.settings.served import ModelSettings
+
+_MOST = 256
+"""Steps that are kept: those of some tens of channels, each with a few slots."""
+
+
+class OwnStep(NamedTuple):
+    """A rank's part of a step, which is the same for every step of these requests.
+
+    model     its place in the settings
+    counts    tokens of each rank
+    requests  this rank's, see `requests_of`
+    graph     what all ranks replay, see `graph_of`
+    """
+
+    model: int
+    counts: Sequence[int]
+    requests: Sequence[LayerRequest]
+    graph: tuple[int, bool] | None
+
+
+class OwnSteps:
+    """The steps of one rank.
+
+    share  (k, n): the rank computes the k-th of n parts of a command's rows; after a change, call `forget`
+
+    Steps in a region are forgotten with it.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelSettings],
+        num_ranks: int,
+        share: Callable[[], tuple[int, int]],
+        regions: MappedRegions,
+    ) -> None:
+        self._models, self._num_ranks, self._share, self._regions = models, num_ranks, share, regions
+        self.of = lru_cache(_MOST)(self._made)
+        """The rank's part of a step, by `number_and_work` of its command; raises what `requests_of` does."""
+        regions.when_unmapped = self.forget
+
+    def forget(self) -> None:
+        """Make all parts anew from now on."""
+        self.of.cache_clear()
+
+    def _made(self, work: bytes) -> OwnStep:
+        index, requests = unpacked_work(work)
+        model = self._models[index]
+        total = sum(request.num_tokens for request in requests)
+        counts = [len(part_of(total, rank, self._num_ranks)) for rank in range(self._num_ranks)]
+        own = requests_of(requests, *self._share(), model.hidden_size, model.top_k, self._regions.span)
+        return OwnStep(index, counts, own, graph_of(requests, max(counts), self._regions.is_on_gpu))
