@@ -126,7 +126,10 @@ class LayerRunner:
             return self._graphs.begin(Batch(requests), padded, routed)
 
     def launch(self, requests: Sequence[LayerRequest]) -> RunningStep:
-        """`begin` launch by launch, as all ranks of the layer do; or by a graph of just these launches."""
+        """`begin` launch by launch, as all ranks of the layer do.
+
+        A request that has recurred may have a graph of these launches, which is replayed.
+        """
         with self.on_stream(), torch.inference_mode():
             if len(requests) == 1 and (step := self._on_device.again(requests[0])):
                 return step

@@ -80,39 +80,44 @@ class StepCommand:
     requests: Sequence[PlacedRequest]
 
     def packed(self) -> bytes:
-        return numbered(self.number, packed_work(self.model, self.requests))
+        return numbered(self.number, packed_body(self.model, self.requests))
 
     @classmethod
     def unpacked(cls, data: bytes) -> "StepCommand":
-        number, work = number_and_work(data)
-        return cls(number, *unpacked_work(work))
+        number, body = number_and_body(data)
+        return cls(number, *unpacked_body(body))
 
 
-def packed_work(model: int, requests: Sequence[PlacedRequest]) -> bytes:
+def packed_body(model: int, requests: Sequence[PlacedRequest]) -> bytes:
     """What a command says besides its number: the same for all steps of the same requests."""
     return _STEP.pack(model, len(requests)) + b"".join([request.packed() for request in requests])
 
 
-def numbered(number: int, work: bytes) -> bytes:
+def numbered(number: int, body: bytes) -> bytes:
     """The packed command."""
-    return _NUMBER.pack(number) + work
+    return _NUMBER.pack(number) + body
 
 
-def number_and_work(data: bytes) -> tuple[int, bytes]:
-    """A packed command's number, and its `packed_work`."""
+def number_and_body(data: bytes) -> tuple[int, bytes]:
+    """A packed command's number, and its `packed_body`."""
     return _NUMBER.unpack_from(data)[0], data[_NUMBER.size :]
 
 
-def unpacked_work(work: bytes) -> tuple[int, list[PlacedRequest]]:
+def unpacked_body(body: bytes) -> tuple[int, list[PlacedRequest]]:
     """The model and the requests that were packed."""
-    model, num_requests = _STEP.unpack_from(work)
+    model, num_requests = _STEP.unpack_from(body)
     starts = range(_STEP.size, _STEP.size + num_requests * _REQUEST.size, _REQUEST.size)
-    return model, [PlacedRequest.unpacked(work[start : start + _REQUEST.size]) for start in starts]
+    return model, [PlacedRequest.unpacked(body[start : start + _REQUEST.size]) for start in starts]
+
+
+def body_bytes(num_requests: int) -> int:
+    """The bytes of a `packed_body`."""
+    return _STEP.size + num_requests * _REQUEST.size
 
 
 def step_bytes(max_requests: int) -> int:
     """The most bytes of a step's command."""
-    return _NUMBER.size + _STEP.size + max_requests * _REQUEST.size
+    return _NUMBER.size + body_bytes(max_requests)
 
 
 @dataclass(frozen=True, slots=True)

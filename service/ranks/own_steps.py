@@ -1,7 +1,7 @@
 """What a rank makes of a step's command: its own part, which it keeps, since steps recur.
 
 Whoever calls through a channel sends the same few requests again and again. Making a rank's part takes as
-long as a small layer; and the requests keep what their last step has left for the next one.
+long as a small layer; and a request that is kept has its `plan` for the next step.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from expertd.service.moe.request import LayerRequest
-from expertd.service.ranks.messages import unpacked_work
+from expertd.service.ranks.messages import body_bytes, unpacked_body
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.split import part_of, requests_of
 from expertd.service.ranks.step_graph import graph_of
@@ -17,6 +17,7 @@ from expertd.service.settings.served import ModelSettings
 
 _MOST = 256
 """Steps that are kept: those of some tens of channels, each with a few slots."""
+_ALONE_BYTES = body_bytes(1)  # the same requests seldom come together twice
 
 
 class OwnStep(NamedTuple):
@@ -35,7 +36,7 @@ class OwnStep(NamedTuple):
 
 
 class OwnSteps:
-    """The steps of one rank.
+    """The steps of one rank; those of one request are kept.
 
     share  (k, n): the rank computes the k-th of n parts of a command's rows; after a change, call `forget`
 
@@ -50,16 +51,19 @@ class OwnSteps:
         regions: MappedRegions,
     ) -> None:
         self._models, self._num_ranks, self._share, self._regions = models, num_ranks, share, regions
-        self.of = lru_cache(_MOST)(self._made)
-        """The rank's part of a step, by `number_and_work` of its command; raises what `requests_of` does."""
+        self._kept = lru_cache(_MOST)(self._made)
         regions.when_unmapped = self.forget
+
+    def of(self, body: bytes) -> OwnStep:
+        """The rank's part of a step, by the `packed_body` of its command. Raises what `requests_of` does."""
+        return self._kept(body) if len(body) <= _ALONE_BYTES else self._made(body)
 
     def forget(self) -> None:
         """Make all parts anew from now on."""
-        self.of.cache_clear()
+        self._kept.cache_clear()
 
-    def _made(self, work: bytes) -> OwnStep:
-        index, requests = unpacked_work(work)
+    def _made(self, body: bytes) -> OwnStep:
+        index, requests = unpacked_body(body)
         model = self._models[index]
         total = sum(request.num_tokens for request in requests)
         counts = [len(part_of(total, rank, self._num_ranks)) for rank in range(self._num_ranks)]

@@ -22,7 +22,7 @@ from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.exchange_sizes import ExchangeSizes, most_tokens
 from expertd.service.ranks.members import MEET, MeetCommand
 from expertd.service.ranks.membership import Membership
-from expertd.service.ranks.messages import StepEnd, number_and_work
+from expertd.service.ranks.messages import StepEnd, number_and_body
 from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
 from expertd.service.ranks.own_steps import OwnStep, OwnSteps
 from expertd.service.ranks.placed import RankPlacements
@@ -107,6 +107,7 @@ class RankPart:
             else:
                 bell.wait(called, spin)
             if self.jobs and not self._running:
+                self._own_steps.forget()  # the job may free the graphs of their plans
                 self.jobs.popleft()()
             if len(self._running) < _MAX_RUNNING and (data := commands.take()) is not None:
                 if data.startswith(NO_STEP):
@@ -114,7 +115,7 @@ class RankPart:
                         self._finish(rings)
                     say(*self._carry_out(data))
                 else:
-                    self._begin(*number_and_work(data), rings)
+                    self._begin(*number_and_body(data), rings)
             elif self._running and self._running[0].step.is_done():
                 self._finish(rings)
 
@@ -128,8 +129,8 @@ class RankPart:
 
     def _carry_out(self, data: bytes) -> Sequence[Any]:
         """What to say of a command that is no step."""
-        self._own_steps.forget()  # it may change which rank has which rows
         if data.startswith(MEET):
+            self._own_steps.forget()  # which rank has which rows changes
             return self._membership.meet(MeetCommand.unpacked(data), self._parallel, lambda: self.is_leaving)
         return MOVED, *self._placements.move(MoveCommand.unpacked(data))
 
@@ -192,9 +193,9 @@ class RankPart:
             self._memories[key] = RankMemory(dist.group.WORLD, device, *sizes, _DEVICE_SECONDS, exact)
         return self._memories[key]
 
-    def _begin(self, number: int, work: bytes, rings: Rings) -> None:
+    def _begin(self, number: int, body: bytes, rings: Rings) -> None:
         try:
-            own = self._own_steps.of(work)
+            own = self._own_steps.of(body)
             step = self._step(number, own, rings)
         except Exception as error:
             while self._running:  # ends are in the order of the steps
@@ -208,10 +209,9 @@ class RankPart:
     def _step(self, number: int, own: OwnStep, rings: Rings) -> Step:
         """Begin a step. On GPUs the ranks must make the same launches, so the whole step decides how."""
         model, runner = self._models[own.model]
-        place = number, own.model, sum(own.counts), *self._membership.place
         layer = self._symmetric.get(model.name)
         if layer is None:
-            self._placements.begin_step(*place)
+            self._begin_placed(number, own)
             return runner.begin(own.requests)
         assert isinstance(runner, LayerRunner)
         # All graphs use the same memory; and two steps that share SMs could wait for each other, if one has
@@ -221,7 +221,7 @@ class RankPart:
             while self._running:
                 self._finish(rings)
         with runner.on_stream():
-            self._placements.begin_step(*place)
+            self._begin_placed(number, own)
         if own.graph is not None:
             step = runner.replay([r for r in own.requests if r.num_tokens], *own.graph)
             if step is not None:
@@ -231,6 +231,9 @@ class RankPart:
         with runner.on_stream():
             layer.expect(own.counts)
         return runner.launch(own.requests)
+
+    def _begin_placed(self, number: int, own: OwnStep) -> None:
+        self._placements.begin_step(number, own.model, sum(own.counts), *self._membership.place)
 
     def _finish(self, rings: Rings) -> None:
         running = self._running.popleft()

@@ -10,7 +10,7 @@ import numpy as np
 from expertd.service.engine.errors import RequestRefusedError, SomeRefusedError
 from expertd.service.memory import Buffer, Mapped, Register, Span, host_view
 from expertd.service.moe.request import LayerRequest
-from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, numbered, packed_work
+from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, numbered, packed_body
 from expertd.service.ranks.regions import SharedRegions
 
 MAX_RUNNING = 2
@@ -30,7 +30,7 @@ class _Plan(NamedTuple):
 
     model: int
     changes: int  # of the regions
-    work: bytes
+    body: bytes
 
 
 class Staging:
@@ -84,7 +84,7 @@ class StagedStep:
         alone = len(self._requests) == 1
         if alone and type(request.plan) is _Plan and request.plan[:2] == (model, changes):
             self._outputs.append(None)
-            return numbered(number, request.plan.work)
+            return numbered(number, request.plan.body)
         placed, refused = [], {}
         for place, each in enumerate(self._requests):
             try:
@@ -93,10 +93,10 @@ class StagedStep:
                 refused[place] = error
         if refused:
             raise SomeRefusedError(refused)
-        work = packed_work(model, placed)
+        body = packed_body(model, placed)
         if alone and self._staging.is_clear:
-            request.plan = _Plan(model, changes, work)
-        return numbered(number, work)
+            request.plan = _Plan(model, changes, body)
+        return numbered(number, body)
 
     @property
     def num_tokens(self) -> int:

@@ -11,8 +11,12 @@ import torch
 from expertd.service.memory import Arena, Span
 from expertd.service.moe.capture import GraphPool, free_unused_memory
 from expertd.service.moe.device import register_for
+from expertd.service.moe.device_step import DeviceSteps
+from expertd.service.moe.graphs import StepGraphs
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.running import RunningStep
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 from tests.service.moe.gpu_runner import DEVICE, PLACES, SHAPE, runner_with_graphs
 from tests.service.moe.requests import DTYPES, Place, as_bytes, layer_request, on_gpu, pinned, rows_of
@@ -235,6 +239,34 @@ def test_large_steps_that_recur_are_captured(
             assert not calls
         rows = rows_of(output, "BF16", SHAPE.hidden_size)
         assert torch.equal(rows, _expected(runner, tokens, routing, "BF16"))
+
+
+@pytest.mark.parametrize("num_tokens", [20, 700])
+def test_steps_of_ranks_repeat_a_requests_plan(
+    runner: LayerRunner, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """`replay` and `launch`: what lies in the request's memory now has the layer's bits, also by a plan."""
+    repeated = []
+    for kind in (StepGraphs, DeviceSteps):
+
+        def again(steps: Any, request: LayerRequest, original: Any = kind.again) -> RunningStep | None:
+            step: RunningStep | None = original(steps, request)
+            repeated.append(step is not None)
+            return step
+
+        monkeypatch.setattr(kind, "again", again)
+    request = layer_request(_tokens(num_tokens), "BF16", None, pinned, "BF16", pinned)
+    for _ in range(12):
+        tokens = _tokens(num_tokens)
+        held = request.hidden_states
+        assert isinstance(held, Span)
+        assert isinstance(held.owner, torch.Tensor)
+        held.owner.copy_(tokens.view(torch.uint8).view(-1))
+        step = runner.replay([request], 24, True) if num_tokens < 24 else runner.launch([request])
+        assert step is not None
+        rows = rows_of(step.finish().outputs[0], "BF16", SHAPE.hidden_size)
+        assert torch.equal(rows, _expected(runner, tokens, None, "BF16"))
+    assert (repeated[0], repeated[-1]) == (False, True)
 
 
 def test_graphs_of_large_steps_are_bounded_and_freed(runner: LayerRunner) -> None:

@@ -12,7 +12,7 @@ import pytest
 from expertd.service.engine.errors import SomeRefusedError
 from expertd.service.memory import Mapped, Span, Unregister, nothing_to_register
 from expertd.service.moe.request import LayerRequest
-from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand, number_and_work
+from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand, number_and_body
 from expertd.service.ranks.own_steps import OwnSteps
 from expertd.service.ranks.regions import MappedRegions, SharedRegions
 from expertd.service.ranks.staging import StagedStep, Staging
@@ -29,11 +29,11 @@ def file_of(name: str) -> int:
     return descriptor
 
 
-def work_of(num_tokens: int, region: int = 1, number: int = 1) -> bytes:
+def body_of(num_tokens: int, region: int = 1, number: int = 1, requests: int = 1) -> bytes:
     """A command without its number: tokens at the beginning of a region, and outputs in its second half."""
     places = Place(region, 0), NOWHERE, NOWHERE, Place(region, SIZE // 2)
-    command = StepCommand(number, 0, [PlacedRequest(num_tokens, "BF16", "INT32", "BF16", *places)])
-    return number_and_work(command.packed())[1]
+    request = PlacedRequest(num_tokens, "BF16", "INT32", "BF16", *places)
+    return number_and_body(StepCommand(number, 0, [request] * requests).packed())[1]
 
 
 class Rank:
@@ -49,23 +49,31 @@ class Rank:
 
 def test_a_rank_keeps_its_part_of_a_step() -> None:
     rank = Rank()
-    first = rank.steps.of(work_of(7, number=5))
+    first = rank.steps.of(body_of(7, number=5))
     assert first.counts == [3, 2, 2]
     assert first.graph == (4, True)
     assert [request.num_tokens for request in first.requests] == [3]
-    assert rank.steps.of(work_of(7, number=6)) is first, "the step's number is its own"
-    assert rank.steps.of(work_of(4)).counts == [2, 1, 1]
-    (other,) = rank.steps.of(work_of(7, region=2)).requests
+    assert rank.steps.of(body_of(7, number=6)) is first, "the step's number is its own"
+    assert rank.steps.of(body_of(4)).counts == [2, 1, 1]
+    (other,) = rank.steps.of(body_of(7, region=2)).requests
     assert other.hidden_states != first.requests[0].hidden_states
+
+
+def test_a_rank_keeps_no_step_of_several_requests() -> None:
+    """They would be many, and seldom come again."""
+    rank = Rank()
+    both = rank.steps.of(body_of(7, requests=2))
+    assert sum(request.num_tokens for request in both.requests) == 5
+    assert rank.steps.of(body_of(7, requests=2)) is not both
 
 
 def test_a_rank_makes_its_part_anew_when_its_share_has_changed() -> None:
     rank = Rank()
-    first = rank.steps.of(work_of(7))
+    first = rank.steps.of(body_of(7))
     rank.share = 1, 2
     rank.steps.forget()
-    assert [request.num_tokens for request in rank.steps.of(work_of(7)).requests] == [3]
-    (request,), (before,) = rank.steps.of(work_of(7)).requests, first.requests
+    assert [request.num_tokens for request in rank.steps.of(body_of(7)).requests] == [3]
+    (request,), (before,) = rank.steps.of(body_of(7)).requests, first.requests
     assert isinstance(request.hidden_states, Span)
     assert isinstance(before.hidden_states, Span)
     assert request.hidden_states.address == before.hidden_states.address + 4 * ROW
@@ -74,15 +82,15 @@ def test_a_rank_makes_its_part_anew_when_its_share_has_changed() -> None:
 def test_a_step_is_forgotten_with_its_memory() -> None:
     rank = Rank()
     maps = Path("/proc/self/maps")
-    rank.steps.of(work_of(1, region=1))
-    rank.steps.of(work_of(1, region=2))
+    rank.steps.of(body_of(1, region=1))
+    rank.steps.of(body_of(1, region=2))
     assert "own-steps-1" in maps.read_text()
     rank.regions.unmap(1)
     gc.collect()
     assert "own-steps-1" not in maps.read_text(), "nothing keeps the memory"
     with pytest.raises(KeyError):
-        rank.steps.of(work_of(1, region=1))
-    assert rank.steps.of(work_of(1, region=2)).requests
+        rank.steps.of(body_of(1, region=1))
+    assert rank.steps.of(body_of(1, region=2)).requests
 
 
 class FrontEnd:
