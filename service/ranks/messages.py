@@ -1,4 +1,4 @@
-"""What front end and ranks send each other: steps and their ends in rings, all else over a socket."""
+"""What front end and ranks send each other: commands and ends of steps in rings, all else over a socket."""
 
 import json
 import socket
@@ -94,7 +94,7 @@ def packed_body(model: int, requests: Sequence[PlacedRequest]) -> bytes:
 
 
 def numbered(number: int, body: bytes) -> bytes:
-    """The packed command."""
+    """A packed command: its number, and its `packed_body`."""
     return _NUMBER.pack(number) + body
 
 

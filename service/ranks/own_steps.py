@@ -1,7 +1,7 @@
-"""What a rank makes of a step's command: its own part, which it keeps, since steps recur.
+"""A rank's part of a step: which rows are its own, and where they lie.
 
-Whoever calls through a channel sends the same few requests again and again. Making a rank's part takes as
-long as a small layer; and a request that is kept has its `plan` for the next step.
+Parts of steps of one request are kept, since callers of channels send the same few requests again and again;
+and a request that is kept has its `plan` for the next step.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from expertd.service.settings.served import ModelSettings
 
 _MOST = 256
 """Steps that are kept: those of some tens of channels, each with a few slots."""
-_ALONE_BYTES = body_bytes(1)  # the same requests seldom come together twice
+_ALONE_BYTES = body_bytes(1)  # longer bodies are not kept: the same requests seldom come together twice
 
 
 class OwnStep(NamedTuple):
@@ -40,7 +40,7 @@ class OwnSteps:
 
     share  (k, n): the rank computes the k-th of n parts of a command's rows; after a change, call `forget`
 
-    Steps in a region are forgotten with it.
+    When a region is unmapped, all are forgotten.
     """
 
     def __init__(

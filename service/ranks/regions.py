@@ -119,7 +119,7 @@ class SharedRegions:
 class MappedRegions:
     """The regions that a rank has mapped, for its device. Regions come and go on one thread, spans on any.
 
-    when_unmapped  called when one has gone, to drop the spans of it
+    when_unmapped  called when one has gone: whoever keeps spans of it has to drop them
     """
 
     def __init__(self) -> None:

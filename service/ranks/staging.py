@@ -26,10 +26,10 @@ def staging_bytes(max_tokens: int, hidden_size: int, top_k: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """What the next step of the same request repeats, if nothing of it is copied."""
+    """The command of a request alone, for its next step; only if nothing of the request is copied."""
 
     model: int
-    changes: int  # of the regions
+    changes: int  # `SharedRegions.changes`: after others, places may be wrong
     body: bytes
 
 
@@ -83,7 +83,7 @@ class StagedStep:
         changes, request = self._regions.changes, self._requests[0]
         alone = len(self._requests) == 1
         if alone and type(request.plan) is _Plan and request.plan[:2] == (model, changes):
-            self._outputs.append(None)
+            self._outputs.append(None)  # a request with a plan has memory of its own
             return numbered(number, request.plan.body)
         placed, refused = [], {}
         for place, each in enumerate(self._requests):
