@@ -29,13 +29,13 @@ from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.rules import check_moves
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
+from expertd.service.ranks.staging import MAX_RUNNING
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers
 
 logger = logging.getLogger(__name__)
 
 _DEVICE_SECONDS = 5.0  # a launch waits so long for another rank: they begin a step within milliseconds
-_MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
 _POLL_SECONDS = 50e-6
 # A rank on a GPU sleeps later: its host has cores to spare, and being woken takes as long as a small step.
 _GPU_SPIN_SECONDS = 500e-6
@@ -109,7 +109,7 @@ class RankPart:
             if self.jobs and not self._running:
                 self._own_steps.forget()  # the job may free the graphs of their plans
                 self.jobs.popleft()()
-            if len(self._running) < _MAX_RUNNING and (data := commands.take()) is not None:
+            if len(self._running) < MAX_RUNNING and (data := commands.take()) is not None:
                 if data.startswith(NO_STEP):
                     while self._running:
                         self._finish(rings)

@@ -14,7 +14,7 @@ from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, number
 from expertd.service.ranks.regions import SharedRegions
 
 MAX_RUNNING = 2
-"""Steps at a time, each with memory of its own."""
+"""Steps at a time, each with memory of its own: one whose bytes are copied, and one that computes."""
 _ALIGNMENT = 64
 _BYTES = {"BF16": 2, "FP16": 2, "FP32": 4}
 
