@@ -214,7 +214,8 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
     body, length = hidden_request(values)
     answers: list[httpx.Response] = []
 
-    with server_process(tiny_settings(models=[SLOW], limits=limits), tmp_path) as server:
+    settings = tiny_settings(models=[SLOW], limits=limits, drain_timeout_seconds=120)
+    with server_process(settings, tmp_path) as server:
 
         def call() -> None:
             headers = {"Inference-Header-Content-Length": str(length)}

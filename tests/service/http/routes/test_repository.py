@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from expertd.service.engine import local_models
 from expertd.service.engine.errors import ModelUnloadedError, NotReadyError
@@ -49,6 +51,11 @@ async def two_models(loader: Loader = load, **changes: Any) -> AsyncIterator[Ser
 
 async def change(server: Serving, what: str, model: str = "other", content: bytes = b"{}") -> Any:
     return await server.http.post(f"/v2/repository/models/{model}/{what}", content=content)
+
+
+def assert_close(got: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    """Up to rounding, which depends on what else is in a step: on some CPUs, the router's GEMM does."""
+    np.testing.assert_allclose(got, expected, rtol=1e-2, atol=1e-3)
 
 
 async def infer(server: Serving, model: str, seed: int = 0) -> Any:
@@ -328,7 +335,7 @@ async def test_unloading_answers_what_was_accepted_and_refuses_what_comes_later(
         assert (await unloading).status_code == 200
         await change(server, "load")
         for seed, output in enumerate(outputs):
-            assert (output_of(await infer(server, "other", seed)) == output).all()
+            assert_close(output_of(await infer(server, "other", seed)), output)
 
 
 async def test_a_request_whose_model_is_unloaded_while_its_body_arrives_is_refused() -> None:
@@ -363,7 +370,7 @@ async def test_others_are_served_while_models_come_and_go() -> None:
                     counts["refused"] += 1
                     await asyncio.sleep(0)  # such an answer waits for nothing
                     continue
-                assert (output_of(response) == outputs[seed]).all()
+                assert_close(output_of(response), outputs[seed])
                 counts[model] += 1
 
         callers = [asyncio.create_task(ask("tiny", expected)) for _ in range(4)]
