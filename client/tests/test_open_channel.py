@@ -18,6 +18,7 @@ from expertd_client.channel import layout, link
 from tests.callers import AnyCaller, AnyChannel, Connect
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
 from tests.late import check_late_requests
+from tests.rounding import assert_rounded
 
 pytestmark = pytest.mark.slow  # a server process
 RNG = np.random.default_rng(14)
@@ -74,8 +75,8 @@ def test_requests_in_any_order(client: AnyCaller, channel: AnyChannel) -> None:
         last = channel.submit(first, 5)
         output = channel.wait(last)
         assert np.shares_memory(output, first.output)
-        np.testing.assert_allclose(output, expected[other][:5], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(channel.wait(ticket), expected[one], rtol=1e-4, atol=1e-5)
+        assert_rounded(output, expected[other][:5])
+        assert_rounded(channel.wait(ticket), expected[one])
         assert ticket.compute_seconds > 0
         assert ticket.queue_seconds > 0
 
@@ -89,7 +90,7 @@ def test_a_request_that_nobody_waits_for_holds_nothing_up(client: AnyCaller, cha
     for _ in range(40):
         channel.wait(channel.submit(second, 1))
     assert channel.is_answered(ticket)
-    np.testing.assert_allclose(channel.wait(ticket), expected, rtol=1e-4, atol=1e-5)
+    assert_rounded(channel.wait(ticket), expected)
 
 
 def test_routing_by_the_caller(client: AnyCaller, channel: AnyChannel) -> None:
