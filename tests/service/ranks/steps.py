@@ -11,7 +11,6 @@ from expertd.service.memory import host_view
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.request import LayerRequest
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, Serving, binary_request, output_of
-from tests.service.ranks.servers import ROUNDING
 
 LIMITS = {"max_request_tokens": 1024, "max_batch_tokens": 1024}
 
@@ -56,8 +55,3 @@ async def outputs_of(server: Serving, requests: Sequence[LayerRequest]) -> list[
         for request, output in zip(requests, result.outputs, strict=True)
     ]
     return [tensor.float().numpy().reshape(-1, HIDDEN) for tensor in tensors]
-
-
-def tolerance_of(sent: LayerRequest) -> float:
-    """How far outputs may be from one process's, relative to the largest element."""
-    return 2**-7 if sent.output_datatype == "BF16" else ROUNDING
