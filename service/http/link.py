@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 _LINGER_SECONDS = 2.0
 _MAX_LINGERING = 256
 
+# When the server ends, a request may be in the socket already: idle connections are read for this long.
+_LAST_INPUT_SECONDS = 0.05
+
 
 class Call(Protocol):
     """A request, from the connection's side."""
@@ -100,7 +103,7 @@ class Link(asyncio.BufferedProtocol):
         """Close after the answers to what was received."""
         self._shuts_down = True
         if self._call is None and not self.has_input and not self._ignore_input:
-            self._end()
+            self._timer.set(_LAST_INPUT_SECONDS, self._end)
 
     def stop(self, error: RefusedError) -> None:
         """Answer the current request with `error`, unless its answer has begun, and close."""

@@ -12,6 +12,7 @@ import pytest
 from expertd.service.engine.layers import Cancelled, LoadCancelledError
 from expertd.service.engine.loading import Loaded
 from expertd.service.http.app import ExpertApp
+from expertd.service.http.connection import Connection
 from expertd.service.settings.model import Settings
 from tests.service.apps import (
     HIDDEN,
@@ -25,7 +26,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, ask, head, listening
+from tests.service.sockets import INFER, ask, connect, head, infer, listening, read_to_end
 from tests.service.waiting import until
 
 GOOD = hidden_request(rows(3))
@@ -162,6 +163,20 @@ async def test_a_refusal_while_draining_ends_the_connection_whatever_is_unread(c
         answers = await asyncio.to_thread(ask, port, small + request + body[:1000])
         assert [answer.status for answer in answers] == [503, 503], "the first one has another behind it"
         assert [answer.headers.get("connection") for answer in answers] == [None, "close"]
+
+
+async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered() -> None:
+    connections: set[Connection] = set()
+    async with serving(tiny_settings()) as server, listening(server, connections=connections) as port:
+        for sent, statuses in ((infer(*GOOD), [200]), (b"", []), (infer(*GOOD)[:20], [])):
+            with connect(port) as sock:
+                await until(lambda: len(connections) == 1)
+                sock.sendall(sent)  # the event loop has no turn in which it could read it
+                for connection in connections:
+                    connection.shutdown()
+                got = await asyncio.to_thread(read_to_end, sock)
+            assert [answer.status for answer in got] == statuses
+            await until(lambda: not connections)
 
 
 async def test_a_caller_that_disconnects_is_removed_from_the_queue() -> None:
