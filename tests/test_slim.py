@@ -92,7 +92,7 @@ def test_a_server_opens_nothing_that_is_removed(tmp_path: Path) -> None:
     )
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-        with serving(["--config", DEMO], tmp_path) as server:
+        with serving(["--config", DEMO], tmp_path, fork=False) as server:
             maps = Path(f"/proc/{server.process.pid}/maps").read_text().splitlines()
             server.terminate()
             server.process.wait(30)

@@ -8,12 +8,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, TypeAlias
 
 import httpx
 import yaml
 
 from expertd.service.settings.model import Settings
+from tests.service.forking import CAN_FORK, ForkedProcess
 from tests.service.waiting import wait_for
+
+Process: TypeAlias = "subprocess.Popen[bytes] | ForkedProcess"
 
 EXPERTD = Path(sys.executable).parent / "expertd"
 
@@ -29,10 +33,19 @@ def _default_hangup() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+def started(
+    command: Sequence[str | Path], stderr: IO[bytes], environment: Mapping[str, str], fork: bool = True
+) -> Process:
+    """`expertd serve`, forked from a process that has imported it; False, and where GPUs are: as in use."""
+    if fork and CAN_FORK:
+        return ForkedProcess(command, stderr=stderr, env=environment, has_children=True)
+    return subprocess.Popen(command, stderr=stderr, env=environment, preexec_fn=_default_hangup)
+
+
 class ServerProcess:
     """`expertd serve` under test."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(self, process: Process, log: Path) -> None:
         self.process = process
         self._log = log
         found = wait_for(self._listening, "the server listens")
@@ -79,23 +92,24 @@ def grpc_address(server: ServerProcess) -> str:
 
 
 @contextmanager
-def server_process(settings: Settings, directory: Path) -> Iterator[ServerProcess]:
-    """A ready server with these settings on a free port of the loopback interface."""
+def server_process(settings: Settings, directory: Path, fork: bool = True) -> Iterator[ServerProcess]:
+    """A ready server with these settings on a free port of the loopback interface. See `serving`."""
     config = directory / "config.yaml"
     config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    with serving(["--config", config], directory) as server:
+    with serving(["--config", config], directory, fork) as server:
         yield server
 
 
 @contextmanager
-def serving(arguments: Sequence[str | Path], directory: Path) -> Iterator[ServerProcess]:
-    """A ready `expertd serve` with these arguments on a free port of the loopback interface."""
+def serving(arguments: Sequence[str | Path], directory: Path, fork: bool = True) -> Iterator[ServerProcess]:
+    """A ready `expertd serve` with these arguments on a free port of the loopback interface.
+
+    fork  see `started`
+    """
     log = directory / "server.log"
     command: list[str | Path] = [EXPERTD, "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
     with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            command, stderr=stderr, env=clean_environment(), preexec_fn=_default_hangup
-        )
+        process = started(command, stderr, clean_environment(), fork)
     try:
         server = ServerProcess(process, log)
         server.wait_ready()

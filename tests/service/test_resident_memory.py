@@ -31,7 +31,7 @@ def test_a_loaded_layer_takes_the_memory_that_was_computed(tmp_path: Path) -> No
     settings = tiny_settings(limits, models=[MODEL, LAYER])
     shape = settings.models[1].shape
     needs, fp8 = needs_of(shape, TOKENS, False), needs_of(shape, TOKENS, True).weights
-    with server_process(settings, tmp_path) as server:
+    with server_process(settings, tmp_path, fork=False) as server:
         pid, before = server.process.pid, memory(server.process.pid)
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the peak
         with httpx.Client(base_url=f"http://{server.url}", timeout=60) as client:

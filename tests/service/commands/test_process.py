@@ -249,7 +249,7 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
 
 
 def test_sigterm_without_requests_and_sigint_exit_with_0(tmp_path: Path) -> None:
-    with server_process(tiny_settings(), tmp_path) as server:
+    with server_process(tiny_settings(), tmp_path, fork=False) as server:
         server.terminate()
         assert server.process.wait(timeout=60) == 0
         with pytest.raises(httpx.ConnectError):

@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +13,7 @@ import yaml
 from expertd.service.settings.model import Settings
 from tests.service.apps import tiny_settings
 from tests.service.http.processes import alive
-from tests.service.processes import clean_environment
+from tests.service.processes import EXPERTD, clean_environment, started
 from tests.service.ranks.servers import rank_processes
 from tests.service.waiting import wait_for
 
@@ -35,13 +33,10 @@ class Agent:
         config = directory / f"{name}.yaml"
         config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
         self._log = directory / f"{name}.log"
-        # As `expertd` does, which need not be installed where GPUs are.
-        program = "import sys; from expertd.service.cli import main; sys.exit(main())"
-        command: list[str | Path] = [sys.executable, "-P", "-c", program]
-        command += ["serve", "--config", config, "--node-rank", "1"]
         with self._log.open("wb") as log:
             environment = clean_environment(OMP_NUM_THREADS="1")  # node 0 needs cores, too
-            self.process = subprocess.Popen(command, stderr=log, env=environment)
+            command: list[str | Path] = [EXPERTD, "serve", "--config", config, "--node-rank", "1"]
+            self.process = started(command, log, environment)
 
     def log(self) -> str:
         """Its output so far."""

@@ -1,0 +1,171 @@
+"""Starts processes of a server by a fork of one that has imported it: imports take 3 to 5 s of a core.
+
+Such a process does what a new one does after its imports: use `subprocess` where the difference matters.
+"""
+
+import atexit
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, TypedDict
+
+import torch
+
+from tests.paths import ROOT
+
+CAN_FORK = not torch.cuda.is_available()  # servers on GPUs are tested as they start in use
+MAX_BYTES = 1 << 20  # of a request
+MAX_DESCRIPTORS = 64
+
+_ROOM = " " * 400  # in the command line of the fork server, for that of a new process
+_PR_SET_CHILD_SUBREAPER = 36
+_STARTING = ("expertd.service.ranks.rank", "expertd.service.http.workers")  # modules that start processes
+
+
+class Request(TypedDict):
+    """Of a new process; descriptors come with it, and get `numbers`."""
+
+    program: list[str]
+    environment: dict[str, str]
+    numbers: list[int]
+    process_group: int | None
+    has_children: bool
+
+
+class ForkedProcess:
+    """What the server and its tests use of subprocess.Popen, for a program in Python.
+
+    has_children  whether it starts ranks or HTTP processes, which are forked, too
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str | Path],
+        stdin: int | IO[bytes] = subprocess.DEVNULL,
+        stderr: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+        process_group: int | None = None,
+        has_children: bool = False,
+    ) -> None:
+        self.args = list(map(str, args))
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        is_module = self.args[0] == sys.executable
+        with Path(os.devnull).open("rb") as nothing:
+            own = nothing.fileno() if isinstance(stdin, int) else stdin.fileno()
+            descriptors = {0: own, 1: 1, 2: 2 if stderr is None else stderr.fileno()}
+            descriptors.update({number: number for number in pass_fds})
+            request = Request(
+                program=self.args[1:] if is_module else self.args,
+                environment=dict(os.environ if env is None else env),
+                numbers=list(descriptors),
+                process_group=process_group,
+                has_children=has_children,
+            )
+            self.pid = _server.fork(request, list(descriptors.values()))
+
+    def poll(self) -> int | None:
+        """The exit code, negative after a signal; None while it runs."""
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended. Raises subprocess.TimeoutExpired."""
+        if (code := self.poll()) is None and timeout != 0:
+            end = os.pidfd_open(self.pid)
+            try:
+                poll = select.poll()
+                poll.register(end, select.POLLIN)
+                poll.poll(None if timeout is None else 1000 * timeout)
+            finally:
+                os.close(end)
+            code = self.poll()
+        if code is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def fork_children(server: socket.socket | None = None) -> None:
+    """From now on, fork the ranks and HTTP processes of this process: by `server`, None: by a new one."""
+    _server.connection = server
+    for name in _STARTING:
+        module = import_module(name)
+        vars(module)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
+
+
+class _Server:
+    """The fork server of this process, started by its first fork."""
+
+    def __init__(self) -> None:
+        self.connection: socket.socket | None = None
+        self._lock = threading.Lock()
+
+    def fork(self, request: Request, descriptors: Sequence[int]) -> int:
+        """The id of a new child of this process."""
+        with self._lock:
+            if self.connection is None:
+                self.connection = self._start()
+            _adopt(True)
+            try:
+                socket.send_fds(self.connection, [json.dumps(request).encode()], descriptors)
+                return int(self.connection.recv(100))
+            finally:
+                _adopt(False)
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.service.fork_server", str(theirs.fileno()), _ROOM],
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                # Without threads of OpenBLAS, which a fork would lose.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"},
+                pass_fds=(theirs.fileno(),),
+                process_group=0,  # Ctrl-C is for pytest
+            )
+
+        def end() -> None:
+            ours.close()
+            process.wait()
+
+        atexit.register(end)
+        return ours
+
+
+_server = _Server()
+
+
+def _adopt(orphans: bool) -> None:
+    """Whether this process becomes the parent of processes below it whose own parent ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
