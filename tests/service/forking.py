@@ -52,6 +52,7 @@ class ForkedProcess:
         self,
         args: Sequence[str | Path],
         stdin: int | IO[bytes] = subprocess.DEVNULL,
+        stdout: IO[bytes] | None = None,
         stderr: IO[bytes] | None = None,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
@@ -63,8 +64,8 @@ class ForkedProcess:
         self._lock = threading.Lock()
         is_module = self.args[0] == sys.executable
         with Path(os.devnull).open("rb") as nothing:
-            own = nothing.fileno() if isinstance(stdin, int) else stdin.fileno()
-            descriptors = {0: own, 1: 1, 2: 2 if stderr is None else stderr.fileno()}
+            given = (nothing if isinstance(stdin, int) else stdin, stdout, stderr)
+            descriptors = {own: own if file is None else file.fileno() for own, file in enumerate(given)}
             descriptors.update({number: number for number in pass_fds})
             request = Request(
                 program=self.args[1:] if is_module else self.args,

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +35,18 @@ def _default_hangup() -> None:
 
 
 def started(
-    command: Sequence[str | Path], stderr: IO[bytes], environment: Mapping[str, str], fork: bool = True
+    command: Sequence[str | Path],
+    stderr: IO[bytes],
+    environment: Mapping[str, str],
+    fork: bool = True,
+    stdout: IO[bytes] | None = None,
 ) -> Process:
-    """`expertd serve`, forked from a process that has imported it; False, and where GPUs are: as in use."""
+    """`expertd`, forked from a process that has imported it; else, and on machines with GPUs, as in use."""
     if fork and CAN_FORK:
-        return ForkedProcess(command, stderr=stderr, env=environment, has_children=True)
-    return subprocess.Popen(command, stderr=stderr, env=environment, preexec_fn=_default_hangup)
+        return ForkedProcess(command, stdout=stdout, stderr=stderr, env=environment, has_children=True)
+    return subprocess.Popen(
+        command, stdout=stdout, stderr=stderr, env=environment, preexec_fn=_default_hangup
+    )
 
 
 class ServerProcess:
@@ -120,13 +127,15 @@ def serving(arguments: Sequence[str | Path], directory: Path, fork: bool = True)
 
 
 def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Run `expertd` with these arguments and variables until it exits."""
+    """Run `expertd` with these arguments and variables until it exits; see `started`."""
     command = [EXPERTD, *arguments]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environment(**environment),
-        check=False,
-    )
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        process = started(command, stderr, clean_environment(**environment), stdout=stdout)
+        try:
+            code = process.wait(120)
+        finally:
+            process.kill()
+            process.wait()
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, code, stdout.read().decode(), stderr.read().decode())

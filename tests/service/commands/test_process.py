@@ -289,7 +289,7 @@ def test_sigterm_during_imports_exits_with_0() -> None:
 
 
 def test_version() -> None:
-    result = expertd("--version")
+    result = subprocess.run([EXPERTD, "--version"], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, f"expertd {__version__}\n")
 
 

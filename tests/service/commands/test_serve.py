@@ -2,7 +2,6 @@
 
 import logging
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from expertd.service.engine.loading import load
 from expertd.service.http.listening import is_exposed
 from tests.paths import ROOT
 from tests.service.apps import MODEL, tiny_settings
-from tests.service.processes import EXPERTD, clean_environment, expertd, serving
+from tests.service.processes import EXPERTD, clean_environment, expertd, serving, started
+from tests.service.waiting import wait_for
 
 SECOND_NODE = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1"]
 
@@ -135,19 +135,21 @@ def test_a_rendezvous_beyond_loopback_without_keys_is_refused(command: str, conf
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_an_exposed_server_logs_a_warning(host: str, config: Path) -> None:
-    command: list[str | Path] = [EXPERTD, "serve", "--config", config]
+def test_an_exposed_server_logs_a_warning(host: str, config: Path, tmp_path: Path) -> None:
+    def lines() -> list[str] | None:
+        text = log.read_text()
+        return text.splitlines() if "listening on http://" in text else None
+
+    log = tmp_path / "server.log"
     environment = clean_environment(EXPERTD_HOST=host, EXPERTD_INSECURE="true")
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stderr is not None
-            log = []
-            while "listening on http://" not in (line := process.stderr.readline()):
-                assert line, "the server has ended"
-                log.append(line)
-        finally:
-            process.kill()
-    warnings = [line.partition(": ")[2].rstrip() for line in log if " WARNING " in line]
+    with log.open("wb") as stderr:
+        process = started([EXPERTD, "serve", "--config", config], stderr, environment)
+    try:
+        logged = wait_for(lines, "the server listens")
+    finally:
+        process.kill()
+        process.wait()
+    warnings = [line.partition(": ")[2].rstrip() for line in logged if " WARNING " in line]
     assert warnings == (
         [] if host == "127.0.0.1" else [exposure(tiny_settings(host=host, port=0, insecure=True))]
     )

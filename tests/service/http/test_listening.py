@@ -3,7 +3,6 @@
 import signal
 import socket
 import stat
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,7 @@ from expertd.service.http.listening import BindError, listen
 from expertd.service.settings.model import Settings
 from tests.paths import DEMO
 from tests.service.apps import tiny_settings
-from tests.service.processes import EXPERTD, clean_environment, expertd
+from tests.service.processes import EXPERTD, clean_environment, expertd, started
 from tests.service.waiting import wait_for
 
 
@@ -86,9 +85,12 @@ def test_the_file_of_another_server_is_not_removed(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2, 3])
-def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(path: Path, signals: int) -> None:
+def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(
+    path: Path, signals: int, tmp_path: Path
+) -> None:
     command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, "--uds", path]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=clean_environment(), text=True) as process:
+    with (tmp_path / "server.log").open("w+b") as stderr:
+        process = started(command, stderr, clean_environment())
         try:
             transport = httpx.HTTPTransport(uds=str(path))
             with httpx.Client(transport=transport, base_url="http://unix", timeout=30) as client:
@@ -98,10 +100,10 @@ def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(path: Path, signal
                 for _ in range(signals):
                     process.send_signal(signal.SIGTERM)
             process.wait(30)
-            assert process.stderr is not None
-            log = process.stderr.read()
         finally:
             process.kill()
+            process.wait()
+        log = Path(stderr.name).read_text()
     assert f"listening on unix:{path}" in log
     assert "Traceback" not in log
     assert not path.exists()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
@@ -36,9 +36,10 @@ class Ranks:
     def __init__(self, num_ranks: int, groups: Sequence[Sequence[int]], timeout_seconds: float) -> None:
         self._store = new_store()
         self._timeout = timeout_seconds
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])  # with torch, which takes seconds
         self._connections: list[Connection] = []
-        self.processes: list[SpawnProcess] = []
+        self.processes: list[ForkServerProcess] = []
         for rank in range(num_ranks):
             ours, theirs = context.Pipe()
             arguments = rank, num_ranks, self._store.port, timeout_seconds, groups, theirs
