@@ -173,12 +173,12 @@ def test_the_wait_is_retry_after_and_a_little() -> None:
 
 
 def test_a_refusal_at_the_deadline_is_a_deadline_error(connect: Connect) -> None:
-    """The server's own timer for `timeout` may fire a moment before the client's."""
+    """The server's own timer for `timeout` may fire when the client's does."""
 
     def handle(peer: Peer) -> None:
-        sent = time.monotonic()
         request = peer.request()
-        while time.monotonic() - sent < request.json["parameters"]["timeout"] / 1e6:
+        received = time.monotonic()
+        while time.monotonic() - received < request.json["parameters"]["timeout"] / 1e6:
             pass
         peer.send(refusal(503, "the request's timeout expired in the queue"))
 
