@@ -39,7 +39,7 @@ class BodyReader:
         Raises OipError (408; 413 as soon as the body is known to be too long; 503), ClientGoneError.
         """
         try:
-            async with asyncio.timeout(self._seconds) as reading:
+            async with asyncio.timeout(0 if self._stopped else self._seconds) as reading:
                 self._reading.add(reading)
                 try:
                     return await _read(receive, content_length, limit)

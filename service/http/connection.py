@@ -10,6 +10,7 @@ from typing import Any
 from expertd.service.http.asgi_cycle import AsgiCycle
 from expertd.service.http.framing import FixedBody
 from expertd.service.http.infer import InferCall
+from expertd.service.http.link import LAST_INPUT_SECONDS
 from expertd.service.http.paced_transport import TURN_BYTES
 from expertd.service.http.protocol import OipError
 from expertd.service.http.receiving import Receiving
@@ -138,7 +139,7 @@ class Connection(Receiving):
             self._consume()
         elif self._half_closed is not None:
             self._finish()
-        elif self._shuts_down:
+        elif self._shuts_down and not (self._parsed or self._blank):
             self._end()
         else:
             self._wait_for_head()
@@ -149,7 +150,10 @@ class Connection(Receiving):
             self._timer.set(self._shared.keep_alive_seconds, self._close)
         elif not self._waits_for_head:
             self._waits_for_head = True
-            self._timer.set(self._limits.header_timeout_seconds, self._refuse_late_head)
+            if self._shuts_down:
+                self._timer.set(LAST_INPUT_SECONDS, self._end)
+            else:
+                self._timer.set(self._limits.header_timeout_seconds, self._refuse_late_head)
 
     def _drop_body(self) -> None:
         """Read the rest of a body whose request is answered already."""

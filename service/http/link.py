@@ -22,7 +22,7 @@ _LINGER_SECONDS = 2.0
 _MAX_LINGERING = 256
 
 # When the server ends, a request may be in the socket already: idle connections are read for this long.
-_LAST_INPUT_SECONDS = 0.05
+LAST_INPUT_SECONDS = 0.05
 
 
 class Call(Protocol):
@@ -100,10 +100,10 @@ class Link(asyncio.BufferedProtocol):
         return self._call is not None or self.transport.get_write_buffer_size() > 0
 
     def shutdown(self) -> None:
-        """Close after the answers to what was received."""
+        """Close after the answers to what has arrived, or arrives within LAST_INPUT_SECONDS if it is idle."""
         self._shuts_down = True
         if self._call is None and not self.has_input and not self._ignore_input:
-            self._timer.set(_LAST_INPUT_SECONDS, self._end)
+            self._timer.set(LAST_INPUT_SECONDS, self._end)
 
     def stop(self, error: RefusedError) -> None:
         """Answer the current request with `error`, unless its answer has begun, and close."""

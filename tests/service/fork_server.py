@@ -1,6 +1,6 @@
 """A process that has imported the server and forks on request: `python -m ...fork_server DESCRIPTOR`.
 
-The answer to a request is the new process's id. It is a child of whoever asks, if that is a subreaper.
+The answer to a request is the id of a new process: a child of the caller, if the caller is a subreaper.
 """
 
 import fcntl
@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+import torch
+
 from tests.service.forking import MAX_BYTES, MAX_DESCRIPTORS, Request, fork_children
 
 _IMPORTS = (
-    "torch",
     "expertd.service.checkpoints",
     "expertd.service.cli",
     "expertd.service.commands.serve",
@@ -123,8 +124,11 @@ def _become(request: Request) -> None:
 def _run(program: Sequence[str]) -> None:
     """Run `-P -m MODULE ARGUMENTS...` or `SCRIPT ARGUMENTS...` as Python would."""
     sys.orig_argv = [sys.executable, *program]
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
     if path := os.environ.get("PYTHONPATH"):
         sys.path[:0] = path.split(os.pathsep)
+        sys.modules.pop("sitecustomize", None)  # the system's own
         site.execsitecustomize()
     match program:
         case ["-P", "-m", module, *arguments]:

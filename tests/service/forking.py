@@ -1,6 +1,8 @@
 """Starts processes of a server by a fork of one that has imported it: imports take 3 to 5 s of a core.
 
-Such a process does what a new one does after its imports: use `subprocess` where the difference matters.
+Such a process does what a new one does after its imports. It differs in the seed of hashes, which all have in
+common, in limits of resources and variables that are read by imports, which are the fork server's, and in its
+memory: use `subprocess` where that matters.
 """
 
 import atexit
@@ -13,7 +15,9 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,17 +27,18 @@ import torch
 
 from tests.paths import ROOT
 
-CAN_FORK = not torch.cuda.is_available()  # servers on GPUs are tested as they start in use
+CAN_FORK = not torch.cuda.is_available()  # servers on GPUs are tested with processes that are new
 MAX_BYTES = 1 << 20  # of a request
 MAX_DESCRIPTORS = 64
 
 _ROOM = " " * 400  # in the command line of the fork server, for that of a new process
 _PR_SET_CHILD_SUBREAPER = 36
+_ANSWER_SECONDS = 60.0  # of the fork server, which may have to import torch first
 _STARTING = ("expertd.service.ranks.rank", "expertd.service.http.workers")  # modules that start processes
 
 
 class Request(TypedDict):
-    """Of a new process; descriptors come with it, and get `numbers`."""
+    """What a process is started with. Descriptors are sent along, and get these `numbers`."""
 
     program: list[str]
     environment: dict[str, str]
@@ -62,19 +67,21 @@ class ForkedProcess:
         self.args = list(map(str, args))
         self.returncode: int | None = None
         self._lock = threading.Lock()
-        is_module = self.args[0] == sys.executable
+        names_python = self.args[0] == sys.executable
         with Path(os.devnull).open("rb") as nothing:
             given = (nothing if isinstance(stdin, int) else stdin, stdout, stderr)
             descriptors = {own: own if file is None else file.fileno() for own, file in enumerate(given)}
             descriptors.update({number: number for number in pass_fds})
             request = Request(
-                program=self.args[1:] if is_module else self.args,
+                program=self.args[1:] if names_python else self.args,
                 environment=dict(os.environ if env is None else env),
                 numbers=list(descriptors),
                 process_group=process_group,
                 has_children=has_children,
             )
             self.pid = _server.fork(request, list(descriptors.values()))
+        self._end = os.pidfd_open(self.pid)  # readable from then on
+        weakref.finalize(self, os.close, self._end)
 
     def poll(self) -> int | None:
         """The exit code, negative after a signal; None while it runs."""
@@ -87,16 +94,10 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code, once it has ended. Raises subprocess.TimeoutExpired."""
-        if (code := self.poll()) is None and timeout != 0:
-            end = os.pidfd_open(self.pid)
-            try:
-                poll = select.poll()
-                poll.register(end, select.POLLIN)
-                poll.poll(None if timeout is None else 1000 * timeout)
-            finally:
-                os.close(end)
-            code = self.poll()
-        if code is None:
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        poll.poll(None if timeout is None else max(0.0, 1000 * timeout))
+        if (code := self.poll()) is None:
             assert timeout is not None
             raise subprocess.TimeoutExpired(self.args, timeout)
         return code
@@ -104,7 +105,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it ends meanwhile
+                signal.pidfd_send_signal(self._end, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -117,6 +119,8 @@ class ForkedProcess:
 
 def fork_children(server: socket.socket | None = None) -> None:
     """From now on, fork the ranks and HTTP processes of this process: by `server`, None: by a new one."""
+    if server is not None:
+        server.settimeout(_ANSWER_SECONDS)
     _server.connection = server
     for name in _STARTING:
         module = import_module(name)
@@ -138,12 +142,16 @@ class _Server:
             _adopt(True)
             try:
                 socket.send_fds(self.connection, [json.dumps(request).encode()], descriptors)
-                return int(self.connection.recv(100))
+                answer = self.connection.recv(100)
             finally:
                 _adopt(False)
+        if not answer:
+            raise OSError("the fork server has ended")
+        return int(answer)
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_ANSWER_SECONDS)
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.service.fork_server", str(theirs.fileno()), _ROOM],

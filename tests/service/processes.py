@@ -41,7 +41,7 @@ def started(
     fork: bool = True,
     stdout: IO[bytes] | None = None,
 ) -> Process:
-    """`expertd`, forked from a process that has imported it; else, and on machines with GPUs, as in use."""
+    """`expertd`, forked from a process that has imported it; else, and where GPUs are, in a new process."""
     if fork and CAN_FORK:
         return ForkedProcess(command, stdout=stdout, stderr=stderr, env=environment, has_children=True)
     return subprocess.Popen(

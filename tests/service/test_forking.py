@@ -15,7 +15,7 @@ from tests.service.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,  # it imports torch
-    pytest.mark.skipif(not CAN_FORK, reason="on machines with GPUs, processes start as in use"),
+    pytest.mark.skipif(not CAN_FORK, reason="on machines with GPUs, processes are new"),
 ]
 
 

@@ -289,7 +289,7 @@ def test_sigterm_during_imports_exits_with_0() -> None:
 
 
 def test_version() -> None:
-    result = subprocess.run([EXPERTD, "--version"], capture_output=True, text=True, check=False)
+    result = subprocess.run([EXPERTD, "--version"], capture_output=True, text=True, timeout=120, check=False)
     assert (result.returncode, result.stdout) == (0, f"expertd {__version__}\n")
 
 
@@ -313,7 +313,14 @@ def test_version() -> None:
 def test_invalid_settings_exit_with_one_sentence(
     arguments: tuple[str, ...], environment: dict[str, str], expected: str
 ) -> None:
-    result = expertd("serve", "--config", DEMO, *arguments, **environment)
+    result = subprocess.run(
+        [EXPERTD, "serve", "--config", DEMO, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean_environment(**environment),
+        check=False,
+    )
     assert result.returncode == 2
     assert result.stderr.startswith("expertd: ")
     assert expected in result.stderr

@@ -168,12 +168,22 @@ async def test_a_refusal_while_draining_ends_the_connection_whatever_is_unread(c
 async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered() -> None:
     connections: set[Connection] = set()
     async with serving(tiny_settings()) as server, listening(server, connections=connections) as port:
-        for sent, statuses in ((infer(*GOOD), [200]), (b"", []), (infer(*GOOD)[:20], [])):
+        request, control = infer(*GOOD), head("PUT /v1/partitions HTTP/1.1", "Content-Length: 2") + b"{"
+        server.app.stop_reading()
+        for sent, later, statuses in (
+            (request, b"", [200]),
+            (request[:20], request[20:], [200]),
+            (request[:20], b"", []),
+            (control, b"", [503]),
+            (b"", b"", []),
+        ):
             with connect(port) as sock:
                 await until(lambda: len(connections) == 1)
                 sock.sendall(sent)  # the event loop has no turn in which it could read it
                 for connection in connections:
                     connection.shutdown()
+                await asyncio.sleep(0.01)
+                sock.sendall(later)
                 got = await asyncio.to_thread(read_to_end, sock)
             assert [answer.status for answer in got] == statuses
             await until(lambda: not connections)

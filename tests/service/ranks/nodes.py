@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from expertd.service.settings.model import Settings
 from tests.service.apps import tiny_settings
+from tests.service.forking import CAN_FORK
 from tests.service.http.processes import alive
 from tests.service.processes import EXPERTD, clean_environment, started
 from tests.service.ranks.servers import rank_processes
@@ -29,14 +31,17 @@ def node_settings(limits: Mapping[str, float] | None = None, **changes: Any) -> 
 class Agent:
     """`expertd serve --node-rank 1` under test."""
 
-    def __init__(self, settings: Settings, directory: Path, name: str = "agent") -> None:
+    def __init__(self, settings: Settings, directory: Path, name: str = "agent", fork: bool = True) -> None:
         config = directory / f"{name}.yaml"
         config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
         self._log = directory / f"{name}.log"
+        # As `expertd` does, which need not be installed where GPUs are.
+        program = "import sys; from expertd.service.cli import main; sys.exit(main())"
+        command: list[str | Path] = [EXPERTD] if CAN_FORK else [sys.executable, "-P", "-c", program]
+        command += ["serve", "--config", config, "--node-rank", "1"]
         with self._log.open("wb") as log:
             environment = clean_environment(OMP_NUM_THREADS="1")  # node 0 needs cores, too
-            command: list[str | Path] = [EXPERTD, "serve", "--config", config, "--node-rank", "1"]
-            self.process = started(command, log, environment)
+            self.process = started(command, log, environment, fork)
 
     def log(self) -> str:
         """Its output so far."""
@@ -58,10 +63,10 @@ class Agent:
 
 
 @contextmanager
-def agent(settings: Settings, directory: Path, name: str = "agent") -> Iterator[Agent]:
-    """An agent of node 1, which may have no front end yet."""
-    started = Agent(settings, directory, name)
+def agent(settings: Settings, directory: Path, name: str = "agent", fork: bool = True) -> Iterator[Agent]:
+    """An agent of node 1, which may have no front end yet; `fork`: see `started`."""
+    one = Agent(settings, directory, name, fork)
     try:
-        yield started
+        yield one
     finally:
-        started.kill()
+        one.kill()

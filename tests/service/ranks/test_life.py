@@ -27,7 +27,7 @@ LARGE = {"name": "large", "hidden_size": 4096, "intermediate_size": 4096, "num_e
 
 @contextmanager
 def _server(directory: Path) -> Iterator[tuple[ServerProcess, list[int]]]:
-    """A server with two ranks, and their processes, which start as in use."""
+    """A server with two ranks, and their processes, which are new: not forked."""
     with server_process(tiny_settings(ranks=2), directory, fork=False) as server:
         ranks = rank_processes(server.process.pid)
         assert len(ranks) == 2

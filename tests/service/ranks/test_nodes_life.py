@@ -73,7 +73,7 @@ def test_an_agent_ends_if_no_front_end_comes(tmp_path: Path) -> None:
 
 def test_an_agent_outlives_its_front_end(tmp_path: Path) -> None:
     settings = node_settings()
-    with agent(settings, tmp_path) as other:
+    with agent(settings, tmp_path, fork=False) as other:
         with server_process(settings, tmp_path) as server:
             ranks = other.ranks()
             server.process.kill()
@@ -83,6 +83,7 @@ def test_an_agent_outlives_its_front_end(tmp_path: Path) -> None:
             with connect(server.port) as sock:
                 assert asked(sock, GOOD).status == 200
             assert set(other.ranks()).isdisjoint(ranks)
+        assert "frame #" not in other.log(), "torch's store traces no stack"
 
 
 def test_a_front_end_ends_if_a_node_does_not_come(caplog: pytest.LogCaptureFixture) -> None:
