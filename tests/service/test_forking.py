@@ -1,5 +1,6 @@
 """A forked process looks like one that subprocess.Popen starts, to its parent and to itself."""
 
+import fcntl
 import json
 import os
 import signal
@@ -40,9 +41,9 @@ print(json.dumps(seen), file=sys.stderr)
 sys.exit(3)
 """
     with told.open("wb") as stderr, other.open("wb") as file:
-        descriptor = os.dup2(file.fileno(), 100)
+        descriptor = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD, 100)
         process = start(
-            [sys.executable, program(tmp_path, text), "100"],
+            [sys.executable, program(tmp_path, text), str(descriptor)],
             stderr=stderr,
             stdin=subprocess.DEVNULL,
             env={**os.environ, "A": "b", "PYTHONPATH": str(tmp_path)},
@@ -51,7 +52,9 @@ sys.exit(3)
         )
         os.close(descriptor)
         assert process.wait(60) == 3, told.read_text()
-    assert json.loads(told.read_text()) == [["100"], "b", True, [0, 1, 2, 100], True, os.getpid(), ""]
+    assert json.loads(told.read_text()) == [
+        [str(descriptor)], "b", True, [0, 1, 2, descriptor], True, os.getpid(), "",
+    ]  # fmt: skip
     assert other.read_bytes() == b"passed"
 
 
