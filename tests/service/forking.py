@@ -1,4 +1,4 @@
-"""Starts processes of a server by a fork of one that has imported it: imports take 3 to 5 s of a core.
+"""Starts processes of a server by a fork of one that has imported it: imports take seconds.
 
 Such a process does what a new one does after its imports. It differs in the seed of hashes, which all have in
 common, in limits of resources and variables that are read by imports, which are the fork server's, and in its
@@ -31,6 +31,8 @@ CAN_FORK = not torch.cuda.is_available()  # servers on GPUs are tested with proc
 MAX_BYTES = 1 << 20  # of a request
 MAX_DESCRIPTORS = 64
 
+# Of the fork server: before tests change it, and without threads of OpenBLAS, which a fork would lose.
+_ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 _ROOM = " " * 400  # in the command line of the fork server, for that of a new process
 _PR_SET_CHILD_SUBREAPER = 36
 _ANSWER_SECONDS = 60.0  # of the fork server, which may have to import torch first
@@ -157,8 +159,7 @@ class _Server:
                 [sys.executable, "-m", "tests.service.fork_server", str(theirs.fileno()), _ROOM],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
-                # Without threads of OpenBLAS, which a fork would lose.
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"},
+                env=_ENVIRONMENT,
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # Ctrl-C is for pytest
             )

@@ -128,9 +128,20 @@ def serving(arguments: Sequence[str | Path], directory: Path, fork: bool = True)
 
 def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run `expertd` with these arguments and variables until it exits; see `started`."""
+    return _run(arguments, environment, True)
+
+
+def new_expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """As `expertd`, in a new process: not forked."""
+    return _run(arguments, environment, False)
+
+
+def _run(
+    arguments: Sequence[str | Path], environment: Mapping[str, str], fork: bool
+) -> "subprocess.CompletedProcess[str]":
     command = [EXPERTD, *arguments]
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        process = started(command, stderr, clean_environment(**environment), stdout=stdout)
+        process = started(command, stderr, clean_environment(**environment), fork, stdout)
         try:
             code = process.wait(120)
         finally:

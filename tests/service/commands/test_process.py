@@ -18,7 +18,14 @@ import pytest
 from expertd import __version__
 from tests.paths import DEMO
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, expertd, server_process
+from tests.service.processes import (
+    EXPERTD,
+    ServerProcess,
+    clean_environment,
+    expertd,
+    new_expertd,
+    server_process,
+)
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
@@ -289,7 +296,7 @@ def test_sigterm_during_imports_exits_with_0() -> None:
 
 
 def test_version() -> None:
-    result = subprocess.run([EXPERTD, "--version"], capture_output=True, text=True, timeout=120, check=False)
+    result = new_expertd("--version")
     assert (result.returncode, result.stdout) == (0, f"expertd {__version__}\n")
 
 
@@ -313,14 +320,7 @@ def test_version() -> None:
 def test_invalid_settings_exit_with_one_sentence(
     arguments: tuple[str, ...], environment: dict[str, str], expected: str
 ) -> None:
-    result = subprocess.run(
-        [EXPERTD, "serve", "--config", DEMO, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=clean_environment(**environment),
-        check=False,
-    )
+    result = new_expertd("serve", "--config", DEMO, *arguments, **environment)
     assert result.returncode == 2
     assert result.stderr.startswith("expertd: ")
     assert expected in result.stderr

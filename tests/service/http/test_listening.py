@@ -89,7 +89,7 @@ def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(
     path: Path, signals: int, tmp_path: Path
 ) -> None:
     command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, "--uds", path]
-    with (tmp_path / "server.log").open("w+b") as stderr:
+    with (tmp_path / "server.log").open("wb") as stderr:
         process = started(command, stderr, clean_environment())
         try:
             transport = httpx.HTTPTransport(uds=str(path))
