@@ -1,7 +1,7 @@
 """A caller of a server over HTTP in a process of its own: raw keep-alive sockets, one thread each.
 
 The request is built once and sent again and again; every answer's status and size is checked. Latency is from
-the first byte sent to the last byte received.
+the first byte sent to the last byte received. See `benchmarks.callers` for when requests count.
 """
 
 import json
@@ -11,6 +11,8 @@ import threading
 import time
 
 import numpy as np
+
+from benchmarks.callers import window
 
 
 def infer_request(model: str, num_tokens: int, hidden_size: int, **parameters: object) -> bytes:
@@ -66,15 +68,14 @@ class Connection:
 
 
 def run(port: int, request: bytes, least_bytes: int, connections: int, seconds: float) -> list[float]:
-    """Latencies in seconds of a closed loop over `connections`, after a tenth of the time."""
+    """Latencies in seconds of a closed loop over each of the connections, of requests that count."""
     latencies: list[float] = []
     errors: list[BaseException] = []
-    begin = time.perf_counter() + seconds / 10
-    end = begin + seconds
+    connected = [Connection(port) for _ in range(connections)]
+    begin, end = window(seconds)
 
-    def loop() -> None:
+    def loop(connection: Connection) -> None:
         try:
-            connection = Connection(port)
             while (sent := time.perf_counter()) < end:
                 if connection.call(request) < least_bytes:
                     raise RuntimeError(f"expected at least {least_bytes} bytes")
@@ -83,7 +84,7 @@ def run(port: int, request: bytes, least_bytes: int, connections: int, seconds: 
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=loop) for _ in range(connections)]
+    threads = [threading.Thread(target=loop, args=(connection,)) for connection in connected]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -94,13 +95,9 @@ def run(port: int, request: bytes, least_bytes: int, connections: int, seconds: 
 
 
 def main() -> None:
-    """Reads {port, model, tokens, hidden_size, connections, seconds} from stdin; prints latencies as JSON.
-
-    Several callers begin together at `start`, seconds since the epoch.
-    """
-    given = json.load(sys.stdin)
+    """Reads {port, model, tokens, hidden_size, connections, seconds} from stdin; prints latencies as JSON."""
+    given = json.loads(sys.stdin.readline())
     request = infer_request(given["model"], given["tokens"], given["hidden_size"])
-    time.sleep(max(0.0, given.get("start", 0.0) - time.time()))
     least = given["tokens"] * given["hidden_size"] * 2
     print(json.dumps(run(given["port"], request, least, given["connections"], given["seconds"])))
 

@@ -14,7 +14,6 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.callers import POWER_SECONDS, CallerProcess
 from benchmarks.lanes_server import Server
 from benchmarks.lanes_ways import ALONE, LAYERS, MODEL, SPLITS, Layer, Way, settings_of, ways
 from benchmarks.markdown import table
@@ -37,17 +37,14 @@ SLOTS = 3  # requests of prefill in flight
 CONNECTIONS = 2  # the same, over HTTP
 PAUSE_SECONDS = 0.5e-3
 LEAD_SECONDS = 0.3  # that both callers have been busy before what is measured
-# The same on a GPU whose power limit prefill reaches: it takes this long until its clock is steady.
-POWER_SECONDS = 2.0
 CHOOSING_SECONDS = 8.0  # the same, for a server that chooses the split, and may try others first
 
 
-class Caller:
+class Caller(CallerProcess):
     """A process of `benchmarks.lanes_caller`, or the same over HTTP."""
 
     def __init__(self, http: bool = False) -> None:
-        command = [sys.executable, "-m", f"benchmarks.lanes_{'http_' if http else ''}caller"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        super().__init__(f"benchmarks.lanes_{'http_' if http else ''}caller")
 
     def open(self, url: str, layer: Layer, tokens: int, device: str | None, slots: int = 1) -> None:
         """Have it call a server, with `tokens` in each request; it answers with a line when it is ready.
@@ -66,24 +63,6 @@ class Caller:
                 "spin": 0.02 if device else 0.0,
             }
         )
-
-    def write(self, line: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(line) + "\n")
-        self._process.stdin.flush()
-
-    def read(self) -> str:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"a caller ended with code {self._process.wait(60)}")
-        return line
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
 
 
 class Callers(NamedTuple):
@@ -129,7 +108,7 @@ class Callers(NamedTuple):
         for caller in reversed(busy):
             caller.write({"begin": now, "start": now + lead, "seconds": self.seconds})
             caller.write({})
-        return [json.loads(caller.read()) for caller in busy]
+        return [caller.read() for caller in busy]
 
 
 def steady_after(on_gpu: bool, lead: float | None = None) -> float:

@@ -76,7 +76,7 @@ def main() -> None:
             for _ in range(WARM_REQUESTS // given["slots"]):
                 for slot in channel.slots:
                     channel.wait(channel.submit(slot, given["tokens"]))
-            print("ready", flush=True)
+            print(json.dumps("ready"), flush=True)
             for start, end in windows():
                 print(json.dumps(results(channel, given, start, end)), flush=True)
 

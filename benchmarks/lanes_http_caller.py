@@ -53,7 +53,7 @@ def main() -> None:
         for _ in range(WARM_REQUESTS // given["slots"]):
             for connection in connections:
                 connection.call(request)
-        print("ready", flush=True)
+        print(json.dumps("ready"), flush=True)
         for start, end in windows():
             print(json.dumps(results(connections, request, given, start, end)), flush=True)
         for connection in connections:

@@ -145,7 +145,7 @@ class Callers:
             caller.write({})
 
         def seen(kind: int) -> list[tuple[float, float]]:
-            windows = [json.loads(busy[kind].read()) for _ in spans(phases, kind)]
+            windows = [busy[kind].read() for _ in spans(phases, kind)]
             stamps = [stamp for window in windows for stamp in (*window["stamps"], *window["late"])]
             return [(sent / 1e9 - base, answered / 1e9 - base) for sent, answered in stamps]
 

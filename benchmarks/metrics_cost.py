@@ -32,9 +32,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.callers import together
 from benchmarks.timing import cpu_name
 
-SECONDS = 1.0
+SECONDS, LEAD_SECONDS = 1.0, 0.1
 _CALLS = 1280  # of a loop; steps are counted 64 at a time
 MODEL: dict[str, Any] = {
     "name": "moe",
@@ -130,22 +131,18 @@ def server(name: str, sink: int) -> Iterator[tuple[int, int]]:
 
 def requests_of(port: int, connections: int) -> int:
     """The requests that are answered in SECONDS."""
-    if connections:
-        name = "benchmarks.fast_caller"
-        given: dict[str, Any] = {"connections": connections, "tokens": 1, "datatype": "BF16", "port": port}
-        given["hidden_size"] = MODEL["hidden_size"]
-    else:
-        name = "benchmarks.channel_caller"
-        given = {"url": f"http://127.0.0.1:{port}", "models": ["moe"], "tokens": 1, "device": None}
-        given["callers"] = 1
-    text = json.dumps({**given, "seconds": SECONDS})
-    ran = subprocess.run(
-        [sys.executable, "-m", name], input=text, capture_output=True, text=True, check=False
-    )
+    given: dict[str, Any] = {"tokens": 1, "seconds": SECONDS}
+    if not connections:
+        given |= {"url": f"http://127.0.0.1:{port}", "models": ["moe"], "device": None, "callers": 1}
+        return len(together("benchmarks.channel_caller", given, 1, LEAD_SECONDS))
+    given |= {"connections": connections, "datatype": "BF16", "port": port}
+    given["hidden_size"] = MODEL["hidden_size"]
+    command = [sys.executable, "-m", "benchmarks.fast_caller"]
+    ran = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
     if ran.returncode:
         raise RuntimeError(ran.stderr)
-    found = json.loads(ran.stdout)
-    return round(found["rps"] * SECONDS) if connections else len(found)
+    rate: float = json.loads(ran.stdout)["rps"]
+    return round(rate * SECONDS)
 
 
 @contextmanager

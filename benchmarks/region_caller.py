@@ -61,7 +61,7 @@ def cuda_region(url: str, tokens: "np.ndarray[Any, np.dtype[np.uint16]]", device
 
 def main() -> None:
     """Reads {url, port, model, tokens, hidden_size, device, connections, seconds}; prints latencies."""
-    given = json.load(sys.stdin)
+    given = json.loads(sys.stdin.readline())
     tokens, region = tokens_of(given["tokens"], given["hidden_size"]), None
     kind = "system" if given["device"] is None else "cuda"
     if given["device"] is None:

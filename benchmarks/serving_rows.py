@@ -1,6 +1,5 @@
 """One row of `benchmarks.serving`: a server, its callers, and what they have measured."""
 
-import json
 import re
 import socket
 import statistics
@@ -9,16 +8,18 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.callers import POWER_SECONDS, together
+
 Row = dict[str, Any]
 MODEL, HIDDEN = "deepseek-v3", 7168
 SECONDS = 2.0
-CALLER_PROCESSES, START_SECONDS = 4, 1.5
+CALLER_PROCESSES = 4
+LEAD_SECONDS = 0.2  # that one caller has been busy before what is measured; several: POWER_SECONDS
 PROGRAMS = {
     "http": "http_caller",
     "sockets": "http_caller",
@@ -128,21 +129,8 @@ def latencies_of(case: Case, url: str, port: int) -> list[float]:
     processes = min(case.callers, CALLER_PROCESSES)
     callers = case.callers // processes
     given |= {"connections": callers, "callers": callers}
-    if processes > 1:
-        given["start"] = time.time() + START_SECONDS
-    command = [sys.executable, "-m", f"benchmarks.{PROGRAMS[case.way]}"]
-    with ThreadPoolExecutor(processes) as pool:
-        found = pool.map(lambda _: run(command, given), range(processes))
-        return sorted(latency for part in found for latency in part)
-
-
-def run(command: Sequence[str], given: Row) -> list[float]:
-    """What one process of callers has measured."""
-    ran = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise RuntimeError(ran.stderr)
-    latencies: list[float] = json.loads(ran.stdout)
-    return latencies
+    lead = LEAD_SECONDS if case.callers == 1 else POWER_SECONDS
+    return together(f"benchmarks.{PROGRAMS[case.way]}", given, processes, lead)
 
 
 def compute_seconds(url: str) -> tuple[float, float]:
