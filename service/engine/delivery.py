@@ -112,7 +112,7 @@ class Delivery:
         for count, report in enumerate(reports, 1):
             with _reporting_turn:
                 self._call(report)
-            if count % between == 0:
+            if count % between == 0 and count < len(reports):
                 time.sleep(0)  # lets a thread run that waits for the interpreter
 
     def _call(self, report: Callable[[], None]) -> None:
