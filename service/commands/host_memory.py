@@ -9,7 +9,7 @@ from expertd.service.engine.memory_needs import staging_of_model
 from expertd.service.http.worker_setup import channel_sizes, shares
 from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.ranks.shares import shares_here, size
-from expertd.service.ranks.staging import MAX_RUNNING, staging_bytes
+from expertd.service.ranks.staging import MAX_SENT, staging_bytes
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 
@@ -104,7 +104,7 @@ def _staged_bytes(settings: Settings, on_gpu: bool) -> int:
     models, tokens = settings.models, settings.limits.max_batch_tokens
     if settings.num_ranks > 1:
         each = (staging_bytes(tokens, model.hidden_size, model.top_k) for model in models)
-        return MAX_RUNNING * max(each, default=0)
+        return MAX_SENT * max(each, default=0)
     if not on_gpu:
         return 0
     return sum(

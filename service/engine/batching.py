@@ -80,6 +80,10 @@ class Scheduler:
         """Set the runner of each model, and its share of the device beside others; by default 1."""
         self._queues.set_runners(runners, weights or {})
 
+    def set_most_running(self, count: int) -> None:
+        """Set how many steps the runners take at a time, at least 2; before the first request."""
+        self._work.early.most = count
+
     def watch_device(self, failure: Callable[[], str | None], on_failure: Callable[[str], None]) -> None:
         """After a failed step, ask `failure`; if it says why the device has failed, tell `on_failure`.
 

@@ -11,7 +11,7 @@ from expertd.service.moe.request import LayerRequest
 
 # Steps of this many tokens begin before the preceding one is done: they take longer to copy than to prepare.
 _EARLY_TOKENS = 512
-_MAX_RUNNING = 2  # steps: one whose bytes are copied, and one that computes
+_THIRD_PART = 0.5  # of the likely time of the first of two steps, after which a third one may begin
 _POLLED_PART = 0.9  # of a large step's likely time; for the rest, waiting for its end alone ends sooner
 # How long before the likely end of the running step the next large one begins while small requests come: its
 # launches take 0.2 to 0.5 ms, and copying its bytes, unless the GPU has them, a part of what it computes.
@@ -22,7 +22,12 @@ _SMALL_SECONDS = 1.0  # small requests are taken to come for as long after one h
 
 
 class EarlySteps:
-    """Decides by what is queued and what runs; for the thread that uses the device, but for `note`."""
+    """Decides by what is queued and what runs; for the thread that uses the device, but for `note`.
+
+    most  steps at a time: 2, one whose bytes are copied and one that computes; or 3, one that is to be next
+    """
+
+    most = 2
 
     def __init__(self, queues: Queues, stepping: Stepping) -> None:
         self._queues, self._stepping = queues, stepping
@@ -39,7 +44,7 @@ class EarlySteps:
 
     def begins(self) -> float:
         """When the next step may begin, as things are; inf: not yet. The caller holds the queues' lock."""
-        if len(self._stepping.running) == _MAX_RUNNING:
+        if len(self._stepping.running) == self.most:
             return math.inf
         head = self._queues.large_head(_EARLY_TOKENS)
         return math.inf if head is None else self._begins(head.request)
@@ -47,7 +52,7 @@ class EarlySteps:
     def polled_until(self) -> float:
         """Until when the running step is worth polling, because another may begin; 0: not at all."""
         running = self._stepping.running
-        if len(running) == _MAX_RUNNING or running[0].num_tokens < _EARLY_TOKENS:
+        if len(running) == self.most or running[0].num_tokens < _EARLY_TOKENS:
             return 0.0  # a small step is over before another is worth beginning
         began, seconds = self._stepping.first_times()
         return began + _POLLED_PART * seconds
@@ -55,7 +60,10 @@ class EarlySteps:
     def _begins(self, request: LayerRequest) -> float:
         """When a step with this request may begin beside the running one."""
         began, seconds = self._stepping.first_times()
-        if self._small_until < time.perf_counter():
+        no_small = self._small_until < time.perf_counter()
+        if len(self._stepping.running) > 1:
+            return began + _THIRD_PART * seconds if no_small else math.inf
+        if no_small:
             return began
         lead = _COPYING_PART * seconds
         if is_on_gpu(request.hidden_states):

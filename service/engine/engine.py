@@ -385,6 +385,7 @@ class Engine:
         weights = {model.name: model.weight for model in self.settings.models}
         for lane, runners in zip(self.scheduler.lanes, loaded.runners_of_lanes, strict=False):
             lane.set_runners(runners, weights)
+            lane.set_most_running(loaded.most_running)
             lane.watch_device(loaded.failure, self._give_up)
             await lane.between_steps(loaded.prepare_thread)
         loaded.prepare_thread()  # the event loop begins short steps, too

@@ -99,7 +99,7 @@ class Loaded:
     None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs. route
     says what a model's router chooses for a request, on the worker thread; None: the routers are elsewhere.
     streams, on the worker thread, are those of steps and their copies, with names. recordings are of the
-    ranks, if steps run there.
+    ranks, if steps run there. most_running steps may have begun at a time.
     """
 
     backend: str
@@ -126,6 +126,7 @@ class Loaded:
     streams: Callable[[], Sequence[tuple[str, torch.cuda.Stream]]] = tuple
     recordings: RankRecordings | None = None
     prepare_later: Callable[[], None] = lambda: None
+    most_running: int = 2
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:

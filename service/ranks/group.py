@@ -13,6 +13,7 @@ from expertd.service.ranks.messages import StepEnd
 from expertd.service.ranks.rank import Rank
 from expertd.service.ranks.regions import Region
 from expertd.service.ranks.setup import SPIN_SECONDS, STOP
+from expertd.service.ranks.staging import MAX_SENT
 from expertd.service.ranks.starting import end_ranks, map_seconds
 
 _LOOK_SECONDS = 0.25  # between two looks for ranks that were stopped, and at the time of a step
@@ -57,7 +58,7 @@ class RankGroup:
         self._is_over = False  # no rank runs a step any more
         self._flights: dict[int, _Flight] = {}  # steps that are not over
         self._first_step = StepTime("a rank", step_seconds)
-        self._answer_seconds = _ANSWER_SECONDS + 2 * step_seconds  # so many steps may be ahead
+        self._answer_seconds = _ANSWER_SECONDS + MAX_SENT * step_seconds  # so many steps may be ahead
 
     def look(self, seconds: float = _LOOK_SECONDS) -> None:
         """Take what ranks say, and notice those that are lost; at most for `seconds`."""

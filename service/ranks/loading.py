@@ -11,7 +11,7 @@ from expertd.service.ranks.partitions import RankPartitions
 from expertd.service.ranks.placements import PlacementStore
 from expertd.service.ranks.recording import RankRecordings
 from expertd.service.ranks.runner import RankRunner, Steps
-from expertd.service.ranks.staging import MAX_RUNNING, Staging, staging_bytes
+from expertd.service.ranks.staging import MAX_SENT, Staging, staging_bytes
 from expertd.service.ranks.starting import LoadFailedError
 from expertd.service.ranks.supervisor import Supervisor
 from expertd.service.settings.model import Settings
@@ -37,7 +37,7 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
             raise LoadCancelledError
         tokens = settings.limits.max_batch_tokens
         most = max(staging_bytes(tokens, model.hidden_size, model.top_k) for model in settings.models)
-        staging = [Staging(most, supervisor.register) for _ in range(MAX_RUNNING)]
+        staging = [Staging(most, supervisor.register) for _ in range(MAX_SENT)]
         stack.pop_all()
     backend, device, partitions = about
     logger.info("%d ranks are ready, each with its part of every layer", settings.num_ranks)
@@ -80,5 +80,6 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         placements=balancer,
         gpus=lambda: [state.device.uuid for state in steps.states()],
         recordings=RankRecordings(supervisor.group),
+        most_running=MAX_SENT,
         close=close,
     )

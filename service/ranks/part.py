@@ -98,8 +98,11 @@ class RankPart:
         here = self._setup.role is Role.HERE  # else commands come through other threads of this process
         spin = _GPU_SPIN_SECONDS if here and self._setup.settings.devices is not None else SPIN_SECONDS
 
+        def may_begin() -> bool:
+            return len(self._running) < MAX_RUNNING
+
         def called() -> bool:
-            return stopped() or bool(self.jobs) or not commands.is_empty()
+            return stopped() or bool(self.jobs) or (may_begin() and not commands.is_empty())
 
         while not stopped():
             if self._running:
@@ -109,7 +112,7 @@ class RankPart:
             if self.jobs and not self._running:
                 self._own_steps.forget()  # the job may free the graphs of their plans
                 self.jobs.popleft()()
-            if len(self._running) < MAX_RUNNING and (data := commands.take()) is not None:
+            if may_begin() and (data := commands.take()) is not None:
                 if data.startswith(NO_STEP):
                     while self._running:
                         self._finish(rings)

@@ -16,9 +16,9 @@ from expertd.service.ranks.packing import outputs_of
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
 from expertd.service.ranks.split import part_of
-from expertd.service.ranks.staging import staging_bytes
+from expertd.service.ranks.staging import MAX_SENT, staging_bytes
 
-_REGIONS = (1, 2)  # one for each step in flight
+_REGIONS = range(1, 1 + MAX_SENT)  # one for each step that was sent
 
 
 def region_of(number: int) -> int:

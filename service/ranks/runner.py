@@ -18,20 +18,15 @@ from expertd.service.settings.served import ModelSettings
 
 
 class Steps:
-    """What the runners of all models share: the ranks, the numbers of steps, memory for two of them."""
+    """What the runners of all models share: the ranks, how many steps were sent, memory for `MAX_SENT`."""
 
     def __init__(self, supervisor: Supervisor, staging: Sequence[Staging], num_ranks: int) -> None:
         self.supervisor = supervisor
         self._free = list(staging)
         self._seconds = [0.0] * num_ranks
         self._expert_tokens = [0] * num_ranks
-        self._last = 0
+        self.sent = 0  # over all groups of ranks: the number of the last step
         self._lock = threading.Lock()
-
-    def next_number(self) -> int:
-        """Steps count from 1 on, also over several groups of ranks."""
-        self._last += 1
-        return self._last
 
     def note(self, ends: Mapping[int, StepEnd]) -> None:
         """Count a step's ends, by rank."""
@@ -70,16 +65,17 @@ class RankRunner:
         check_routing(request, self._model.num_experts, self._model.top_k)
 
     def begin(self, requests: Sequence[LayerRequest]) -> "RankStep":
-        """Send a step to all ranks, while at most one other is running. Raises DeviceLostError."""
+        """Send a step to all ranks, which have fewer than `MAX_SENT`. Raises DeviceLostError."""
         steps = self._steps
         group = steps.supervisor.group()
-        staging, number = steps.take(), steps.next_number()
+        staging, number = steps.take(), steps.sent + 1
         try:
             staged = StagedStep(requests, self._model.hidden_size, staging, steps.supervisor.regions)
             group.begin(number, staged.command(number, self._index))
         except BaseException:
             steps.give_back(staging)
             raise
+        steps.sent = number  # none is left out: steps on ranks of other nodes have memory by their numbers
         return RankStep(steps, group, number, staged, staging, self._loads)
 
 

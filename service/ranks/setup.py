@@ -11,9 +11,10 @@ from expertd.service.ranks.members import meet_bytes
 from expertd.service.ranks.messages import end_bytes, step_bytes
 from expertd.service.ranks.moves import move_bytes
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
+from expertd.service.ranks.staging import MAX_SENT
 from expertd.service.settings.model import Settings
 
-NUM_SLOTS = 4  # of each ring: two steps may be in flight
+NUM_SLOTS = MAX_SENT + 2  # of each ring: steps, a move of experts, and a meeting
 SPIN_SECONDS = 50e-6  # before sleeping: the next step of a busy layer comes within it
 
 # Messages over the socket: the first word, and what follows it.

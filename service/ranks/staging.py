@@ -14,7 +14,9 @@ from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, number
 from expertd.service.ranks.regions import SharedRegions
 
 MAX_RUNNING = 2
-"""Steps at a time, each with memory of its own: one whose bytes are copied, and one that computes."""
+"""Steps of a rank at a time, with memory of their own: one whose bytes are copied, and one that computes."""
+MAX_SENT = MAX_RUNNING + 1
+"""Steps that the front end sends: a rank that has ended one begins the next without asking for it."""
 _ALIGNMENT = 64
 _BYTES = {"BF16": 2, "FP16": 2, "FP32": 4}
 

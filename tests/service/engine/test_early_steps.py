@@ -86,6 +86,28 @@ async def test_large_steps_alone_begin_at_once_beside_each_other() -> None:
     assert runner.early[3] > 0.8, "once the one before the last has ended"
 
 
+async def test_a_third_step_begins_in_the_second_half_of_the_first_one() -> None:
+    """Where runners take three: the one before has its bytes by then, and these are the next to be copied."""
+    async with timed() as (runner, scheduler):
+        scheduler.set_most_running(3)
+        for each in submitted(scheduler, LARGE, LARGE, LARGE, LARGE):
+            await soon(each.answer)
+    assert runner.early[2] > 0.8
+    assert 1.2 < runner.early[3] < 1.6
+    assert 1.2 < runner.early[4] < 1.6, "in the second half of the one that is the first then"
+
+
+async def test_no_third_step_begins_while_small_requests_come() -> None:
+    async with timed() as (runner, scheduler):
+        scheduler.set_most_running(3)
+        larges = submitted(scheduler, LARGE, LARGE, LARGE)
+        await until(lambda: len(runner.steps) == 3)
+        small = submitted(scheduler, 1)
+        for each in [*larges, *small]:
+            await soon(each.answer)
+    assert runner.steps[3] == [LARGE, 1]
+
+
 async def test_the_time_until_the_device_is_free_counts_as_waiting() -> None:
     """Not as nothing: a step's seconds are those without the step before."""
     async with timed() as (runner, scheduler):

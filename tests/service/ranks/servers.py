@@ -1,5 +1,6 @@
 """Applications whose layers are shared by ranks, and what tests need to know of their processes."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -7,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner
 from expertd.service.moe.request import LayerRequest
+from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.messages import StepEnd
+from expertd.service.ranks.staging import MAX_SENT
 from expertd.service.settings.model import Settings
 from tests.families import HIDDEN
 from tests.service.apps import Serving, hidden_request, output_of, rows, serving
@@ -49,6 +54,32 @@ def cpu_seconds(processes: list[int]) -> float:
 async def output_for(server: Serving, values: NDArray[np.float32], **more: Any) -> NDArray[np.float32]:
     """The output of the model "tiny" for `values`."""
     return output_of(await server.infer(*hidden_request(values, **more)))
+
+
+async def check_steps_at_once(server: Serving, one: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with a step each, three of which the ranks have at a time, are answered as by `one`."""
+    numbers, most = set[int](), 0
+    begin, wait = RankGroup.begin, RankGroup.wait
+
+    def counted_begin(group: RankGroup, number: int, command: bytes) -> None:
+        nonlocal most
+        numbers.add(number)
+        most = max(most, len(numbers))
+        begin(group, number, command)
+
+    def counted_wait(group: RankGroup, number: int) -> dict[int, StepEnd]:
+        ends = wait(group, number)
+        numbers.discard(number)
+        return ends
+
+    monkeypatch.setattr(RankGroup, "begin", counted_begin)
+    monkeypatch.setattr(RankGroup, "wait", counted_wait)
+    await output_for(server, rows(1000))  # what such a step takes is known then
+    requests = [rows(1000, seed) for seed in range(12)]
+    answers = await asyncio.gather(*[output_for(server, values) for values in requests])
+    for values, answer in zip(requests, answers, strict=True):
+        assert close(answer, await output_for(one, values))
+    assert most == MAX_SENT
 
 
 def computed(settings: Settings, hidden: int = HIDDEN) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.request import LayerRequest
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, Serving, binary_request, output_of
 
-LIMITS = {"max_request_tokens": 1024, "max_batch_tokens": 1024}
+LIMITS = {"max_request_tokens": 1024, "max_batch_tokens": 1024, "max_queue_tokens": 16384}
 
 
 def routing(num_tokens: int, seed: int = 0) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

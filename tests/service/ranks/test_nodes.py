@@ -19,7 +19,13 @@ from tests.service.channels.servers import claimed
 from tests.service.http.processes import alive
 from tests.service.ranks.hanging import allow_hanging, hang
 from tests.service.ranks.nodes import Agent, agent, node_settings
-from tests.service.ranks.servers import close, output_for, rank_processes, serving_ranks
+from tests.service.ranks.servers import (
+    check_steps_at_once,
+    close,
+    output_for,
+    rank_processes,
+    serving_ranks,
+)
 from tests.service.ranks.steps import LIMITS, outputs_of, request, routed
 from tests.service.ranks.traffic import traffic_to
 from tests.service.waiting import until
@@ -28,12 +34,15 @@ pytestmark = pytest.mark.slow  # each server starts processes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_answers_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
+async def test_answers_are_those_of_one_process(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = node_settings(LIMITS, ranks=ranks, channels={"socket": str(tmp_path / "channels")})
     with agent(settings, tmp_path) as other:
         async with serving(tiny_settings(LIMITS)) as one, serving_ranks(settings) as server:
             assert len(other.ranks()) == ranks
             assert len(rank_processes()) == 2 * ranks, "its own ranks, and a proxy for each other one"
+            await check_steps_at_once(server, one, monkeypatch)  # before small requests come
             for num_tokens in (1, 2, 3, 5, 64, 1000):  # fewer than ranks, and more
                 values = rows(num_tokens, seed=num_tokens)
                 assert close(await output_for(server, values), await output_for(one, values)), num_tokens

@@ -5,6 +5,8 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand, number_and_body
 from expertd.service.ranks.own_steps import OwnSteps
 from expertd.service.ranks.regions import MappedRegions, SharedRegions
+from expertd.service.ranks.runner import RankRunner, Steps
 from expertd.service.ranks.staging import StagedStep, Staging
+from expertd.service.ranks.supervisor import Supervisor
 from tests.service.apps import HIDDEN, tiny_settings
 
 SIZE = 1 << 16
@@ -170,3 +174,24 @@ def test_a_request_in_memory_that_a_rank_has_lost_is_refused(front_end: FrontEnd
     front_end.regions.remove(front_end.region)
     with pytest.raises(ValueError, match="expected memory that the ranks share"):
         front_end.step(request).command(4, 0)
+
+
+def test_the_numbers_of_steps_have_no_gaps(front_end: FrontEnd) -> None:
+    """Memory on other nodes is taken by them in turn: after a gap, two steps would have the same."""
+    sent = list[int]()
+    group = SimpleNamespace(begin=lambda number, command: sent.append(number))
+    supervisor = SimpleNamespace(group=lambda: group, regions=front_end.regions)
+    steps = Steps(cast(Supervisor, supervisor), [front_end.staging], 2)
+    runner = RankRunner(steps, 0, tiny_settings().models[0])
+
+    def begin(request: LayerRequest) -> None:
+        runner.begin([request])
+        steps.give_back(front_end.staging)
+
+    begin(front_end.request())
+    front_end.regions.note(front_end.region, "no file")
+    with pytest.raises(SomeRefusedError):
+        runner.begin([front_end.request()])
+    front_end.regions.note(front_end.region, None)
+    begin(front_end.request())
+    assert sent == [1, 2]

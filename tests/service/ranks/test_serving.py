@@ -17,7 +17,14 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.channels.servers import claimed
-from tests.service.ranks.servers import close, cpu_seconds, output_for, rank_processes, serving_ranks
+from tests.service.ranks.servers import (
+    check_steps_at_once,
+    close,
+    cpu_seconds,
+    output_for,
+    rank_processes,
+    serving_ranks,
+)
 from tests.service.ranks.steps import LIMITS, outputs_of, request, routed, routing
 from tests.service.waiting import until
 
@@ -68,6 +75,14 @@ async def test_requests_of_one_step_may_differ() -> None:
         for step in steps:
             expected, got = await outputs_of(one, step), await outputs_of(server, step)
             assert all(map(close, got, expected))
+
+
+async def test_ranks_have_three_large_steps_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        serving(tiny_settings(LIMITS)) as one,
+        serving_ranks(tiny_settings(LIMITS, ranks=2)) as server,
+    ):
+        await check_steps_at_once(server, one, monkeypatch)
 
 
 async def test_channels_and_metrics(tmp_path: Path) -> None:
