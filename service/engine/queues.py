@@ -117,8 +117,10 @@ class Queues:
         # Also if it is refused below: while long requests are computed whole, there is no time for any other.
         if self._num_short if pending.is_long else self.just_ended or self._long:
             self._competing_until = pending.arrived + _COMPETING_SECONDS
-        if pending.deadline < math.inf and not self._has_ample_time(pending):
-            self._check_time(pending, busy())
+        if pending.deadline < math.inf:
+            pending.has_ample_time = self._has_ample_time(pending)
+            if not pending.has_ample_time:
+                self._check_time(pending, busy())
         if pending.is_long:
             self._long.add(pending)
         else:
@@ -162,7 +164,7 @@ class Queues:
     def split_late(self, step: list[Chunk], busy: Callable[[], float]) -> tuple[list[Chunk], list[Chunk]]:
         """A step's parts: those to compute, and those whose outputs would come after their deadlines."""
         first = min([chunk.pending.deadline for chunk in step])
-        if first == math.inf:
+        if first == math.inf or (len(step) == 1 and step[0].pending.has_still_ample_time):
             return step, []
         num_tokens = num_tokens_of(step)
         forecast, wait = self._of[step[0].pending.model].forecast, busy()

@@ -38,6 +38,7 @@ class Running:
     step: Step
     began: float
     is_direct: bool  # all requests are sources', with memory of their own for the output
+    lasted: float = 0.0  # seconds in which the device was not there for others, once it is answered
 
     @property
     def model(self) -> str:
@@ -157,6 +158,7 @@ class Stepping:
         self._delivery.deliver(
             self._answers([chunk], result.outputs, result.compute_seconds, result.num_tokens)
         )
+        self._answered(running)
         self._forecast(running)
 
     def in_flight(self) -> list[Chunk]:
@@ -233,6 +235,7 @@ class Stepping:
         self._leave_step()
         for pending, answer in direct:
             pending.done(answer)
+        self._answered(running)
         self._forecast(running)
         self._note(running, result)
         if direct:
@@ -252,7 +255,7 @@ class Stepping:
         self._leave_step()
         for pending, answer in answers:
             pending.done(answer)
-        self._forecast(running)
+        self._answered(running)
         self.chores.append(partial(self._complete, running, len(answers)))
 
     def _leave_step(self) -> None:
@@ -261,6 +264,7 @@ class Stepping:
             self.in_step = None
 
     def _complete(self, running: Running, num_answers: int) -> None:
+        self._forecast(running)
         self._note(running, running.step.finish())
         self._delivery.answered(num_answers)
 
@@ -288,11 +292,15 @@ class Stepping:
         if count:
             self.rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
 
-    def _forecast(self, running: Running) -> None:
-        """Keep how long the device was not there for others, answers included."""
+    def _answered(self, running: Running) -> None:
+        """Keep when it was, and how long the device was not there for others, answers included."""
         before, self.answered = self.answered, time.perf_counter()
         running.began = max(running.began, before)  # the device was at the step before
-        self._queues[running.model].forecast.note(running.num_tokens, self.answered - running.began)
+        running.lasted = self.answered - running.began
+
+    def _forecast(self, running: Running) -> None:
+        """Let a step that was answered count for what later ones are expected to take."""
+        self._queues[running.model].forecast.note(running.num_tokens, running.lasted)
 
     def _note(self, running: Running, result: StepResult) -> None:
         """Keep what a step took, for the next ones and for metrics."""

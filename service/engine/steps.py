@@ -87,6 +87,7 @@ class Pending:
 
     caller   the number of who sent it, `caller_number`; callers share a queue fairly
     lane     the number of the lane whose queue it is in
+    has_ample_time  its deadline was far away when it arrived: see `Queues`
     is_long  longer than a chunk: it may be computed in several steps
     deadline when its output is of no use any more, by time.perf_counter
     begun    its tokens that steps have been given; running: steps that compute some of them
@@ -103,6 +104,7 @@ class Pending:
         "deadline",
         "done",
         "error",
+        "has_ample_time",
         "is_long",
         "lane",
         "model",
@@ -139,6 +141,7 @@ class Pending:
         self.compute_seconds = 0.0  # of its steps
         self.step_tokens = 0  # of the last of them, others' tokens included; 0: unknown
         self.state = State.WAITING  # until all of it has begun
+        self.has_ample_time = False
         self.is_long = False
         self.begun = 0
         self.running = 0
@@ -159,6 +162,12 @@ class Pending:
         # In several steps, it waited between them.
         ended = now if began is None or self.is_long or not took else min(now, began + took)
         return StepTimes(self.arrived, began, ended, self.step_tokens)
+
+    @property
+    def has_still_ample_time(self) -> bool:
+        """Whether it had far more time than it needs when it arrived, and has half of that left at least."""
+        now = time.perf_counter()
+        return self.has_ample_time and now - self.arrived < 0.5 * (self.deadline - self.arrived)
 
     @property
     def left(self) -> int:

@@ -185,3 +185,16 @@ def test_a_step_leaves_out_what_it_would_answer_too_late() -> None:
     filled.add(8, timeout=1000.0)
     _, late = filled.queues.split_late(filled.queues.next_step(), lambda: 995.0)
     assert len(late) == 1, "what runs before it counts"
+
+
+def test_a_request_that_had_ample_time_is_looked_at_once_half_of_it_has_passed() -> None:
+    """Before, that would only cost time."""
+    filled = Filled()
+    filled.queues["0"].note(8, 1e-3)
+    (pending,) = filled.add(8, timeout=10.0)
+    for tokens in (1, 32):
+        filled.queues["0"].forecast.note(tokens, 10 * tokens)  # as if it had become slow
+    step = filled.queues.next_step()
+    assert filled.queues.split_late(step, lambda: 1.0) == (step, [])
+    pending.arrived -= 11.0
+    assert filled.queues.split_late(step, lambda: 1.0) == ([], step)
