@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 POWER_SECONDS = 2.0  # that a GPU takes to reach the clock that its power limit allows
@@ -20,14 +20,17 @@ class CallerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.kill()  # it may wait until somebody reads what it has to say
         self.close()
 
     def write(self, value: Any) -> None:
         """Tell it something."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, as `read` will say
+            self._process.stdin.write(json.dumps(value) + "\n")
+            self._process.stdin.flush()
 
     def read(self) -> Any:
         """What it says next. Raises RuntimeError if it has ended; stderr then says why."""
@@ -40,7 +43,8 @@ class CallerProcess:
         """Have it end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
 

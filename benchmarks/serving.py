@@ -5,9 +5,10 @@ callers call one after another. The server and its callers are processes of thei
 server (HTTP over loopback, tensors in shared memory, channels; host memory, the GPU's, or another GPU's), a
 number of tokens and of callers, each of which sends its next request when it has read the last answer.
 "sockets" is HTTP with a server that only receives and sends. The columns: the median and the 99th percentile
-of the caller's time, tokens per second, the mean of `expertd_compute_seconds` meanwhile, and the GPU's own
-time for such a step. HTTP is measured once more with four HTTP processes. With --devices, several GPUs share
-the layers; "cuda:0" is one of them then. Rows that are not measured stay in the file.
+of the caller's time, tokens per second, the mean of `expertd_compute_seconds` (of requests before those that
+count, too), and the GPU's own time for such a step. HTTP is measured once more with four HTTP processes.
+With --devices, several GPUs share the layers; "cuda:0" is one of them then. Rows that are not measured stay
+in the file.
 """
 
 import argparse

@@ -24,7 +24,7 @@ _SMALL_SECONDS = 1.0  # small requests are taken to come for as long after one h
 class EarlySteps:
     """Decides by what is queued and what runs; for the thread that uses the device, but for `note`.
 
-    most  steps at a time: 2, one whose bytes are copied and one that computes; or 3, one that is to be next
+    most  steps at a time: 2, one whose bytes are copied and one that computes; or 3, with the one after it
     """
 
     most = 2
@@ -54,18 +54,23 @@ class EarlySteps:
         running = self._stepping.running
         if len(running) == self.most or running[0].num_tokens < _EARLY_TOKENS:
             return 0.0  # a small step is over before another is worth beginning
+        if len(running) > 1 and self._small_come():
+            return 0.0
         began, seconds = self._stepping.first_times()
         return began + _POLLED_PART * seconds
 
     def _begins(self, request: LayerRequest) -> float:
-        """When a step with this request may begin beside the running one."""
+        """When a step with this request may begin beside those that run."""
         began, seconds = self._stepping.first_times()
-        no_small = self._small_until < time.perf_counter()
         if len(self._stepping.running) > 1:
-            return began + _THIRD_PART * seconds if no_small else math.inf
-        if no_small:
+            return math.inf if self._small_come() else began + _THIRD_PART * seconds
+        if not self._small_come():
             return began
         lead = _COPYING_PART * seconds
         if is_on_gpu(request.hidden_states):
             lead = min(lead, max(_LEAD_SECONDS, _LEAD_PART * seconds))
         return began + seconds - lead
+
+    def _small_come(self) -> bool:
+        """Whether small requests are taken to come: a large step then begins late, to have room for them."""
+        return time.perf_counter() <= self._small_until

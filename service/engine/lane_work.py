@@ -175,7 +175,7 @@ class LaneWork:
         return not (self.has_ended or self.jobs) and self.early.may_begin()
 
     def _wait_for_more(self) -> bool:
-        """Wait until the only running step is done; True as soon as the next one may begin."""
+        """Wait until the first step that runs is done; True as soon as the next one may begin."""
         running, until = self._stepping.running, self.early.polled_until()
         pause = _POLL_SECONDS
         if self.lane and until:

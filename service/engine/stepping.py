@@ -178,7 +178,7 @@ class Stepping:
         in_step, running = self.in_step, self.running.copy()
         steps = [(self._began, in_step)] if in_step else []
         steps += [(step.began, step.chunks) for step in running if step.chunks is not in_step]
-        end = 0.0
+        end = self.answered  # until then, the device was at the step before the first one
         for began, chunks in sorted(steps, key=itemgetter(0)):
             forecast = self._queues[chunks[0].pending.model].forecast
             end = max(end, began) + forecast.step(num_tokens_of(chunks))
@@ -280,6 +280,8 @@ class Stepping:
         answers: list[Answer] = []
         for chunk, output in pairs:
             pending = chunk.pending
+            if not chunk.start and pending.began is not None:
+                pending.began = max(pending.began, self.answered)  # the device was at the step before
             pending.compute_seconds += step_seconds
             pending.step_tokens = num_tokens
             answer = self._queues.end(chunk, output) if pending.is_long else output

@@ -39,7 +39,7 @@ class Runner(Protocol):
     def validate(self, request: LayerRequest) -> None: ...
 
     def begin(self, requests: Sequence[LayerRequest]) -> Step:
-        """Start a step, while one other is running at most; of ranks, two others."""
+        """Start a step while at most one other runs; with ranks, at most two."""
 
 
 class StepObserver(Protocol):

@@ -35,6 +35,7 @@ class Proxy:
     ) -> None:
         self._setup, self._regions, self._rings, self._say = setup, regions, rings, say
         self._steps: dict[int, tuple[PackedStep, list[LayerRequest]]] = {}  # on the rank
+        self._ending = threading.Lock()  # both threads put ends in the ring
         self._stopping = False
         self._trace_file: IO[bytes] | None = None  # the front end's
         self._trace_error = ""  # why it could not be written
@@ -133,7 +134,8 @@ class Proxy:
         self._end(end)
 
     def _end(self, end: bytes) -> None:
-        self._rings.ends.put(end)
+        with self._ending:
+            self._rings.ends.put(end)
         self._rings.end_bell.ring()
 
     def _why_lost(self) -> str:

@@ -4,10 +4,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 
 from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.errors import QueueFullError
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.settings.parts import Limits
 from tests.service.engine.test_batching import Observed, soon
@@ -93,8 +95,22 @@ async def test_a_third_step_begins_in_the_second_half_of_the_first_one() -> None
         for each in submitted(scheduler, LARGE, LARGE, LARGE, LARGE):
             await soon(each.answer)
     assert runner.early[2] > 0.8
-    assert 1.2 < runner.early[3] < 1.6
-    assert 1.2 < runner.early[4] < 1.6, "in the second half of the one that is the first then"
+    assert 1.05 < runner.early[3] < 1.6
+    assert 1.05 < runner.early[4] < 1.6, "in the second half of the one that is the first then"
+
+
+async def test_three_steps_count_for_timeouts_and_as_waiting() -> None:
+    """A step that was sent before the device could begin it ends later than one that it begins at once."""
+    async with timed() as (runner, scheduler):
+        scheduler.set_most_running(3)
+        larges = submitted(scheduler, LARGE, LARGE, LARGE, LARGE)
+        await until(lambda: len(runner.steps) == 5)  # half of the second one is done
+        with pytest.raises(QueueFullError, match="timeout: expected about"):  # 3.5 steps, and a quarter more
+            Submitted(scheduler, "0", layer_request([1.0] * LARGE), timeout=3.7 * SECONDS)
+        for each in larges:
+            await soon(each.answer)
+    began = [each.pending.began or 0.0 for each in larges]
+    assert all(0.8 < (later - earlier) / SECONDS < 1.2 for earlier, later in pairwise(began))
 
 
 async def test_no_third_step_begins_while_small_requests_come() -> None:
@@ -106,6 +122,7 @@ async def test_no_third_step_begins_while_small_requests_come() -> None:
         for each in [*larges, *small]:
             await soon(each.answer)
     assert runner.steps[3] == [LARGE, 1]
+    assert runner.early[3] < 1.02
 
 
 async def test_the_time_until_the_device_is_free_counts_as_waiting() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,30 +56,36 @@ async def output_for(server: Serving, values: NDArray[np.float32], **more: Any) 
     return output_of(await server.infer(*hidden_request(values, **more)))
 
 
-async def check_steps_at_once(server: Serving, one: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests with a step each, three of which the ranks have at a time, are answered as by `one`."""
-    numbers, most = set[int](), 0
+def watch_steps(monkeypatch: pytest.MonkeyPatch, begun: Callable[[int], None]) -> None:
+    """Call `begun` after ranks were sent a step, with the number of those that they have."""
+    numbers = set[int]()
     begin, wait = RankGroup.begin, RankGroup.wait
 
-    def counted_begin(group: RankGroup, number: int, command: bytes) -> None:
-        nonlocal most
-        numbers.add(number)
-        most = max(most, len(numbers))
+    def watched_begin(group: RankGroup, number: int, command: bytes) -> None:
         begin(group, number, command)
+        numbers.add(number)
+        begun(len(numbers))
 
-    def counted_wait(group: RankGroup, number: int) -> dict[int, StepEnd]:
-        ends = wait(group, number)
-        numbers.discard(number)
-        return ends
+    def watched_wait(group: RankGroup, number: int) -> dict[int, StepEnd]:
+        try:
+            return wait(group, number)
+        finally:
+            numbers.discard(number)
 
-    monkeypatch.setattr(RankGroup, "begin", counted_begin)
-    monkeypatch.setattr(RankGroup, "wait", counted_wait)
+    monkeypatch.setattr(RankGroup, "begin", watched_begin)
+    monkeypatch.setattr(RankGroup, "wait", watched_wait)
+
+
+async def check_steps_at_once(server: Serving, one: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with a step each, three of which the ranks have at a time, are answered as by `one`."""
+    counts = list[int]()
+    watch_steps(monkeypatch, counts.append)
     await output_for(server, rows(1000))  # what such a step takes is known then
     requests = [rows(1000, seed) for seed in range(12)]
     answers = await asyncio.gather(*[output_for(server, values) for values in requests])
     for values, answer in zip(requests, answers, strict=True):
         assert close(answer, await output_for(one, values))
-    assert most == MAX_SENT
+    assert max(counts) == MAX_SENT
 
 
 def computed(settings: Settings, hidden: int = HIDDEN) -> NDArray[np.float32]:

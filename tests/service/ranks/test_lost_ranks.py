@@ -12,9 +12,11 @@ import pytest
 
 from expertd.service.engine.errors import DeviceLostError, RequestRefusedError
 from expertd.service.memory import Mapped
+from expertd.service.ranks.staging import MAX_SENT
 from expertd.service.ranks.supervisor import Supervisor
-from tests.service.apps import Serving, error_of, rows, tiny_settings
-from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
+from tests.service.apps import Serving, error_of, hidden_request, output_of, rows, tiny_settings
+from tests.service.ranks.servers import close, output_for, rank_processes, serving_ranks, watch_steps
+from tests.service.ranks.steps import LIMITS
 from tests.service.ranks.traffic import traffic_to
 from tests.service.waiting import until
 
@@ -85,6 +87,27 @@ async def test_memory_that_its_caller_took_away_does_not_keep_ranks_from_coming_
             each()
         with pytest.raises(ValueError, match="expected memory that the ranks share"):
             ranks.regions.place(maps[1].ctypes.data, 1)
+
+
+@pytest.mark.slow
+async def test_a_rank_is_lost_with_as_many_steps_as_ranks_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = list[int]()
+
+    def kill(count: int) -> None:
+        if count == MAX_SENT and not killed:
+            killed.append(rank_processes()[1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    async with serving_ranks(tiny_settings(LIMITS, ranks=2)) as server:
+        values = rows(1000)
+        expected = await output_for(server, values)
+        watch_steps(monkeypatch, kill)
+        answers = await asyncio.gather(*[server.infer(*hidden_request(values)) for _ in range(12)])
+        assert killed
+        assert 503 in {answer.status_code for answer in answers} <= {200, 503}
+        assert all(close(output_of(answer), expected) for answer in answers if answer.status_code == 200)
+        await until(lambda: server.app.engine.why_not_ready() is None, seconds=30)
+        assert close(await output_for(server, values), expected)
 
 
 @pytest.mark.slow
