@@ -154,8 +154,8 @@ def measuring(given: argparse.Namespace, device: str | None) -> Iterator[Stages]
     module = "benchmarks.lanes_stand_in" if given.stand_in else "benchmarks.lanes_server"
     with (
         tempfile.TemporaryDirectory() as folder,
-        closing(Caller()) as decode,
-        closing(Caller()) as prefill,
+        Caller() as decode,
+        Caller() as prefill,
         closing(Server((file := Path(folder) / "stamps.json", max(given.tokens)), module)) as server,
     ):
         callers = Callers(decode, prefill, given.seconds, device)

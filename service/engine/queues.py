@@ -164,7 +164,7 @@ class Queues:
     def split_late(self, step: list[Chunk], busy: Callable[[], float]) -> tuple[list[Chunk], list[Chunk]]:
         """A step's parts: those to compute, and those whose outputs would come after their deadlines."""
         first = min([chunk.pending.deadline for chunk in step])
-        if first == math.inf or (len(step) == 1 and step[0].pending.has_still_ample_time):
+        if first == math.inf or (len(step) == 1 and step[0].pending.still_has_ample_time):
             return step, []
         num_tokens = num_tokens_of(step)
         forecast, wait = self._of[step[0].pending.model].forecast, busy()

@@ -158,7 +158,7 @@ class Stepping:
         self._delivery.deliver(
             self._answers([chunk], result.outputs, result.compute_seconds, result.num_tokens)
         )
-        self._answered(running)
+        self._mark_answered(running)
         self._forecast(running)
 
     def in_flight(self) -> list[Chunk]:
@@ -235,7 +235,7 @@ class Stepping:
         self._leave_step()
         for pending, answer in direct:
             pending.done(answer)
-        self._answered(running)
+        self._mark_answered(running)
         self._forecast(running)
         self._note(running, result)
         if direct:
@@ -255,7 +255,7 @@ class Stepping:
         self._leave_step()
         for pending, answer in answers:
             pending.done(answer)
-        self._answered(running)
+        self._mark_answered(running)
         self.chores.append(partial(self._complete, running, len(answers)))
 
     def _leave_step(self) -> None:
@@ -294,8 +294,8 @@ class Stepping:
         if count:
             self.rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
 
-    def _answered(self, running: Running) -> None:
-        """Keep when it was, and how long the device was not there for others, answers included."""
+    def _mark_answered(self, running: Running) -> None:
+        """Keep when a step was answered, and how long the device was not there for others until then."""
         before, self.answered = self.answered, time.perf_counter()
         running.began = max(running.began, before)  # the device was at the step before
         running.lasted = self.answered - running.began

@@ -164,7 +164,7 @@ class Pending:
         return StepTimes(self.arrived, began, ended, self.step_tokens)
 
     @property
-    def has_still_ample_time(self) -> bool:
+    def still_has_ample_time(self) -> bool:
         """Whether it had far more time than it needs when it arrived, and has half of that left at least."""
         now = time.perf_counter()
         return self.has_ample_time and now - self.arrived < 0.5 * (self.deadline - self.arrived)

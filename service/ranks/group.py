@@ -58,7 +58,7 @@ class RankGroup:
         self._is_over = False  # no rank runs a step any more
         self._flights: dict[int, _Flight] = {}  # steps that are not over
         self._first_step = StepTime("a rank", step_seconds)
-        self._answer_seconds = _ANSWER_SECONDS + MAX_SENT * step_seconds  # so many steps may be ahead
+        self._answer_seconds = _ANSWER_SECONDS + MAX_SENT * step_seconds  # after the steps that were sent
 
     def look(self, seconds: float = _LOOK_SECONDS) -> None:
         """Take what ranks say, and notice those that are lost; at most for `seconds`."""

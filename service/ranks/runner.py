@@ -75,7 +75,7 @@ class RankRunner:
         except BaseException:
             steps.give_back(staging)
             raise
-        steps.sent = number  # none is left out: steps on ranks of other nodes have memory by their numbers
+        steps.sent = number  # no gaps: a rank of another node chooses a step's memory by its number
         return RankStep(steps, group, number, staged, staging, self._loads)
 
 
