@@ -37,12 +37,6 @@ pytestmark = pytest.mark.slow  # a server process each
 # A step of this many tokens is about 100 GFLOP: others arrive and wait during it.
 SLOW_TOKENS = 1024
 SLOW = {**MODEL, "hidden_size": 1024, "intermediate_size": 4096, "top_k": 4}
-SLOW_LIMITS = {
-    "max_request_tokens": SLOW_TOKENS,
-    "max_batch_tokens": SLOW_TOKENS,  # so that no two share a step
-    "max_queue_tokens": 64 * SLOW_TOKENS,
-    "max_body_bytes": 64 << 20,
-}
 
 
 def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None:
@@ -98,14 +92,20 @@ def test_the_processes_end_with_the_main_one(tmp_path: Path) -> None:
 
 
 def in_a_slow_step(
-    stack: ExitStack, directory: Path, **more: Any
+    stack: ExitStack, directory: Path, tokens: int = SLOW_TOKENS, **more: Any
 ) -> tuple[ServerProcess, list[socket.socket]]:
     """A server in a step for the first of five clients, while the others' requests wait."""
-    several = two_processes(SLOW_LIMITS, models=[SLOW], **more)
+    limits = {
+        "max_request_tokens": tokens,
+        "max_batch_tokens": tokens,  # so that no two share a step
+        "max_queue_tokens": 64 * tokens,
+        "max_body_bytes": 64 << 20,
+    }
+    several = two_processes(limits, models=[SLOW], **more)
     server = stack.enter_context(server_process(several, directory))
     small = infer(*hidden_request(np.ones((1, 1024), np.float32)))
     socks = connected(stack, server, 5, small)
-    request = infer(*hidden_request(np.ones((SLOW_TOKENS, 1024), np.float32)))
+    request = infer(*hidden_request(np.ones((tokens, 1024), np.float32)))
     for sock in socks:
         sock.sendall(request)
     wait_for(lambda: all_received(server), "the server has all requests")
@@ -151,7 +151,8 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
             return []
 
     with ExitStack() as stack:
-        server, socks = in_a_slow_step(stack, tmp_path)
+        # All steps together would take half a second on a CPU with AMX, and the signals may be late.
+        server, socks = in_a_slow_step(stack, tmp_path, 4 * SLOW_TOKENS)
         workers = workers_of(server)
         server.terminate()
         wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
