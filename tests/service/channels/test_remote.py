@@ -25,6 +25,7 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.queue_counts import QueueCounts, num_cells
 from expertd.service.engine.repository import ModelState
+from expertd.service.engine.steps import Pending
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output
 from tests.service.apps import HIDDEN, NUM_EXPERTS, Serving, rows, tiny_settings
@@ -243,16 +244,29 @@ async def test_what_waits_is_in_metrics_and_answered_in_a_drain(tmp_path: Path) 
         assert server.app.engine.queue_states()["tiny"][:2] == (0, 0)
 
 
-async def test_the_time_in_which_a_request_waits_is_part_of_its_timeout(tmp_path: Path) -> None:
+async def test_the_time_in_which_a_request_waits_is_part_of_its_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(*given: Any, **more: Any) -> Pending:
+        timeouts.append(more.get("timeout"))
+        return submit(*given, **more)
+
+    timeouts: list[float | None] = []
     runner = EchoRunner()
-    async with remote(tmp_path, runner) as (_, engine):
+    async with remote(tmp_path, runner) as (server, engine):
+        submit = server.app.engine.scheduler.submit
+        monkeypatch.setattr(server.app.engine.scheduler, "submit", noted)
         asked = await filled(runner, engine, caller=0)
-        waits = Asked(engine, request(2), timeout=1e-6)
-        assert not waits.pending.sequence
+        waits = [Asked(engine, request(2), timeout=timeout) for timeout in (100.0, 0.01)]
+        assert not any(each.pending.sequence for each in waits)
+        await asyncio.sleep(0.05)
         runner.gate.set()
-        for each in asked:
+        for each in (*asked, waits[0]):
             await each.output()
-        assert isinstance(await waits.answer(), QueueTimeoutError | QueueFullError)
+        await waits[1].answer()
+    left = [timeout for timeout in timeouts if timeout is not None]
+    assert 0 < left[0] <= 99.95
+    assert left[1] == 1e-6, "the least there is"
 
 
 async def test_a_queued_request_is_cancelled_with_its_error(tmp_path: Path) -> None:

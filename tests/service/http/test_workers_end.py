@@ -92,9 +92,12 @@ def test_the_processes_end_with_the_main_one(tmp_path: Path) -> None:
 
 
 def in_a_slow_step(
-    stack: ExitStack, directory: Path, tokens: int = SLOW_TOKENS, **more: Any
+    stack: ExitStack, directory: Path, tokens: int = SLOW_TOKENS, paused: bool = False, **more: Any
 ) -> tuple[ServerProcess, list[socket.socket]]:
-    """A server in a step for the first of five clients, while the others' requests wait."""
+    """A server in a step for the first of five clients, while the others' requests wait.
+
+    paused  its main process is stopped before the step, so that no answer comes before a signal
+    """
     limits = {
         "max_request_tokens": tokens,
         "max_batch_tokens": tokens,  # so that no two share a step
@@ -106,6 +109,8 @@ def in_a_slow_step(
     small = infer(*hidden_request(np.ones((1, 1024), np.float32)))
     socks = connected(stack, server, 5, small)
     request = infer(*hidden_request(np.ones((tokens, 1024), np.float32)))
+    if paused:
+        server.process.send_signal(signal.SIGSTOP)
     for sock in socks:
         sock.sendall(request)
     wait_for(lambda: all_received(server), "the server has all requests")
@@ -115,9 +120,10 @@ def in_a_slow_step(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_drain_answers_everything_accepted(tmp_path: Path, number: signal.Signals) -> None:
     with ExitStack() as stack:
-        server, socks = in_a_slow_step(stack, tmp_path, drain_timeout_seconds=120)
+        server, socks = in_a_slow_step(stack, tmp_path, paused=True, drain_timeout_seconds=120)
         idle = stack.enter_context(connect(server.port))
         server.process.send_signal(number)
+        server.process.send_signal(signal.SIGCONT)
         with connect(server.port) as sock:
             sock.sendall(head("GET /v2/health/ready HTTP/1.1"))
             (ready,) = read_to_end(sock)
