@@ -78,14 +78,15 @@ class Delivery:
 
     def deliver_soon(self, answers: Sequence[Answer]) -> None:
         """Answer requests on the event loop, which is woken once for all of them and for the reports."""
-        self.loop.call_soon_threadsafe(self._answer if self.leaves_reports else self.deliver, answers)
+        self.loop.call_soon_threadsafe(self.answer if self.leaves_reports else self.deliver, answers)
 
     def deliver(self, answers: Sequence[Answer]) -> None:
         """Answer requests, and call what has been reported soon; on the event loop."""
-        self._answer(answers)
-        self._flush()
+        self.answer(answers)
+        self.flush_here()
 
-    def _answer(self, answers: Sequence[Answer]) -> None:
+    def answer(self, answers: Sequence[Answer]) -> None:
+        """Answer requests; on the event loop."""
         for pending, answer in answers:
             try:
                 pending.take_done()(answer)  # `give_up` is on this thread, too
@@ -97,10 +98,10 @@ class Delivery:
     def _report(self) -> None:
         """Begin to run the reports, after the handlers just woken, so that no response waits for metrics."""
         reports = self._reports
-        count = max(_REPORTS_IN_A_ROW, len(reports) // _PARTS)
+        waiting = len(reports)
         row: list[Callable[[], None]] = []
         with suppress(IndexError):  # another thread may take some
-            while len(row) < count:
+            for _ in range(min(waiting, max(_REPORTS_IN_A_ROW, waiting // _PARTS))):
                 row.append(reports.popleft())
         self.loop.call_soon(self._run, row)
         self._reporting = bool(reports)
@@ -158,8 +159,9 @@ class Delivery:
     def flush(self) -> None:
         """Call what has been reported soon."""
         if self._reports:
-            self.loop.call_soon_threadsafe(self._flush)
+            self.loop.call_soon_threadsafe(self.flush_here)
 
-    def _flush(self) -> None:
+    def flush_here(self) -> None:
+        """`flush`, on the event loop."""
         if not self._reporting:
             self._report()

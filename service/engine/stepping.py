@@ -36,7 +36,7 @@ class Running:
 
     chunks: list[Chunk]
     step: Step
-    began: float
+    began: float  # on the device, as far as is known: when it was sent, or the step before it was answered
     is_direct: bool  # all requests are sources', with memory of their own for the output
     lasted: float = 0.0  # seconds in which the device was not there for others, once it is answered
 
@@ -154,12 +154,13 @@ class Stepping:
         finally:
             self.in_step = None
         running = Running([chunk], step, began, False)
-        self._note(running, result)
-        self._delivery.deliver(
-            self._answers([chunk], result.outputs, result.compute_seconds, result.num_tokens)
+        self._delivery.answer(
+            self._answers(running, result.outputs, result.compute_seconds, result.num_tokens)
         )
         self._mark_answered(running)
         self._forecast(running)
+        self._note(running, result)
+        self._delivery.flush_here()
 
     def in_flight(self) -> list[Chunk]:
         """What the first step in flight computes; for any thread, at about this time."""
@@ -178,7 +179,7 @@ class Stepping:
         in_step, running = self.in_step, self.running.copy()
         steps = [(self._began, in_step)] if in_step else []
         steps += [(step.began, step.chunks) for step in running if step.chunks is not in_step]
-        end = self.answered  # until then, the device was at the step before the first one
+        end = 0.0
         for began, chunks in sorted(steps, key=itemgetter(0)):
             forecast = self._queues[chunks[0].pending.model].forecast
             end = max(end, began) + forecast.step(num_tokens_of(chunks))
@@ -187,8 +188,7 @@ class Stepping:
     def first_times(self) -> tuple[float, float]:
         """When the device began the first step in flight, and the seconds it likely takes; 0: unknown."""
         first = self.running[0]
-        began = max(first.began, self.answered)  # it waited for the one before it
-        return began, self._queues[first.model].likely_seconds(first.num_tokens)
+        return first.began, self._queues[first.model].likely_seconds(first.num_tokens)
 
     def refuse_late(self, chunks: Sequence[Chunk]) -> None:
         """Answer requests whose outputs would come too late."""
@@ -226,7 +226,7 @@ class Stepping:
             running.step.wait()
             result = running.step.finish()
             seconds, num_tokens = result.compute_seconds, result.num_tokens
-            answers = self._answers(running.chunks, result.outputs, seconds, num_tokens)
+            answers = self._answers(running, result.outputs, seconds, num_tokens)
         except Exception as error:
             self._failed(running.chunks, error)
             return
@@ -250,7 +250,7 @@ class Stepping:
             self._failed(running.chunks, error)
             return
         outputs = [output for chunk in running.chunks if (output := chunk.request.output) is not None]
-        answers = self._answers(running.chunks, outputs, took)
+        answers = self._answers(running, outputs, took)
         self._expect_callers(len(answers), took)
         self._leave_step()
         for pending, answer in answers:
@@ -269,19 +269,19 @@ class Stepping:
         self._delivery.answered(num_answers)
 
     def _answers(
-        self, chunks: Sequence[Chunk], outputs: Sequence[Output], step_seconds: float, num_tokens: int = 0
+        self, running: Running, outputs: Sequence[Output], step_seconds: float, num_tokens: int = 0
     ) -> list[Answer]:
         """The requests that a step which succeeded leaves with nothing to compute, and their answers.
 
         num_tokens  of the step; 0: not known yet
         """
-        pairs = list(zip(chunks, outputs, strict=True))
-        self._queues[chunks[0].pending.model].failures = 0
+        pairs = list(zip(running.chunks, outputs, strict=True))
+        self._queues[running.model].failures = 0
         answers: list[Answer] = []
         for chunk, output in pairs:
             pending = chunk.pending
-            if not chunk.start and pending.began is not None:
-                pending.began = max(pending.began, self.answered)  # the device was at the step before
+            if not chunk.start:
+                pending.began = running.began
             pending.compute_seconds += step_seconds
             pending.step_tokens = num_tokens
             answer = self._queues.end(chunk, output) if pending.is_long else output
@@ -295,10 +295,11 @@ class Stepping:
             self.rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
 
     def _mark_answered(self, running: Running) -> None:
-        """Keep when a step was answered, and how long the device was not there for others until then."""
-        before, self.answered = self.answered, time.perf_counter()
-        running.began = max(running.began, before)  # the device was at the step before
+        """Keep when a step was answered: until then, the device was not there for the next one."""
+        self.answered = time.perf_counter()
         running.lasted = self.answered - running.began
+        if self.running:
+            self.running[0].began = self.answered
 
     def _forecast(self, running: Running) -> None:
         """Let a step that was answered count for what later ones are expected to take."""

@@ -188,7 +188,7 @@ def num_tokens_of(chunks: Sequence[Chunk]) -> int:
     """The tokens of a step that computes `chunks`."""
     if len(chunks) == 1:  # as most often, when every microsecond counts
         return chunks[0].request.num_tokens
-    return sum(chunk.request.num_tokens for chunk in chunks)
+    return sum([chunk.request.num_tokens for chunk in chunks])
 
 
 def caller_number(name: str) -> int:
