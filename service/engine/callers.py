@@ -73,11 +73,33 @@ class FairQueue(Generic[T]):
 
     def take(self, num_tokens: int) -> None:
         """Give `num_tokens` of `head` to a step; `head` leaves once it has none left."""
+        caller = self._ready[0]
+        self._give(caller, num_tokens, caller.waiting[0].left == num_tokens)
+
+    def take_whole(self, room: int, at_least_one: bool) -> tuple[list[T], int]:
+        """Give a step all requests in turn, up to one that does not fit into its `room`; and the room left.
+
+        at_least_one  whether the first one is given even if it does not fit
+        """
+        taken: list[T] = []
+        while self.num_requests:
+            if not self._ready:
+                self._begin_round()
+            caller = self._ready[0]
+            pending = caller.waiting[0]
+            left = pending.left
+            if left > room and (taken or not at_least_one):
+                break
+            self._give(caller, left, True)
+            taken.append(pending)
+            room -= left
+        return taken, room
+
+    def _give(self, caller: _Caller[T], num_tokens: int, ends: bool) -> None:
+        """Give tokens of the next request of `caller`, whose turn it is; `ends`: all that are left."""
         ready = self._ready
-        caller = ready[0]
         caller.credit -= num_tokens
         caller.num_tokens -= num_tokens
-        ends = caller.waiting[0].left == num_tokens
         if ends:
             caller.waiting.popleft()
             self.num_requests -= 1

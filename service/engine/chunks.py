@@ -17,17 +17,23 @@ def chunk_size(num_tokens: int, most: int) -> int:
 
 
 def begin_chunk(pending: Pending, num_tokens: int) -> Chunk:
-    """The next tokens of a request, for a step; the rest still waits."""
+    """The next tokens of a long request, for a step; the rest still waits."""
     start = pending.begun
     pending.begun += num_tokens
     if pending.begun == pending.request.num_tokens:
         pending.state = State.STARTED
-    if not pending.is_long:
-        return Chunk(pending, pending.request)
     pending.running += 1
     whole = num_tokens == pending.request.num_tokens
     request = pending.request if whole else part_of(pending.request, start, num_tokens)
     return Chunk(pending, request, start)
+
+
+def begin_rest(pending: Pending) -> Chunk:
+    """All tokens of a request that no step has been given."""
+    if pending.is_long:
+        return begin_chunk(pending, pending.left)
+    pending.begun, pending.state = pending.request.num_tokens, State.STARTED
+    return Chunk(pending, pending.request)
 
 
 def end_chunk(chunk: Chunk, answer: Output | Exception) -> Output | Exception | None:

@@ -5,7 +5,7 @@ from bisect import insort
 from itertools import takewhile
 
 from expertd.service.engine.callers import FairQueue
-from expertd.service.engine.chunks import begin_chunk, chunk_size
+from expertd.service.engine.chunks import begin_chunk, begin_rest, chunk_size
 from expertd.service.engine.forecast import Arrivals, Forecast
 from expertd.service.engine.queue_counts import Backlog
 from expertd.service.engine.steps import Chunk, Pending, Runner, State
@@ -116,9 +116,7 @@ class Queue:
         """
         step: list[Chunk] = []
         if self.num_requests == 1 and not most:  # as most often, when every microsecond counts
-            fair = self._fair_queues[self._order.pop()]
-            pending = fair.head()
-            self._begin(fair, pending, pending.left, step)
+            self._fill([self._order.pop()], room, step)
             return step
         others = self._order.copy()
         place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
@@ -139,7 +137,11 @@ class Queue:
                 fair = self._fair_queues[key]
                 self.num_chunks += 1
                 pending = fair.head()
-                self._begin(fair, pending, min(chunk_size(pending.left, most), room), step)
+                num_tokens = min(chunk_size(pending.left, most), room)
+                fair.take(num_tokens)
+                step.append(begin_chunk(pending, num_tokens))
+                self.num_tokens -= num_tokens
+                self.num_requests -= pending.state is State.STARTED
         self._order = [key for key in self._order if self._fair_queues[key].num_requests]
         return step
 
@@ -147,21 +149,14 @@ class Queue:
         """Add whole requests of these fair queues in their order; the room left, and whether all fit."""
         for key in keys:
             fair = self._fair_queues[key]
-            while fair.num_requests:
-                pending = fair.head()
-                left = pending.left
-                if left > room and step:
-                    return room, False
-                self._begin(fair, pending, left, step)
-                room -= left
+            taken, left = fair.take_whole(room, not step)
+            step += [begin_rest(pending) for pending in taken]
+            self.num_tokens -= room - left
+            self.num_requests -= len(taken)
+            room = left
+            if fair.num_requests:
+                return room, False
         return room, True
-
-    def _begin(self, fair: FairQueue[Pending], pending: Pending, num_tokens: int, step: list[Chunk]) -> None:
-        """Add `num_tokens` of `pending`, the next request of `fair`, to a step."""
-        fair.take(num_tokens)
-        step.append(begin_chunk(pending, num_tokens))
-        self.num_tokens -= num_tokens
-        self.num_requests -= pending.state is State.STARTED
 
     def likely_seconds(self, num_tokens: int) -> float:
         """Seconds of the last step with about as many tokens; 0: there was none."""

@@ -113,8 +113,8 @@ class InferCall(InferEnding):
 
     def _loaded(self, _: None) -> None:
         layer = self._layer
-        in_place = is_for_device_alone(layer.hidden_states) or is_for_device_alone(layer.scales)
-        if layer.scales is None or in_place or not layer.num_tokens:
+        tensors = layer.hidden_states, layer.scales
+        if layer.scales is None or not layer.num_tokens or any(map(is_for_device_alone, tensors)):
             self._joined(None)
         else:
             self._run(thread_from(len(host_view(layer.hidden_states))), self._join, self._joined)
