@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,8 +155,7 @@ class PinnedRows:
         if isinstance(memory, Span) and is_aligned(memory, alignment):
             return memory.address
         view = host_view(memory)
-        target = np.frombuffer(self.rows(first, view.nbytes), np.uint8)
-        self._copies.timed(lambda: np.copyto(target, np.frombuffer(view, np.uint8)), view.nbytes)
+        self._copies.copy(self.rows(first, view.nbytes), view)
         return self.address(first)
 
 
@@ -170,6 +168,5 @@ def address_of(memory: Buffer | Span, copy: Tensor, copies: HostCopies) -> int:
     """The address of `memory` if the GPU can read it; else of `copy`, pinned, to which it is copied."""
     if isinstance(memory, Span):
         return memory.address
-    target, source = copy.view(torch.uint8).view(-1).numpy(), np.frombuffer(host_view(memory), np.uint8)
-    copies.timed(lambda: np.copyto(target, source), source.nbytes)
+    copies.copy(copy.view(torch.uint8).view(-1).numpy().data, host_view(memory))
     return copy.data_ptr()

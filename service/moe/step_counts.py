@@ -5,7 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
+
+# More are copied without the interpreter's lock; getting it back may take longer than a small copy.
+_LOCKED_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -31,13 +36,25 @@ class HostCopies:
     num_bytes: int = 0
     seconds: float = 0.0
 
+    def copy(self, target: memoryview, source: memoryview) -> None:
+        """Copy the bytes of `source`."""
+        began = time.perf_counter()
+        if source.nbytes <= _LOCKED_BYTES:
+            target[:] = source.cast("B")
+        else:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+        self._note(began, source.nbytes)
+
     def timed(self, copy: Callable[[], T], num_bytes: int) -> T:
         """The result of `copy`, which copies `num_bytes`."""
         began = time.perf_counter()
         result = copy()
+        self._note(began, num_bytes)
+        return result
+
+    def _note(self, began: float, num_bytes: int) -> None:
         self.seconds += time.perf_counter() - began
         self.num_bytes += num_bytes
-        return result
 
 
 @dataclass(frozen=True)
