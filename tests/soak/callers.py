@@ -250,7 +250,7 @@ def over_grpc(plan: Plan, tally: Tally) -> None:
             try:
                 answer = call.result()
             except grpc.RpcError as error:
-                tally.count(_outcome_of_rpc(error, plan, mark, what < 0.02))
+                tally.count(outcome_of_rpc(error, plan, mark, what < 0.02))
                 time.sleep(_REFUSED_SECONDS if plan.stage.phase is Phase.SERVING else _PAUSE_SECONDS)
                 continue
             dtype = np.float32 if answer.outputs[0].datatype == "FP32" else ml_dtypes.bfloat16
@@ -261,14 +261,15 @@ def over_grpc(plan: Plan, tally: Tally) -> None:
                 tally.count("wrong")
 
 
-def _outcome_of_rpc(error: Any, plan: Plan, mark: int, may_be_late: bool) -> str:
+def outcome_of_rpc(error: Any, plan: Plan, mark: int, may_be_late: bool) -> str:
     if not plan.stage.owes_answer(mark):
         return "cut"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "refused" if may_be_late else "lost"
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         has_answered = any(name == "grpc-retry-pushback-ms" for name, _ in error.trailing_metadata() or ())
-        if has_answered or "shutting down" in error.details():
+        is_late = may_be_late and error.details().startswith("timeout: ")  # and another try would be, too
+        if has_answered or is_late or "shutting down" in error.details():
             return "refused"
         print(f"soak: {error.details()}", flush=True)
         return "lost"

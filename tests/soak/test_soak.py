@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import grpc
 import pytest
 
 from expertd_client import (
@@ -13,7 +14,7 @@ from expertd_client import (
     UnknownModelError,
 )
 from tests.service.apps import tiny_settings
-from tests.soak.callers import outcome_of
+from tests.soak.callers import outcome_of, outcome_of_rpc
 from tests.soak.plan import Plan
 from tests.soak.reference import samples
 from tests.soak.soaking import growth_of, mistakes
@@ -85,6 +86,30 @@ def test_what_errors_mean(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> 
     assert outcome_of(gone, plan, mark, is_whole=True) == "cut", "SIGKILL may lose it"
     assert outcome_of(gone, plan, stage.mark) == "cut", "nobody serves"
     assert "AccessDeniedError" in capsys.readouterr().out
+
+
+class RpcError(Exception):
+    """An error of a gRPC call."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, *trailers: tuple[str, str]) -> None:
+        self.code, self.details, self.trailing_metadata = lambda: code, lambda: details, lambda: trailers
+
+
+@pytest.mark.parametrize(
+    ("error", "if_late", "otherwise"),
+    [
+        (RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "late"), "refused", "lost"),
+        (RpcError(grpc.StatusCode.UNAVAILABLE, "timeout: expected about 9, got 2"), "refused", "lost"),
+        (RpcError(grpc.StatusCode.UNAVAILABLE, "full", ("grpc-retry-pushback-ms", "1000")), *["refused"] * 2),
+        (RpcError(grpc.StatusCode.UNAVAILABLE, "Socket closed"), *["lost"] * 2),
+        (RpcError(grpc.StatusCode.INTERNAL, "x"), *["failed"] * 2),
+    ],
+)
+def test_what_errors_over_grpc_mean(tmp_path: Any, error: RpcError, if_late: str, otherwise: str) -> None:
+    stage = Stage()
+    plan, mark = Plan(tmp_path, 1, 2, [], stage), stage.mark
+    assert outcome_of_rpc(error, plan, mark, True) == if_late
+    assert outcome_of_rpc(error, plan, mark, False) == otherwise
 
 
 GOOD: dict[str, Any] = {

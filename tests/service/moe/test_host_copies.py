@@ -20,5 +20,5 @@ def test_bytes_are_copied_and_counted_whatever_their_format(num_bytes: int) -> N
 
 @pytest.mark.parametrize("num_bytes", [8, 100_000])
 def test_another_size_is_an_error(num_bytes: int) -> None:
-    with pytest.raises(ValueError, match="memoryview assignment|broadcast"):
+    with pytest.raises(ValueError, match=r"memoryview assignment|broadcast"):
         HostCopies().copy(memoryview(bytearray(num_bytes - 4)), memoryview(bytes(num_bytes)))
