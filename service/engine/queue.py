@@ -19,6 +19,7 @@ class Queue:
     num_chunks    parts of requests that steps have had
     step_seconds  smoothed over recent steps
     last_seconds  of the last step of each size
+    slowest       the most of them; inf: there was none
     failures      consecutive steps that raised
     is_closed     its model is being unloaded: it takes no more requests
     """
@@ -32,6 +33,7 @@ class Queue:
         self.num_chunks = 0
         self.step_seconds = 0.0
         self.last_seconds: dict[int, float] = {}
+        self.slowest = math.inf
         self.forecast = Forecast()
         self._arrivals = Arrivals(), Arrivals()  # of long requests, the second one
         self.failures = 0
@@ -166,6 +168,7 @@ class Queue:
         """Keep what a step took."""
         self.step_seconds = 0.8 * self.step_seconds + 0.2 * seconds if self.step_seconds else seconds
         self.last_seconds[num_tokens.bit_length()] = seconds
+        self.slowest = max(self.last_seconds.values())
 
 
 def _key(pending: Pending) -> int:

@@ -118,7 +118,7 @@ class Queues:
         if self._num_short if pending.is_long else self.just_ended or self._long:
             self._competing_until = pending.arrived + _COMPETING_SECONDS
         if pending.deadline < math.inf:
-            pending.has_ample_time = self._has_ample_time(pending)
+            pending.has_ample_time = self._has_ample_time(pending, queue)
             if not pending.has_ample_time:
                 self._check_time(pending, busy())
         if pending.is_long:
@@ -163,8 +163,10 @@ class Queues:
 
     def split_late(self, step: list[Chunk], busy: Callable[[], float]) -> tuple[list[Chunk], list[Chunk]]:
         """A step's parts: those to compute, and those whose outputs would come after their deadlines."""
+        if len(step) == 1 and step[0].pending.still_has_ample_time:
+            return step, []
         first = min([chunk.pending.deadline for chunk in step])
-        if first == math.inf or (len(step) == 1 and step[0].pending.still_has_ample_time):
+        if first == math.inf:
             return step, []
         num_tokens = num_tokens_of(step)
         forecast, wait = self._of[step[0].pending.model].forecast, busy()
@@ -226,16 +228,16 @@ class Queues:
         if self.on_change is not None:
             self.on_change(model, self._of[model].backlog(self.limits.max_batch_tokens))
 
-    def _has_ample_time(self, pending: Pending) -> bool:
+    def _has_ample_time(self, pending: Pending, queue: Queue) -> bool:
         """Whether its output would come in time also behind all that waits, in slow steps.
 
         Most deadlines of gRPC calls are far away, and a forecast costs more than the rest of `add`.
         """
-        limits, num_tokens, slowest = self.limits, pending.request.num_tokens, 0.0
-        for queue in self._of.values():
-            if queue.num_tokens or queue is self._of[pending.model]:
-                num_tokens += queue.num_tokens
-                slowest = max(slowest, max(queue.last_seconds.values(), default=math.inf))
+        limits, num_tokens, slowest = self.limits, pending.request.num_tokens, queue.slowest
+        for model in self.turns:
+            waiting = self._of[model]
+            num_tokens += waiting.num_tokens
+            slowest = max(slowest, waiting.slowest)
         steps = 2 + num_tokens / min(limits.max_batch_tokens, limits.prefill_chunk_tokens or math.inf)
         return _AMPLE * steps * slowest < pending.deadline - pending.arrived
 

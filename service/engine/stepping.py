@@ -17,6 +17,7 @@ from expertd.service.engine.errors import (
     SomeRefusedError,
     StepFailedError,
 )
+from expertd.service.engine.queue import Queue
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Chunk, Step, StepObserver, num_tokens_of
 from expertd.service.moe.request import Output, StepResult
@@ -34,7 +35,9 @@ _MOST_CHORES = 8  # left while one step follows the other, and none is on the de
 class Running:
     """A step on the device, with at least one request or a chunk of one."""
 
+    queue: Queue
     chunks: list[Chunk]
+    num_tokens: int
     step: Step
     began: float  # on the device, as far as is known: when it was sent, or the step before it was answered
     is_direct: bool  # all requests are sources', with memory of their own for the output
@@ -43,10 +46,6 @@ class Running:
     @property
     def model(self) -> str:
         return self.chunks[0].pending.model
-
-    @property
-    def num_tokens(self) -> int:
-        return num_tokens_of(self.chunks)
 
 
 class Stepping:
@@ -95,8 +94,8 @@ class Stepping:
         self.progress += 1
         self._began, self.in_step = began, chunks
         try:
-            runner = self._queues[chunks[0].pending.model].runner
-            step = runner.begin([chunk.request for chunk in chunks])
+            queue = self._queues[chunks[0].pending.model]
+            step = queue.runner.begin([chunk.request for chunk in chunks])
         except SomeRefusedError as error:
             for place, refusal in error.refused.items():
                 self._refuse([chunks[place]], refusal)
@@ -112,7 +111,7 @@ class Stepping:
             self._failed(chunks, error)
             self.in_step = None
             return
-        running = Running(chunks, step, began, direct)
+        running = Running(queue, chunks, num_tokens_of(chunks), step, began, direct)
         if step.is_done() and not self.running:
             self._finish(running)
             if len(self.chores) > _MOST_CHORES:
@@ -143,7 +142,8 @@ class Stepping:
         self.progress += 1
         self._began, self.in_step = began, [chunk]
         try:
-            step = self._queues[pending.model].runner.begin([chunk.request])
+            queue = self._queues[pending.model]
+            step = queue.runner.begin([chunk.request])
             result = step.finish()
         except SomeRefusedError as error:
             self._refuse([chunk], error.refused[0])
@@ -153,7 +153,7 @@ class Stepping:
             return
         finally:
             self.in_step = None
-        running = Running([chunk], step, began, False)
+        running = Running(queue, [chunk], chunk.request.num_tokens, step, began, False)
         self._delivery.answer(
             self._answers(running, result.outputs, result.compute_seconds, result.num_tokens)
         )
@@ -188,7 +188,7 @@ class Stepping:
     def first_times(self) -> tuple[float, float]:
         """When the device began the first step in flight, and the seconds it likely takes; 0: unknown."""
         first = self.running[0]
-        return first.began, self._queues[first.model].likely_seconds(first.num_tokens)
+        return first.began, first.queue.likely_seconds(first.num_tokens)
 
     def refuse_late(self, chunks: Sequence[Chunk]) -> None:
         """Answer requests whose outputs would come too late."""
@@ -276,7 +276,7 @@ class Stepping:
         num_tokens  of the step; 0: not known yet
         """
         pairs = list(zip(running.chunks, outputs, strict=True))
-        self._queues[running.model].failures = 0
+        running.queue.failures = 0
         answers: list[Answer] = []
         for chunk, output in pairs:
             pending = chunk.pending
@@ -303,12 +303,11 @@ class Stepping:
 
     def _forecast(self, running: Running) -> None:
         """Let a step that was answered count for what later ones are expected to take."""
-        self._queues[running.model].forecast.note(running.num_tokens, running.lasted)
+        running.queue.forecast.note(running.num_tokens, running.lasted)
 
     def _note(self, running: Running, result: StepResult) -> None:
         """Keep what a step took, for the next ones and for metrics."""
-        queue = self._queues[running.model]
-        queue.note(running.num_tokens, result.compute_seconds)
+        running.queue.note(running.num_tokens, result.compute_seconds)
         # A request in chunks counts in its first step.
         firsts = [chunk.pending for chunk in running.chunks if not chunk.start]
         waited = [running.began - pending.arrived for pending in firsts]
