@@ -116,10 +116,11 @@ class Queue:
         most   the most tokens of a chunk; 0: long requests are computed whole, in their turn
         joins  whether a step with a chunk has other requests, too
         """
-        step: list[Chunk] = []
         if self.num_requests == 1 and not most:  # as most often, when every microsecond counts
-            self._fill([self._order.pop()], room, step)
-            return step
+            fair = self._fair_queues[self._order.pop()]
+            self.num_requests = self.num_tokens = 0
+            return [begin_rest(pending) for pending in fair.take_whole(room, True)[0]]
+        step: list[Chunk] = []
         others = self._order.copy()
         place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
         if place < 0:
