@@ -29,7 +29,7 @@ def begin_chunk(pending: Pending, num_tokens: int) -> Chunk:
 
 
 def begin_rest(pending: Pending) -> Chunk:
-    """All tokens of a request that no step has been given."""
+    """What no step has been given of a request: all of it, unless it is long."""
     if pending.is_long:
         return begin_chunk(pending, pending.left)
     pending.begun, pending.state = pending.request.num_tokens, State.STARTED

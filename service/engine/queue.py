@@ -19,7 +19,7 @@ class Queue:
     num_chunks    parts of requests that steps have had
     step_seconds  smoothed over recent steps
     last_seconds  of the last step of each size
-    slowest       the most of them; inf: there was none
+    slowest       the longest of them; inf: there was none
     failures      consecutive steps that raised
     is_closed     its model is being unloaded: it takes no more requests
     """

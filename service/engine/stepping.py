@@ -39,13 +39,9 @@ class Running:
     chunks: list[Chunk]
     num_tokens: int
     step: Step
-    began: float  # on the device, as far as is known: when it was sent, or the step before it was answered
+    began: float  # on the device, as far as is known: when it was sent, or the last step was answered
     is_direct: bool  # all requests are sources', with memory of their own for the output
     lasted: float = 0.0  # seconds in which the device was not there for others, once it is answered
-
-    @property
-    def model(self) -> str:
-        return self.chunks[0].pending.model
 
 
 class Stepping:
@@ -107,7 +103,7 @@ class Stepping:
         except Exception as error:
             with self._held(chunks):
                 self._finish_all()  # keep the order of the answers
-                self._began, self.in_step = began, chunks
+                self.take(chunks)
             self._failed(chunks, error)
             self.in_step = None
             return
@@ -295,11 +291,11 @@ class Stepping:
             self.rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
 
     def _mark_answered(self, running: Running) -> None:
-        """Keep when a step was answered: until then, the device was not there for the next one."""
+        """Keep when a step was answered: until then, the device was not there for later ones."""
         self.answered = time.perf_counter()
         running.lasted = self.answered - running.began
-        if self.running:
-            self.running[0].began = self.answered
+        for later in self.running:
+            later.began = self.answered
 
     def _forecast(self, running: Running) -> None:
         """Let a step that was answered count for what later ones are expected to take."""
@@ -307,6 +303,7 @@ class Stepping:
 
     def _note(self, running: Running, result: StepResult) -> None:
         """Keep what a step took, for the next ones and for metrics."""
+        model = running.chunks[0].pending.model
         running.queue.note(running.num_tokens, result.compute_seconds)
         # A request in chunks counts in its first step.
         firsts = [chunk.pending for chunk in running.chunks if not chunk.start]
@@ -314,7 +311,7 @@ class Stepping:
         tokens: Sequence[int] = ()
         if self._observer.counts_tokens:  # else the collector of garbage would have more to look at
             tokens = [pending.request.num_tokens for pending in firsts]
-        self._delivery.report_later(partial(self._observer.step_done, running.model, result, waited, tokens))
+        self._delivery.report_later(partial(self._observer.step_done, model, result, waited, tokens))
 
     def _failed(self, chunks: list[Chunk], error: Exception) -> None:
         if (why := self.failure()) is not None:

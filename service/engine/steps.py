@@ -71,7 +71,7 @@ LAST_PRIORITY, DEFAULT_PRIORITY = 255, 128
 class StepTimes(NamedTuple):
     """When a request was in its queue and its steps, by time.perf_counter.
 
-    began   of its first step; None: it had none
+    began   of its first step, the one that succeeded if one did; None: it had none
     ended   of its last step, or when the request left the queue without one
     tokens  of its last step, those of other requests included; 0: unknown, or it failed
     """
@@ -137,7 +137,7 @@ class Pending:
         self.on_worker = on_worker
         self.arrived = time.perf_counter()
         self.deadline = math.inf if timeout is None else self.arrived + timeout
-        self.began: float | None = None  # of its first step; None: never
+        self.began: float | None = None  # as in `StepTimes`
         self.compute_seconds = 0.0  # of its steps
         self.step_tokens = 0  # of the last of them, others' tokens included; 0: unknown
         self.state = State.WAITING  # until all of it has begun
@@ -166,8 +166,9 @@ class Pending:
     @property
     def still_has_ample_time(self) -> bool:
         """Whether it had far more time than it needs when it arrived, and has half of that left at least."""
-        now = time.perf_counter()
-        return self.has_ample_time and now - self.arrived < 0.5 * (self.deadline - self.arrived)
+        if not self.has_ample_time:
+            return False
+        return time.perf_counter() - self.arrived < 0.5 * (self.deadline - self.arrived)
 
     @property
     def left(self) -> int:

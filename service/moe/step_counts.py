@@ -1,4 +1,4 @@
-"""What steps have used so far, as plain numbers; imports no torch."""
+"""What steps have used so far; imports no torch."""
 
 import time
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class HostCopies:
     seconds: float = 0.0
 
     def copy(self, target: memoryview, source: memoryview) -> None:
-        """Copy the bytes of `source`."""
+        """Copy the bytes of `source` to `target`, which is of bytes, in one dimension."""
         began = time.perf_counter()
         if source.nbytes <= _LOCKED_BYTES:
             target[:] = source.cast("B")

@@ -263,7 +263,8 @@ async def test_the_time_in_which_a_request_waits_is_part_of_its_timeout(
         runner.gate.set()
         for each in (*asked, waits[0]):
             await each.output()
-        await waits[1].answer()
+        answer = await waits[1].answer()  # an idle engine may try
+        assert not isinstance(answer, Exception) or isinstance(answer, QueueTimeoutError | QueueFullError)
     left = [timeout for timeout in timeouts if timeout is not None]
     assert 0 < left[0] <= 99.95
     assert left[1] == 1e-6, "the least there is"

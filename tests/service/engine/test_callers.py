@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+import numpy as np
+
 from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk
 from expertd.service.engine.steps import Pending
@@ -9,7 +11,9 @@ from tests.service.runners import layer_request
 
 
 def pending(caller: int, num_tokens: int) -> Pending:
-    return Pending("0", layer_request([0.0] * num_tokens), lambda _: None, False, caller=caller)
+    request = Pending("0", layer_request([0.0] * num_tokens), lambda _: None, False, caller=caller)
+    request.is_long = True  # steps may take parts of it
+    return request
 
 
 def taken(queue: FairQueue[Pending], num_tokens: int = 0) -> tuple[int, int]:
@@ -89,6 +93,26 @@ def test_a_removed_request_is_not_taken() -> None:
     queue.put(pending(2, 1))
     queue.put(pending(1, 1))
     assert [taken(queue), taken(queue)] == [(2, 1), (1, 1)]
+
+
+def test_whole_requests_are_taken_in_the_same_order() -> None:
+    chance = np.random.default_rng()
+    given = [(int(chance.integers(3)), int(chance.integers(1, 9))) for _ in range(60)]
+    one, other = FairQueue[Pending](8), FairQueue[Pending](8)
+    for caller, size in given:
+        one.put(pending(caller, size))
+        other.put(pending(caller, size))
+    while one.num_requests:
+        room = int(chance.integers(30))
+        step, left = one.take_whole(room, True)
+        assert step
+        assert [(each.caller, each.left) for each in step] == [taken(other) for _ in step]
+        assert left == room - sum(each.left for each in step)
+        assert left >= 0 or len(step) == 1
+        assert not one.num_requests or one.head().left > left, "else it fits, too"
+        if left >= 0 and one.num_requests:
+            assert one.take_whole(left, False) == ([], left)
+    assert other.num_requests == 0
 
 
 def test_callers_that_are_square_are_forgotten() -> None:

@@ -105,8 +105,9 @@ async def test_three_steps_count_for_timeouts_and_as_waiting() -> None:
         scheduler.set_most_running(3)
         larges = submitted(scheduler, LARGE, LARGE, LARGE, LARGE)
         await until(lambda: len(runner.steps) == 5)  # half of the second one is done
-        with pytest.raises(QueueFullError, match="timeout: expected about"):  # 3.5 steps, and a quarter more
-            Submitted(scheduler, "0", layer_request([1.0] * LARGE), timeout=3.7 * SECONDS)
+        # 2.5 steps, then one of twice the size, with what may arrive until then; and a quarter more.
+        with pytest.raises(QueueFullError, match="timeout: expected about"):
+            Submitted(scheduler, "0", layer_request([1.0] * LARGE), timeout=5.3 * SECONDS)
         for each in larges:
             await soon(each.answer)
     began = [each.pending.began or 0.0 for each in larges]

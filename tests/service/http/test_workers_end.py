@@ -96,7 +96,7 @@ def in_a_slow_step(
 ) -> tuple[ServerProcess, list[socket.socket]]:
     """A server in a step for the first of five clients, while the others' requests wait.
 
-    paused  its main process is stopped before the step, so that no answer comes before a signal
+    paused  its main process is stopped before, and no step begins until it gets SIGCONT
     """
     limits = {
         "max_request_tokens": tokens,
