@@ -60,8 +60,7 @@ class HostSteps:
         staged = torch.empty((batch.num_tokens, h), dtype=batch.dtype)
         for request, part in zip(batch.requests, batch.parts, strict=True):
             if FLOATS.get(request.datatype) == batch.dtype:
-                target, source = _bytes(staged[part]), _array(request.hidden_states, np.uint8)
-                self.copies.copy(target.data, source.data)
+                self.copies.copy(_bytes(staged[part]).data, host_view(request.hidden_states))
             else:
                 staged[part] = self._rows(request)
         return staged
