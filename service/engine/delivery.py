@@ -29,8 +29,8 @@ class Delivery:
     Reports (metrics) are called on the event loop too, after the answers, or by `report_one`. Safe from any
     thread.
 
-    leaves_reports  whether they are left to `report_one` as long as the thread that calls it is awake; those
-                    of steps on the event loop are not
+    leaves_reports  whether they are left to `report_one` and `report_until` as long as a thread that calls
+                    them is awake
     """
 
     def __init__(self) -> None:

@@ -9,15 +9,16 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from expertd.service.engine import short_steps
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import QueueTimeoutError, StepFailedError
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.memory import host_view
-from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.engine.test_batching import Observed, running
 from tests.service.engine.test_wakeup import belled
-from tests.service.runners import Computed, EchoRunner, Submitted, layer_request
+from tests.service.runners import Computed, Computing, EchoRunner, Submitted, layer_request
 from tests.service.sockets import connect, infer, listening, read_answer
 from tests.service.waiting import until
 
@@ -33,6 +34,25 @@ class Threads(EchoRunner):
     def begin(self, requests: Sequence[LayerRequest]) -> Computed:
         self.here.append(threading.current_thread() is threading.main_thread())
         return super().begin(requests)
+
+
+class OnDevice(Threads):
+    """Steps that a device computes in 5 ms; notes how many were observed when each was waited for."""
+
+    def __init__(self, observer: Observed) -> None:
+        super().__init__()
+        self.observer = observer
+        self.observed: list[int] = []
+
+    def begin(self, requests: Sequence[LayerRequest]) -> "Computing":  # type: ignore[override]
+        result, done = super().begin(requests).finish(), threading.Event()
+        threading.Timer(0.005, done.set).start()
+
+        def ended() -> StepResult:
+            self.observed.append(len(self.observer.done))
+            return result
+
+        return Computing(done, ended)
 
 
 async def asleep(scheduler: Scheduler) -> None:
@@ -180,3 +200,25 @@ async def test_the_event_loop_stays_awake_for_a_moment_after_quick_callers(
         await asyncio.sleep(0.01)
     assert rounds == after, "not for long"
     assert runner.here == [False, True, True]
+
+
+@pytest.mark.parametrize("awake", [0.2e-3, 10.0])
+async def test_a_step_of_a_quick_caller_counts_while_the_next_one_computes(
+    monkeypatch: pytest.MonkeyPatch, awake: float
+) -> None:
+    monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", awake)
+    observer = Observed()
+    runner = OnDevice(observer)
+    async with running(runner, observer=observer) as scheduler:
+        scheduler.set_device(0.0, leaves_cpu=True)
+        for value in (1.0, 2.0):
+            await alone(scheduler, [value])
+        await until(lambda: len(observer.done) == 2)
+        await Submitted(scheduler, "0", layer_request([3.0]), alone=True).answer
+        await asyncio.sleep(0.01)
+        assert len(observer.done) == (2 if awake > 1 else 3), "it waits while the caller may come back"
+        await Submitted(scheduler, "0", layer_request([4.0]), alone=True).answer
+        assert runner.observed[-1] == 3, "not once the next one has begun"
+        await Submitted(scheduler, "0", layer_request([5.0])).answer
+        await until(lambda: len(observer.done) == 5)  # also if the next one is the worker's
+    assert runner.here == [False, True, True, True, False]
