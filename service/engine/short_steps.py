@@ -10,7 +10,7 @@ from expertd.service.engine.lookout import SHORT_SECONDS
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.stepping import Stepping
-from expertd.service.engine.steps import Chunk, Pending, Step
+from expertd.service.engine.steps import Chunk, Pending
 
 # A step here may take longer than is likely, and meanwhile no timeout can be answered.
 _LEAST_TIMEOUT_SECONDS = 50 * SHORT_SECONDS
@@ -39,7 +39,6 @@ class ShortSteps:
         self._take, self._is_quiet = take, is_quiet
         self._ended = -math.inf  # when the last step was answered
         self._stays_awake = False  # after the next one
-        self._left: Callable[[], None] | None = None  # to do about the last one
 
     def fits(self, queue: Queue, timeout: float | None) -> bool:
         """Whether a step of all that is queued is likely short, and the timeout of its request is not."""
@@ -57,41 +56,28 @@ class ShortSteps:
         if chunk is None:
             return
         try:
-            left = self._stepping.run_here(chunk, self._meanwhile)
+            self._stepping.run_here(chunk)
         finally:
             self._turn.release()
         self._queues.just_ended = False  # what has arrived meanwhile did not come from sources
         self._ended = time.perf_counter()
-        self._do_left()  # if the step before has some still
-        self._left = left
-        if not (self._stays_awake and self._delivery.leaves_reports):
-            self._settle(left)
         if self._stays_awake:
             self._stay_awake()
-
-    def _meanwhile(self, step: Step) -> None:
-        """Do what the step before has left, and call reports, while the device computes this one."""
-        self._do_left()
-        self._delivery.report_until(step.is_done)
+        if not (self._stays_awake and self._delivery.leaves_reports):
+            self._delivery.flush_here()
 
     def _stay_awake(self) -> None:
         """Keep the event loop from sleeping for a moment: waking it would take about 0.05 ms.
 
-        What the step has left waits, too: it would be in the way of the caller's next request.
+        On a GPU, reports wait, too: they would be in the way of the caller's next request.
         """
         loop = self._delivery.loop
         if self._is_quiet() and time.perf_counter() - self._ended < _AWAKE_SECONDS:
             loop.call_soon(self._stay_awake)
-        elif self._left is not None:
-            loop.call_soon(self._settle, self._left)  # behind the next request's step
+        elif self._delivery.leaves_reports:
+            loop.call_soon(self._flush, self._ended)  # behind the next request's step
 
-    def _settle(self, left: Callable[[], None] | None) -> None:
-        """Do `left`, if it still is, and have reports called."""
-        if left is not None and left is self._left:
-            self._do_left()
+    def _flush(self, ended: float) -> None:
+        """Have reports called, unless another step has run here, which has called them."""
+        if ended == self._ended:
             self._delivery.flush_here()
-
-    def _do_left(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            left()

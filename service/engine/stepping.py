@@ -131,12 +131,10 @@ class Stepping:
         self.running.popleft()
         self._finish(first)
 
-    def run_here(self, chunk: Chunk, meanwhile: Callable[[Step], None]) -> Callable[[], None] | None:
-        """Run a whole step of one request on the event loop, and answer it; what is left to do about it.
+    def run_here(self, chunk: Chunk) -> None:
+        """Run a whole step of one request on the event loop, and answer it.
 
-        meanwhile  called while the device computes the step
-
-        None: the step has failed, and nothing is left.
+        What was reported before is called while a device computes the step.
         """
         pending = chunk.pending
         pending.began = began = time.perf_counter()
@@ -145,15 +143,15 @@ class Stepping:
         try:
             queue = self._queues[pending.model]
             step = queue.runner.begin([chunk.request])
-            if not step.is_done():
-                meanwhile(step)
+            if self._delivery.leaves_reports:
+                self._delivery.report_until(step.is_done)
             result = step.finish()
         except SomeRefusedError as error:
             self._refuse([chunk], error.refused[0])
-            return None
+            return
         except Exception as error:
             self._failed([chunk], error)
-            return None
+            return
         finally:
             self.in_step = None
         running = Running(queue, [chunk], chunk.request.num_tokens, step, began, False)
@@ -161,7 +159,8 @@ class Stepping:
             self._answers(running, result.outputs, result.compute_seconds, result.num_tokens)
         )
         self._mark_answered(running)
-        return partial(self._count, running, result)
+        self._forecast(running)
+        self._note(running, result)
 
     def in_flight(self) -> list[Chunk]:
         """What the first step in flight computes; for any thread, at about this time."""
@@ -237,7 +236,8 @@ class Stepping:
         for pending, answer in direct:
             pending.done(answer)
         self._mark_answered(running)
-        self._count(running, result)
+        self._forecast(running)
+        self._note(running, result)
         if direct:
             self._delivery.answered(len(direct))
         self._delivery.deliver_soon([pair for pair in answers if not pair[0].on_worker])
@@ -264,7 +264,8 @@ class Stepping:
             self.in_step = None
 
     def _complete(self, running: Running, num_answers: int) -> None:
-        self._count(running, running.step.finish())
+        self._forecast(running)
+        self._note(running, running.step.finish())
         self._delivery.answered(num_answers)
 
     def _answers(
@@ -300,9 +301,12 @@ class Stepping:
         for later in self.running:
             later.began = self.answered
 
-    def _count(self, running: Running, result: StepResult) -> None:
-        """Let a step that was answered count for what later ones are expected to take, and for metrics."""
+    def _forecast(self, running: Running) -> None:
+        """Let a step that was answered count for what later ones are expected to take."""
         running.queue.forecast.note(running.num_tokens, running.lasted)
+
+    def _note(self, running: Running, result: StepResult) -> None:
+        """Keep what a step took, for the next ones and for metrics."""
         model = running.chunks[0].pending.model
         running.queue.note(running.num_tokens, result.compute_seconds)
         # A request in chunks counts in its first step.

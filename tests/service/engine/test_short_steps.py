@@ -11,14 +11,19 @@ import pytest
 
 from expertd.service.engine import short_steps
 from expertd.service.engine.batching import Scheduler
-from expertd.service.engine.errors import QueueTimeoutError, StepFailedError
+from expertd.service.engine.errors import (
+    QueueTimeoutError,
+    RequestRefusedError,
+    SomeRefusedError,
+    StepFailedError,
+)
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.engine.test_batching import Observed, running
 from tests.service.engine.test_wakeup import belled
-from tests.service.runners import Computed, Computing, EchoRunner, Submitted, layer_request
+from tests.service.runners import Computed, EchoRunner, Submitted, layer_request
 from tests.service.sockets import connect, infer, listening, read_answer
 from tests.service.waiting import until
 
@@ -37,22 +42,33 @@ class Threads(EchoRunner):
 
 
 class OnDevice(Threads):
-    """Steps that a device computes in 5 ms; notes how many were observed when each was waited for."""
+    """Steps that a device computes until they are waited for; notes how many were observed by then.
 
-    def __init__(self, observer: Observed) -> None:
+    A request of `refused` is refused.
+    """
+
+    def __init__(self, observer: Observed, refused: float) -> None:
         super().__init__()
-        self.observer = observer
+        self.observer, self.refused = observer, refused
         self.observed: list[int] = []
 
-    def begin(self, requests: Sequence[LayerRequest]) -> "Computing":  # type: ignore[override]
-        result, done = super().begin(requests).finish(), threading.Event()
-        threading.Timer(0.005, done.set).start()
+    def begin(self, requests: Sequence[LayerRequest]) -> Computed:
+        if np.frombuffer(host_view(requests[0].hidden_states), np.float32)[0] == self.refused:
+            raise SomeRefusedError({0: RequestRefusedError("refused")})
+        return OnDeviceStep(self, super().begin(requests).finish())
 
-        def ended() -> StepResult:
-            self.observed.append(len(self.observer.done))
-            return result
 
-        return Computing(done, ended)
+class OnDeviceStep(Computed):
+    def __init__(self, runner: OnDevice, result: StepResult) -> None:
+        super().__init__(result)
+        self._runner = runner
+
+    def is_done(self) -> bool:
+        return False
+
+    def finish(self) -> StepResult:
+        self._runner.observed.append(len(self._runner.observer.done))
+        return super().finish()
 
 
 async def asleep(scheduler: Scheduler) -> None:
@@ -202,23 +218,44 @@ async def test_the_event_loop_stays_awake_for_a_moment_after_quick_callers(
     assert runner.here == [False, True, True]
 
 
-@pytest.mark.parametrize("awake", [0.2e-3, 10.0])
-async def test_a_step_of_a_quick_caller_counts_while_the_next_one_computes(
-    monkeypatch: pytest.MonkeyPatch, awake: float
+@pytest.mark.parametrize("refused", [0.0, 5.0])
+async def test_a_step_of_a_quick_caller_is_reported_while_the_next_one_computes(
+    monkeypatch: pytest.MonkeyPatch, refused: float
 ) -> None:
-    monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", awake)
     observer = Observed()
-    runner = OnDevice(observer)
+    runner = OnDevice(observer, refused)
     async with running(runner, observer=observer) as scheduler:
         scheduler.set_device(0.0, leaves_cpu=True)
         for value in (1.0, 2.0):
             await alone(scheduler, [value])
         await until(lambda: len(observer.done) == 2)
+        monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 10.0)
         await Submitted(scheduler, "0", layer_request([3.0]), alone=True).answer
         await asyncio.sleep(0.01)
-        assert len(observer.done) == (2 if awake > 1 else 3), "it waits while the caller may come back"
+        assert len(observer.done) == 2, "the caller may come back"
         await Submitted(scheduler, "0", layer_request([4.0]), alone=True).answer
-        assert runner.observed[-1] == 3, "not once the next one has begun"
-        await Submitted(scheduler, "0", layer_request([5.0])).answer
-        await until(lambda: len(observer.done) == 5)  # also if the next one is the worker's
-    assert runner.here == [False, True, True, True, False]
+        assert runner.observed[-1] == 3
+        answer = Submitted(scheduler, "0", layer_request([5.0]), alone=True).answer
+        await asyncio.wait([answer])
+        assert isinstance(answer.exception(), RequestRefusedError) == (refused == 5.0)
+        monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 0.0)
+        await until(lambda: len(observer.done) == 4 + (refused != 5.0))  # the caller does not come back
+        assert runner.here[1:] == [True] * (len(runner.here) - 1)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+async def test_a_step_of_a_quick_caller_is_reported_if_the_next_one_is_the_workers(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 10.0)
+    observer = Observed()
+    runner = OnDevice(observer, 0.0) if on_gpu else Threads()
+    async with running(runner, observer=observer) as scheduler:
+        scheduler.set_device(0.0, leaves_cpu=on_gpu)
+        for value in (1.0, 2.0, 3.0):
+            await alone(scheduler, [value])
+        if not on_gpu:
+            await until(lambda: len(observer.done) == 3)  # at once: nothing computes beside the CPU
+        await Submitted(scheduler, "0", layer_request([4.0])).answer
+        await until(lambda: len(observer.done) == 4)
+    assert runner.here == [False, True, True, False]
