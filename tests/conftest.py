@@ -14,6 +14,15 @@ import torch
 import expertd.service.grpc  # noqa: F401 - before a test imports grpc: it turns its handlers of fork() off
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A test of Hypothesis may take as long as it does on a busy machine."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import settings  # not where only GPU tests run
+
+        settings.register_profile("no deadline", deadline=None)
+        settings.load_profile("no deadline")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return

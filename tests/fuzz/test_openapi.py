@@ -36,7 +36,6 @@ SERVED = (
 """Some of what must have been done at least once, so that it was more than refused."""
 run = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     database=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),

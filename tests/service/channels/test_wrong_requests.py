@@ -96,7 +96,7 @@ lines = st.builds(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(lines | st.binary(min_size=REQUEST.size, max_size=REQUEST.size))
 def test_any_line_is_refused_or_stays_inside_the_region(data: bytes) -> None:
     with region() as memory:

@@ -58,7 +58,7 @@ def _parses_or_refuses(body: bytes, header_length: int | None) -> None:
         assert len(json.loads(refusal.body())["error"]) < 1000
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(_request | _json, st.binary(max_size=40), st.integers(0, 300) | st.none())
 @pytest.mark.slow
 def test_any_json_parses_or_is_refused(value: Any, tail: bytes, length: int | None) -> None:
@@ -67,13 +67,13 @@ def test_any_json_parses_or_is_refused(value: Any, tail: bytes, length: int | No
     _parses_or_refuses(header + tail, length)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=100), st.integers(0, 120) | st.none())
 def test_any_bytes_parse_or_are_refused(body: bytes, length: int | None) -> None:
     _parses_or_refuses(body, length)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=60), st.sampled_from(["gzip", "deflate", "br", ""]))
 def test_any_bytes_decompress_or_are_refused(body: bytes, encoding: str) -> None:
     with pytest.raises(OipError) as caught:
