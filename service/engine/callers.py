@@ -74,7 +74,10 @@ class FairQueue(Generic[T]):
     def take(self, num_tokens: int) -> None:
         """Give `num_tokens` of `head` to a step; `head` leaves once it has none left."""
         caller = self._ready[0]
-        self._give(caller, num_tokens, caller.waiting[0].left == num_tokens)
+        ends = caller.waiting[0].left == num_tokens
+        if ends:
+            caller.waiting.popleft()
+        self._gave(caller, num_tokens, int(ends))
 
     def take_whole(self, room: int, at_least_one: bool) -> tuple[list[T], int]:
         """Give a step all requests in turn, up to one that does not fit into its `room`; and the room left.
@@ -82,32 +85,38 @@ class FairQueue(Generic[T]):
         at_least_one  whether the first one is given even if it does not fit
         """
         taken: list[T] = []
-        while self.num_requests:
+        fits = True
+        while fits and self.num_requests:
             if not self._ready:
                 self._begin_round()
             caller = self._ready[0]
-            pending = caller.waiting[0]
-            left = pending.left
-            if left > room and (taken or not at_least_one):
-                break
-            self._give(caller, left, True)
-            taken.append(pending)
-            room -= left
+            waiting, before, begin = caller.waiting, room, len(taken)
+            most = caller.credit if len(self._ready) == 1 else 1  # others have their turn after one request
+            while waiting and (room == before or before - room < most):
+                left = waiting[0].left
+                fits = left <= room or (at_least_one and not taken)
+                if not fits:
+                    break
+                taken.append(waiting.popleft())
+                room -= left
+            if len(taken) > begin:
+                self._gave(caller, before - room, len(taken) - begin)
         return taken, room
 
-    def _give(self, caller: _Caller[T], num_tokens: int, ends: bool) -> None:
-        """Give tokens of the next request of `caller`, whose turn it is; `ends`: all that are left."""
+    def _gave(self, caller: _Caller[T], num_tokens: int, num_requests: int) -> None:
+        """Count what a step was given of the caller whose turn it is, and whose turn is next.
+
+        num_requests  that have left
+        """
         ready = self._ready
         caller.credit -= num_tokens
         caller.num_tokens -= num_tokens
-        if ends:
-            caller.waiting.popleft()
-            self.num_requests -= 1
+        self.num_requests -= num_requests
         if not caller.waiting:
             ready.popleft()
         elif caller.credit <= 0:
             self._spent.append(ready.popleft())
-        elif ends and len(ready) > 1:
+        elif num_requests and len(ready) > 1:
             ready.rotate(-1)
 
     def remove(self, pending: T) -> None:

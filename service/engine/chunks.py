@@ -1,5 +1,6 @@
 """Parts of requests: a long one can be computed in several steps, and is answered once."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from expertd.service.engine.steps import Chunk, Pending, State
@@ -28,12 +29,17 @@ def begin_chunk(pending: Pending, num_tokens: int) -> Chunk:
     return Chunk(pending, request, start)
 
 
-def begin_rest(pending: Pending) -> Chunk:
-    """What no step has been given of a request: all of it, unless it is long."""
-    if pending.is_long:
-        return begin_chunk(pending, pending.left)
-    pending.begun, pending.state = pending.request.num_tokens, State.STARTED
-    return Chunk(pending, pending.request)
+def begin_rest(waiting: Sequence[Pending]) -> list[Chunk]:
+    """What no step has been given of these requests: all of them, but for long ones."""
+    chunks: list[Chunk] = []
+    for pending in waiting:
+        if pending.is_long:
+            chunks.append(begin_chunk(pending, pending.left))
+            continue
+        request = pending.request
+        pending.begun, pending.state = request.num_tokens, State.STARTED
+        chunks.append(Chunk(pending, request))
+    return chunks
 
 
 def end_chunk(chunk: Chunk, answer: Output | Exception) -> Output | Exception | None:

@@ -119,7 +119,7 @@ class Queue:
         if self.num_requests == 1 and not most:  # as most often, when every microsecond counts
             fair = self._fair_queues[self._order.pop()]
             self.num_requests = self.num_tokens = 0
-            return [begin_rest(pending) for pending in fair.take_whole(room, True)[0]]
+            return begin_rest(fair.take_whole(room, True)[0])
         step: list[Chunk] = []
         others = self._order.copy()
         place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
@@ -153,7 +153,7 @@ class Queue:
         for key in keys:
             fair = self._fair_queues[key]
             taken, left = fair.take_whole(room, not step)
-            step += [begin_rest(pending) for pending in taken]
+            step += begin_rest(taken)
             self.num_tokens -= room - left
             self.num_requests -= len(taken)
             room = left

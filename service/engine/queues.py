@@ -128,7 +128,8 @@ class Queues:
         if not queue.num_requests:
             self.turns.append(model)
         queue.put(pending)
-        self._changed(model)
+        if self.on_change is not None:
+            self._changed(model)
         return queue
 
     def remove(self, pending: Pending) -> bool:
@@ -206,8 +207,7 @@ class Queues:
         priority, before = queue.priority, queue.num_tokens
         chunk_tokens = self._chunk_tokens() if self._long else 0
         step = queue.take(self.limits.max_batch_tokens, chunk_tokens, self.limits.join_chunks)
-        for chunk in step:
-            self._num_short -= not chunk.pending.is_long
+        self._num_short -= sum([not chunk.pending.is_long for chunk in step]) if self._long else len(step)
         if len(self._of) > 1:
             used = max(queue.used.get(priority, 0.0), self._clock.get(priority, 0.0))
             self._clock[priority] = used
