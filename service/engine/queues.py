@@ -128,8 +128,7 @@ class Queues:
         if not queue.num_requests:
             self.turns.append(model)
         queue.put(pending)
-        if self.on_change is not None:
-            self._changed(model)
+        self._changed(model)
         return queue
 
     def remove(self, pending: Pending) -> bool:
