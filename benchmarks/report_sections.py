@@ -36,11 +36,7 @@ from benchmarks.parallel_sections import (
     parallel_uneven,
 )
 from benchmarks.peer_sections import layer_peers
-from benchmarks.serving_ranks_sections import (
-    serving_ranks,
-    serving_ranks_callers,
-    serving_ranks_callers_h100,
-)
+from benchmarks.serving_ranks_sections import serving_ranks, serving_ranks_callers
 from benchmarks.serving_sections import (
     ping_pong,
     serving,
@@ -259,8 +255,7 @@ SECTIONS: dict[str, Section] = {
         grouped_gemm_power_cold, gemm_sweep_machine, gemm_sweep, gemm_sweep_worst, host_cost, sm_counts,
         cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine, numerics,
         serving_headline, serving_machine, serving, serving_callers, serving_workers, steps, ping_pong,
-        serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers,
-        serving_ranks_callers_h100, parallel_machine, parallel,
+        serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers, parallel_machine, parallel,
         parallel_headline, parallel_skewed, parallel_uneven, parallel_growth, parallel_expected,
         parallel_overlap, lanes_machine, lanes, lanes_loads, open_loop, open_loop_machine, soak, soak_machine,
         soak_gpu, soak_gpu_machine, timeouts, timeouts_machine, beside, beside_machine, fuzz, weights,

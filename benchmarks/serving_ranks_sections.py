@@ -1,7 +1,7 @@
 """Writes the results of `benchmarks.serving` for one GPU and for several, side by side, as Markdown."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +20,24 @@ WAYS = {
     ("channel", "cuda:0"): "channel, memory of a GPU of the server",
 }
 FILES = {1: "serving-h200.json", 2: "serving-2xh200.json", 4: "serving-4xh200.json", 8: "serving-8xh200.json"}
-H100_FILES = {1: "serving-h100.json", 4: "serving-4xh100.json"}
 
 
 def serving_ranks(results: Path) -> str:
     """The median times of one caller, in us, by the number of GPUs."""
-    times = _values(results, FILES, "p50_us", lambda callers: callers == 1)
+    times = _values(results, "p50_us", lambda callers: callers == 1)
     return _compared(times, ("tokens",), lambda one, most: one / most)
 
 
-def serving_ranks_callers(results: Path, files: Mapping[int, str] = FILES) -> str:
+def serving_ranks_callers(results: Path) -> str:
     """The rates of several callers, in tokens a second, by the number of GPUs."""
-    rates = _values(results, files, "tokens_per_second", lambda callers: callers > 1)
+    rates = _values(results, "tokens_per_second", lambda callers: callers > 1)
     return _compared(rates, ("callers", "tokens of each request"), lambda one, most: most / one)
 
 
-def serving_ranks_callers_h100(results: Path) -> str:
-    """The same of H100s."""
-    return serving_ranks_callers(results, H100_FILES)
-
-
-def _values(
-    results: Path, files: Mapping[int, str], field: str, wanted: Callable[[int], bool]
-) -> dict[int, dict[Case, float]]:
+def _values(results: Path, field: str, wanted: Callable[[int], bool]) -> dict[int, dict[Case, float]]:
     """A field of every row, by the number of GPUs."""
     found = {}
-    for gpus, name in files.items():
+    for gpus, name in FILES.items():
         if (file := results / name).exists():
             rows: list[Row] = json.loads(file.read_text())["rows"]
             found[gpus] = {
