@@ -125,8 +125,9 @@ $(RUNTIME): $(LOCKED) pyproject.toml client/pyproject.toml
 	$(BIN)/python $(PIP) install --no-deps --no-build-isolation -e . -e ./client
 	touch $@
 
+# Few of these packages' modules are ever imported: Python compiles those when they are.
 $(DEV): $(LOCKED) requirements/dev.txt requirements/beside.txt
-	$(BIN)/python $(PIP) install --require-hashes -r requirements/dev.txt
+	$(BIN)/python $(PIP) install --no-compile --require-hashes -r requirements/dev.txt
 	$(BIN)/python $(PIP) download --require-hashes --no-deps -r requirements/beside.txt -d $(VENV)/beside
 	touch $@
 

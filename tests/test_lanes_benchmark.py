@@ -87,20 +87,24 @@ def test_stages_run_on_a_cpu(stands_in: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "layer"), [([], "tiny"), (["--http"], "tiny over HTTP")])
-def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "layer", "ways"),
+    [
+        (["--ways", "turns", "lanes"], "tiny", ["turns", "turns, chunks of 64", "lanes on all SMs"]),
+        (["--ways", "lanes", "--http"], "tiny over HTTP", ["lanes on all SMs"]),
+    ],
+)
+def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str, ways: list[str]) -> None:
     file = tmp_path / "lanes.json"
     command = [sys.executable, "-m", "benchmarks.lanes", "--layers", "tiny", "--json", str(file), *options]
-    command += ["--tokens", "1", "--seconds", "0.3", "--ways", "turns", "lanes"]
     ran = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
-    )
+        [*command, "--tokens", "1", "--seconds", "0.3"],
+        cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     rows = json.loads(file.read_text())["rows"]
     assert {row["layer"] for row in rows} == {layer}
-    assert [row["way"] for row in rows] == [
-        "alone", "alone", "turns", "turns, chunks of 64", "lanes on all SMs",
-    ]  # fmt: skip
+    assert [row["way"] for row in rows] == ["alone", "alone", *ways]
     assert all(row["prefill_tokens_per_second"] for row in rows[1:])
     assert all(row["steps"] for row in rows if row["decode_tokens"])
 

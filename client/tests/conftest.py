@@ -14,6 +14,7 @@ import torch
 
 from tests.callers import AsyncCaller, Caller, Connect
 from tests.expertd import RunningServer, running_server, sharing
+from tests.waiting import wait_for
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,11 +43,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="session")
-def sharing_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with channels and shared memory, for tests that do not end it."""
+def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The server of `sharing_server`."""
     directory = tmp_path_factory.mktemp("sharing")
     with running_server(directory, *sharing(directory)) as running:
         yield running
+
+
+@pytest.fixture
+def sharing_server(lasting_server: RunningServer) -> RunningServer:
+    """A server with channels, none of which is open, and shared memory, for tests that do not end it."""
+    wait_for(lambda: not lasting_server.channels(), "the server closes the channels of the test before")
+    return lasting_server
 
 
 @pytest.fixture(params=["sync", "async"])

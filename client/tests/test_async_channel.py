@@ -66,21 +66,23 @@ async def test_tasks_with_a_slot_each(sharing_server: RunningServer) -> None:
         await asyncio.gather(*(work(channel, slot) for slot in channel.slots))
 
 
-async def test_the_event_loop_goes_on_while_a_task_waits(own_server: RunningServer) -> None:
-    async with opened(own_server) as channel:
-        with own_server.stopped():
-            task = await stop_of(own_server, channel)
+async def test_the_event_loop_goes_on_while_a_task_waits(sharing_server: RunningServer) -> None:
+    async with opened(sharing_server) as channel:
+        with sharing_server.stopped():
+            task = await stop_of(sharing_server, channel)
             for _ in range(100):
                 await asyncio.sleep(0)
             assert not task.done()
         await asyncio.wait_for(task, 20)
 
 
-async def test_a_cancelled_wait_leaves_the_slot_until_the_server_is_done(own_server: RunningServer) -> None:
-    async with opened(own_server) as channel:
+async def test_a_cancelled_wait_leaves_the_slot_until_the_server_is_done(
+    sharing_server: RunningServer,
+) -> None:
+    async with opened(sharing_server) as channel:
         slot = channel.slots[0]
-        with own_server.stopped():
-            task = await stop_of(own_server, channel)
+        with sharing_server.stopped():
+            task = await stop_of(sharing_server, channel)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -93,10 +95,10 @@ async def test_a_cancelled_wait_leaves_the_slot_until_the_server_is_done(own_ser
         assert (await channel.infer(slot, 8)).shape == (8, HIDDEN)
 
 
-async def test_two_tasks_that_wait_for_one_ticket(own_server: RunningServer) -> None:
+async def test_two_tasks_that_wait_for_one_ticket(sharing_server: RunningServer) -> None:
     """One of them gets the output, the other one an error."""
-    async with opened(own_server) as channel:
-        with own_server.stopped():
+    async with opened(sharing_server) as channel:
+        with sharing_server.stopped():
             ticket = await channel.submit(channel.slots[0], 8)
             tasks = [asyncio.create_task(channel.wait(ticket)) for _ in range(2)]
             await asyncio.sleep(0)
@@ -105,10 +107,10 @@ async def test_two_tasks_that_wait_for_one_ticket(own_server: RunningServer) -> 
             await asyncio.wait_for(tasks[1], 20)
 
 
-async def test_a_task_learns_that_another_one_has_taken_its_answer(own_server: RunningServer) -> None:
+async def test_a_task_learns_that_another_one_has_taken_its_answer(sharing_server: RunningServer) -> None:
     """The server may answer a later request in the same place before the event loop looks."""
-    async with opened(own_server) as channel:
-        with own_server.stopped():
+    async with opened(sharing_server) as channel:
+        with sharing_server.stopped():
             first = await channel.submit(channel.slots[0], 8)
             task = asyncio.create_task(channel.wait(first))
             await asyncio.sleep(0)
@@ -121,9 +123,9 @@ async def test_a_task_learns_that_another_one_has_taken_its_answer(own_server: R
         assert (await asyncio.wait_for(task, 5)).shape == (8, HIDDEN)
 
 
-async def test_a_late_task_does_not_end_the_others_wait(own_server: RunningServer) -> None:
-    async with opened(own_server) as channel:
-        with own_server.stopped():
+async def test_a_late_task_does_not_end_the_others_wait(sharing_server: RunningServer) -> None:
+    async with opened(sharing_server) as channel:
+        with sharing_server.stopped():
             early = asyncio.create_task(channel.infer(channel.slots[0], 8, timeout=0.05))
             later = asyncio.create_task(channel.infer(channel.slots[1], 8))
             with pytest.raises(DeadlineError, match=r"within 0\.05 s"):
@@ -131,10 +133,10 @@ async def test_a_late_task_does_not_end_the_others_wait(own_server: RunningServe
         assert (await asyncio.wait_for(later, 20)).shape == (8, HIDDEN)
 
 
-async def test_closing_ends_the_tasks_that_wait(own_server: RunningServer) -> None:
-    async with opened(own_server) as channel:
-        with own_server.stopped():
-            task = await stop_of(own_server, channel)
+async def test_closing_ends_the_tasks_that_wait(sharing_server: RunningServer) -> None:
+    async with opened(sharing_server) as channel:
+        with sharing_server.stopped():
+            task = await stop_of(sharing_server, channel)
             await channel.close()
             with pytest.raises(ServerUnreachableError, match=CLOSED):
                 await asyncio.wait_for(task, 20)

@@ -100,21 +100,21 @@ def test_a_full_queue_is_waited_for(tmp_path: Path, transport: TransportName) ->
 
 
 def test_a_deadline_ends_the_call_and_its_place_is_used_again(
-    connect: Connect, server: RunningServer, transport: TransportName
+    connect: Connect, sharing_server: RunningServer, transport: TransportName
 ) -> None:
-    client = connect(server.url, transport=transport, max_connections=1)
+    client = connect(sharing_server.url, transport=transport, max_connections=1)
     expected = client.infer(MODEL, X)
     for _ in range(2):
-        with server.stopped(), pytest.raises(DeadlineError, match=r"within 0\.1 s"):
+        with sharing_server.stopped(), pytest.raises(DeadlineError, match=r"within 0\.1 s"):
             client.infer(MODEL, X * 2, timeout=0.1)
         np.testing.assert_array_equal(client.infer(MODEL, X), expected)
 
 
-def test_a_deadline_while_other_calls_wait(server: RunningServer, transport: TransportName) -> None:
+def test_a_deadline_while_other_calls_wait(sharing_server: RunningServer, transport: TransportName) -> None:
     """The thread that listens for all leaves first; the others get their answers."""
-    with ExpertClient(server.url, transport=transport) as client, ThreadPoolExecutor(6) as pool:
+    with ExpertClient(sharing_server.url, transport=transport) as client, ThreadPoolExecutor(6) as pool:
         expected = client.infer(MODEL, X)
-        with server.stopped():
+        with sharing_server.stopped():
             early = pool.submit(client.infer, MODEL, X, timeout=0.3)
             later = [pool.submit(client.infer, MODEL, X, timeout=20) for _ in range(5)]
             with pytest.raises(DeadlineError):
@@ -123,11 +123,13 @@ def test_a_deadline_while_other_calls_wait(server: RunningServer, transport: Tra
             assert_rounded(done.result(), expected)
 
 
-async def test_a_cancelled_call_leaves_its_place(server: RunningServer, transport: TransportName) -> None:
-    async with AsyncExpertClient(server.url, transport=transport, max_connections=1) as client:
+async def test_a_cancelled_call_leaves_its_place(
+    sharing_server: RunningServer, transport: TransportName
+) -> None:
+    async with AsyncExpertClient(sharing_server.url, transport=transport, max_connections=1) as client:
         expected = await client.infer(MODEL, X)
         for _ in range(3):
-            with server.stopped():
+            with sharing_server.stopped():
                 call = asyncio.create_task(client.infer(MODEL, X * 2))
                 await asyncio.sleep(0.02)  # it is sent, or waits for its place: both must be given up
                 call.cancel()

@@ -42,11 +42,11 @@ def test_places_of_channels_that_are_never_claimed(connect: Connect, tmp_path: P
             channel.wait(channel.submit(channel.slots[0], 1))
 
 
-def test_a_deadline_and_the_slot_afterwards(connect: Connect, own_server: RunningServer) -> None:
-    client = connect(own_server.url)
+def test_a_deadline_and_the_slot_afterwards(connect: Connect, sharing_server: RunningServer) -> None:
+    client = connect(sharing_server.url)
     with client.open_channel(MODEL, max_tokens=4) as channel:
         slot = channel.slots[0]
-        with own_server.stopped():
+        with sharing_server.stopped():
             ticket = channel.submit(slot, 4, timeout=0.05)
             for _ in range(2):
                 with pytest.raises(DeadlineError):
@@ -101,10 +101,12 @@ def test_a_closed_channel(connect: Connect, sharing_server: RunningServer) -> No
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")
 
 
-def test_a_channel_that_is_closed_with_a_late_request(connect: Connect, own_server: RunningServer) -> None:
-    channel = connect(own_server.url).open_channel(MODEL, max_tokens=4)
+def test_a_channel_that_is_closed_with_a_late_request(
+    connect: Connect, sharing_server: RunningServer
+) -> None:
+    channel = connect(sharing_server.url).open_channel(MODEL, max_tokens=4)
     slot = channel.slots[0]
-    with own_server.stopped():
+    with sharing_server.stopped():
         ticket = channel.submit(slot, 4, timeout=0.05)
         with pytest.raises(DeadlineError):
             channel.wait(ticket)
