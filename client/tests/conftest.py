@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,13 @@ def sharing_server(lasting_server: RunningServer) -> RunningServer:
     """A server with channels, none of which is open, and shared memory, for tests that do not end it."""
     wait_for(lambda: not lasting_server.channels(), "the server closes the channels of the test before")
     return lasting_server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RunningServer]:
+    """As `sharing_server`, for a test that ends it."""
+    with running_server(tmp_path, *sharing(tmp_path)) as running:
+        yield running
 
 
 @pytest.fixture(params=["sync", "async"])

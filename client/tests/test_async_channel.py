@@ -1,10 +1,9 @@
 """What only channels of event loops do: many tasks wait at once, and the loop goes on."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from expertd_client import (
     ServerUnreachableError,
     Slot,
 )
-from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.expertd import HIDDEN, MODEL, RunningServer
 from tests.rounding import assert_rounded
 from tests.waiting import wait_for
 
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.slow  # a server process
 GONE = r"^channel: expected an answer, got none: the server has closed it$"
 CLOSED = r"^channel: expected an open one, got a closed one$"
 X = np.random.default_rng(16).standard_normal((24, HIDDEN), dtype=np.float32)
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[RunningServer]:
-    with running_server(tmp_path, *sharing(tmp_path)) as running:
-        yield running
 
 
 @asynccontextmanager

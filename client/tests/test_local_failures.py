@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,12 +32,6 @@ X = RNG.standard_normal((5, HIDDEN), dtype=np.float32)
 def transport(request: pytest.FixtureRequest) -> TransportName:
     name: TransportName = request.param
     return name
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RunningServer]:
-    with running_server(tmp_path, *sharing(tmp_path)) as running:
-        yield running
 
 
 def batch(number: int) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]]":
@@ -139,24 +132,24 @@ async def test_a_cancelled_call_leaves_its_place(
 
 
 def test_a_killed_server_ends_all_calls(
-    connect: Connect, server: RunningServer, transport: TransportName
+    connect: Connect, own_server: RunningServer, transport: TransportName
 ) -> None:
-    client = connect(server.url, transport=transport)
+    client = connect(own_server.url, transport=transport)
     client.infer(MODEL, X)
-    server.stop()  # so that the call is in progress
-    threading.Timer(0.1, server.process.kill).start()
+    own_server.stop()  # so that the call is in progress
+    threading.Timer(0.1, own_server.process.kill).start()
     with pytest.raises(ServerUnreachableError):
         client.infer(MODEL, X)
     with pytest.raises(ServerUnreachableError):
         client.infer(MODEL, X)
 
 
-def test_a_killed_server_wakes_every_thread(server: RunningServer, transport: TransportName) -> None:
-    with ExpertClient(server.url, transport=transport) as client, ThreadPoolExecutor(5) as pool:
+def test_a_killed_server_wakes_every_thread(own_server: RunningServer, transport: TransportName) -> None:
+    with ExpertClient(own_server.url, transport=transport) as client, ThreadPoolExecutor(5) as pool:
         client.infer(MODEL, X)
-        server.stop()
+        own_server.stop()
         calls = [pool.submit(client.infer, MODEL, X) for _ in range(5)]
-        threading.Timer(0.1, server.process.kill).start()
+        threading.Timer(0.1, own_server.process.kill).start()
         for call in calls:
             with pytest.raises(ServerUnreachableError):
                 call.result()

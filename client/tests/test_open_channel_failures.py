@@ -3,7 +3,6 @@
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +24,6 @@ pytestmark = pytest.mark.slow  # a server process
 GONE = r"^channel: expected an answer, got none: the server has closed it$"
 CLOSED = r"^channel: expected an open one, got a closed one$"
 X = np.random.default_rng(15).standard_normal((8, HIDDEN), dtype=np.float32)
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[RunningServer]:
-    with running_server(tmp_path, *sharing(tmp_path)) as running:
-        yield running
 
 
 def test_places_of_channels_that_are_never_claimed(connect: Connect, tmp_path: Path) -> None:
