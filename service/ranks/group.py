@@ -1,5 +1,6 @@
 """Ranks that run steps together, until one of them is lost."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,8 @@ from expertd.service.ranks.regions import Region
 from expertd.service.ranks.setup import SPIN_SECONDS, STOP
 from expertd.service.ranks.staging import MAX_SENT
 from expertd.service.ranks.starting import end_ranks, map_seconds
+
+logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25  # between two looks for ranks that were stopped, and at the time of a step
 _ANSWER_SECONDS = 120.0  # capturing the CUDA graphs of all layers takes seconds
@@ -218,6 +221,8 @@ class RankGroup:
         until = time.monotonic() + _STOP_SECONDS
         for rank in self.ranks:
             rank.end(max(0.0, until - time.monotonic()))
+            if rank.process.returncode != 0:
+                logger.warning("shutting down: %s", rank.why_gone())
         self.end()
 
     def end(self) -> None:

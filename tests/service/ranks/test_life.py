@@ -1,17 +1,21 @@
 """Servers with ranks in processes of their own: drains, and ends of any kind, that leave nothing behind."""
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from expertd.service.memory import host_view
 from expertd.service.moe.request import zero_request
+from expertd.service.ranks.rank import Rank
+from expertd.service.ranks.setup import STOP
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.http.processes import alive, two_processes
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
@@ -47,12 +51,32 @@ async def test_a_drain_answers_what_was_accepted() -> None:
             assert host_view(await request.answer) == bytes(4 * 5 * HIDDEN)
 
 
+async def test_a_rank_that_fails_while_it_shuts_down_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    send = Rank.send
+
+    def crash_at_stop(rank: Rank, *message: Any, **more: Any) -> None:
+        if message == (STOP,):
+            rank.process.send_signal(signal.SIGUSR1)  # without a core dump
+        else:
+            send(rank, *message, **more)
+
+    monkeypatch.setattr(Rank, "send", crash_at_stop)
+    with caplog.at_level("WARNING"):
+        async with serving_ranks(tiny_settings(ranks=2)):
+            pass
+    assert sorted(record.message for record in caplog.records) == [
+        f"shutting down: rank {number}: its process ended by SIGUSR1" for number in range(2)
+    ]
+
+
 def test_ranks_end_with_the_server(tmp_path: Path) -> None:
     with _server(tmp_path) as (server, ranks):
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(20) == 0
         assert _ended(ranks)()
-        assert "ERROR" not in server.log()
+        assert not re.search("WARNING|ERROR", server.log())
 
 
 def test_ranks_end_with_a_front_end_that_is_killed(tmp_path: Path) -> None:
