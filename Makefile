@@ -109,30 +109,32 @@ lock: ## update the lock files after a change of requirements (UPGRADE=1: to the
 clean: ## remove .venv and build outputs
 	rm -rf $(VENV) build dist *.egg-info
 
+# Few modules of all these packages are ever imported: Python compiles those when they are.
+INSTALL := $(BIN)/python $(PIP) install --no-compile
+
 # From scratch, so that .venv holds exactly what the lock says, and no package from an older one.
 $(LOCKED): requirements/torch-cpu.txt requirements/$(VARIANT).txt
 	$(PYTHON) -m venv --clear $(VENV)
 ifeq ($(VARIANT),cpu)
-	$(BIN)/python $(PIP) install --no-deps --retries 2 --timeout 15 --extra-index-url $(TORCH_CPU_INDEX) \
+	$(INSTALL) --no-deps --retries 2 --timeout 15 --extra-index-url $(TORCH_CPU_INDEX) \
 		-r requirements/torch-cpu.txt || { \
 		echo "No CPU build of torch was found for this Python: installing the one with CUDA, several GB."; \
-		$(BIN)/python $(PIP) install --require-hashes -r requirements/cuda.txt; }
+		$(INSTALL) --require-hashes -r requirements/cuda.txt; }
 endif
-	$(BIN)/python $(PIP) install --require-hashes -r requirements/$(VARIANT).txt
+	$(INSTALL) --require-hashes -r requirements/$(VARIANT).txt
 	touch $@
 
 $(RUNTIME): $(LOCKED) pyproject.toml client/pyproject.toml
-	$(BIN)/python $(PIP) install --no-deps --no-build-isolation -e . -e ./client
+	$(INSTALL) --no-deps --no-build-isolation -e . -e ./client
 	touch $@
 
-# Few of these packages' modules are ever imported: Python compiles those when they are.
 $(DEV): $(LOCKED) requirements/dev.txt requirements/beside.txt
-	$(BIN)/python $(PIP) install --no-compile --require-hashes -r requirements/dev.txt
+	$(INSTALL) --require-hashes -r requirements/dev.txt
 	$(BIN)/python $(PIP) download --require-hashes --no-deps -r requirements/beside.txt -d $(VENV)/beside
 	touch $@
 
 # In an environment of its own, because neither the server nor its tests need these packages.
 $(DOCS)/.built: requirements/docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python $(PIP) install --require-hashes -r requirements/docs.txt
+	$(DOCS)/bin/python $(PIP) install --no-compile --require-hashes -r requirements/docs.txt
 	touch $@
