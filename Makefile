@@ -39,18 +39,19 @@ install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' exam
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: most ranks http client kernels site short-soak ## run every test that needs no GPU
+test: most ranks http client kernels checkpoints site short-soak ## run every test that needs no GPU
 
 # The parts of `test`. What does not measure time leaves the cores to those that do, which come two at a time with -j3.
-PARTS := tests/service/http tests/service/ranks tests/kernels tests/site
+PARTS := tests/service/http tests/service/ranks tests/kernels tests/service/checkpoints tests/site
 LATER := nice -n 19
-.PHONY: most http ranks kernels client site short-soak
+.PHONY: most http ranks kernels checkpoints client site short-soak
 ifneq (,$(filter test check,$(MAKECMDGOALS)))
 http: | ranks
 client: | http
 short-soak: | most
 kernels: | lint
-site: | kernels
+checkpoints: | kernels
+site: | checkpoints
 endif
 
 most: $(RUNTIME) $(DEV)
@@ -61,6 +62,9 @@ http ranks: %: $(RUNTIME) $(DEV)
 
 kernels: $(RUNTIME) $(DEV)
 	$(LATER) $(BIN)/python -m pytest -m "not gpu" tests/kernels
+
+checkpoints: $(RUNTIME) $(DEV)
+	$(LATER) $(BIN)/python -m pytest -m "not gpu" tests/service/checkpoints
 
 site: docs $(RUNTIME) $(DEV)
 	$(LATER) $(BIN)/python -m pytest -m "not gpu" tests/site
