@@ -150,14 +150,7 @@ struct Dispatch {
             const bool comes = __any_sync(0xffffffff, arrival.row >= 0);
             if (!is_here && comes) {
                 is_here = true;
-                uint4* const place = data(ranks.rank, among_all);
-                arrival.columns = ranks.wait_for(arrival.columns, place, source, until);
-                *place = {kNothing, kNothing, kNothing, kNothing};
-                if (threadIdx.x % 8 == 0) {
-                    u32* const scale_place = scale(ranks.rank, among_all, column);
-                    arrival.scale = ranks.wait_for(arrival.scale, scale_place, source, until);
-                    *scale_place = kNothing;
-                }
+                wait(source, arrival, data(ranks.rank, among_all), scale(ranks.rank, among_all, column));
             }
             write(arrival.row, arrival.columns, __uint_as_float(arrival.scale));
         }
@@ -166,6 +159,20 @@ struct Dispatch {
   private:
     __device__ __forceinline__ int id(int token, int slot) const {
         return slot < problem.top_k ? problem.topk_ids[static_cast<i64>(token) * problem.top_k + slot] : -1;
+    }
+
+    // Waits for a token's columns and its scale, and clears their places.
+    __device__ __forceinline__ void wait(u32 source, Arrival& arrival, uint4* columns_place, u32* scale_place) const {
+        const bool has_scale = threadIdx.x % 8 == 0;
+        ranks.wait_while_missing(until, [&]() -> u32 {
+            const bool no_columns = Ranks::is_missing(arrival.columns),
+                       no_scale = has_scale && Ranks::is_missing(arrival.scale);
+            if (no_columns) arrival.columns = ptx::load_relaxed_system(columns_place);
+            if (no_scale) arrival.scale = ptx::load_relaxed_system(scale_place);
+            return no_columns || no_scale ? source + 1 : 0;
+        });
+        *columns_place = {kNothing, kNothing, kNothing, kNothing};
+        if (has_scale) *scale_place = kNothing;
     }
 
     // Writes columns to the permuted rows that the lanes have. Called by whole warps.

@@ -73,14 +73,21 @@ struct __align__(16) Ranks {
         return true;
     }
 
+    // Waits until nothing is missing: `look` loads again what is, and returns 1 + the rank that sends it, or 0.
+    template <class Look>
+    __device__ __forceinline__ void wait_while_missing(u64 until, const Look& look) const {
+        u32 missing = look();
+        while (missing != 0 && !is_late(missing - 1, until)) missing = look();  // while loads are on their way
+    }
+
     // What `source` writes to `place`, once it is there; `value` was there before.
     template <class Value>
     __device__ __forceinline__ Value wait_for(Value value, const Value* place, u32 source, u64 until) const {
-        bool late = false;
-        while (is_missing(value) && !late) {
+        wait_while_missing(until, [&]() -> u32 {
+            if (!is_missing(value)) return 0;
             value = ptx::load_relaxed_system(place);
-            late = is_late(source, until);  // while the value is on its way
-        }
+            return source + 1;
+        });
         return value;
     }
 
