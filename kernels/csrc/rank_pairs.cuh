@@ -46,21 +46,17 @@ struct Arriving {
 
     // Waits for what was missing, and clears the places for the call after the next one.
     __device__ __forceinline__ void wait(int pair) {
-        while (true) {
+        ranks.wait_while_missing(until, [&]() -> u32 {
             int missing = -1;
 #pragma unroll
             for (int part = 0; part < kCount; ++part) {
                 const int other = pair + part * stride;
-                if (other < num_pairs && Ranks::is_missing(sorted[part])) missing = other;
+                if (other >= num_pairs || !Ranks::is_missing(sorted[part])) continue;
+                sorted[part] = ptx::load_relaxed_system(place(other));
+                missing = other;
             }
-            if (missing < 0 || ranks.is_late(source(missing), until)) break;
-#pragma unroll
-            for (int part = 0; part < kCount; ++part) {
-                const int other = pair + part * stride;
-                if (other < num_pairs && Ranks::is_missing(sorted[part]))
-                    sorted[part] = ptx::load_relaxed_system(place(other));
-            }
-        }
+            return missing < 0 ? 0 : source(missing) + 1;
+        });
 #pragma unroll
         for (int part = 0; part < kCount; ++part)
             if (pair + part * stride < num_pairs) *place(pair + part * stride) = kNothing;
