@@ -49,9 +49,11 @@ ifneq (,$(filter test check,$(MAKECMDGOALS)))
 http: | ranks
 client: | http
 short-soak: | most
-kernels: | lint
 checkpoints: | kernels
 site: | checkpoints
+endif
+ifneq (,$(filter check,$(MAKECMDGOALS)))
+kernels: | lint
 endif
 
 most: $(RUNTIME) $(DEV)

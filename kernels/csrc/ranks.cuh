@@ -73,11 +73,13 @@ struct __align__(16) Ranks {
         return true;
     }
 
-    // Waits until nothing is missing: `look` loads again what is, and returns 1 + the rank that sends it, or 0.
+    // Waits until nothing is missing, or gives up: `look` loads again what is, and returns 1 + the rank that sends it,
+    // or 0.
     template <class Look>
     __device__ __forceinline__ void wait_while_missing(u64 until, const Look& look) const {
         u32 missing = look();
-        while (missing != 0 && !is_late(missing - 1, until)) missing = look();  // while loads are on their way
+        // The clock is read while loads are on their way.
+        while (missing != 0 && !is_late(missing - 1, until)) missing = look();
     }
 
     // What `source` writes to `place`, once it is there; `value` was there before.

@@ -220,9 +220,11 @@ class RankGroup:
             rank.send(STOP)
         until = time.monotonic() + _STOP_SECONDS
         for rank in self.ranks:
-            rank.end(max(0.0, until - time.monotonic()))
+            gone = rank.why_gone(max(0.0, until - time.monotonic()))
+            rank.end()
             if rank.process.returncode != 0:
-                logger.warning("shutting down: %s", rank.why_gone())
+                slow = f"expected it to end within {_STOP_SECONDS:g} s; it was killed"
+                logger.warning("shutting down: %s", gone or f"rank {rank.number}: {slow}")
         self.end()
 
     def end(self) -> None:

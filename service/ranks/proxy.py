@@ -6,6 +6,7 @@ It sends the rank its rows of each step, and writes the rows that come back wher
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Proxy:
         self._setup, self._regions, self._rings, self._say = setup, regions, rings, say
         self._steps: dict[int, tuple[PackedStep, list[LayerRequest]]] = {}  # on the rank
         self._ending = threading.Lock()  # both threads put ends in the ring
-        self._stopping = False
+        self._is_stopped: Callable[[], bool] = lambda: False
         self._trace_file: IO[bytes] | None = None  # the front end's
         self._trace_error = ""  # why it could not be written
         self._link = Link(setup.meeting, setup.generation, setup.rank, 0)
@@ -46,14 +47,15 @@ class Proxy:
     def serve(self, stopped: Callable[[], bool]) -> int:
         """Pass on steps until `stopped` and the bell of commands say so; the exit code."""
         commands, bell = self._rings.commands, self._rings.command_bell
+        self._is_stopped = stopped
         while True:
             bell.wait(lambda: stopped() or not commands.is_empty(), SPIN_SECONDS)
             if stopped():
                 break
             if (data := commands.take()) is not None:
                 self._pass_on(data)
-        self._stopping = True
-        self._link.tell(words.STOP)
+        with suppress(RuntimeError):  # it may have ended with others of its node
+            self._link.tell(words.STOP)
         self._receiver.join(_END_SECONDS)
         return 0
 
@@ -99,7 +101,7 @@ class Proxy:
                 else:
                     self._finish(head.text, head.num_bytes)
         except RuntimeError:
-            if not self._stopping:
+            if not self._is_stopped():
                 self._say(words.LOST, self._why_lost())
                 os._exit(1)
 

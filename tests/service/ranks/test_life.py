@@ -51,23 +51,34 @@ async def test_a_drain_answers_what_was_accepted() -> None:
             assert host_view(await request.answer) == bytes(4 * 5 * HIDDEN)
 
 
-async def test_a_rank_that_fails_while_it_shuts_down_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [
+        (signal.SIGUSR1, "its process ended by SIGUSR1"),  # without a core dump
+        (None, "expected it to end within 2 s; it was killed"),
+    ],
+)
+async def test_a_rank_that_does_not_end_well_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: signal.Signals | None,
+    what: str,
 ) -> None:
     send = Rank.send
 
-    def crash_at_stop(rank: Rank, *message: Any, **more: Any) -> None:
-        if message == (STOP,):
-            rank.process.send_signal(signal.SIGUSR1)  # without a core dump
-        else:
+    def send_other(rank: Rank, *message: Any, **more: Any) -> None:
+        """As `send`, but a signal or nothing instead of STOP."""
+        if message != (STOP,):
             send(rank, *message, **more)
+        elif number is not None:
+            rank.process.send_signal(number)
 
-    monkeypatch.setattr(Rank, "send", crash_at_stop)
+    monkeypatch.setattr(Rank, "send", send_other)
     with caplog.at_level("WARNING"):
         async with serving_ranks(tiny_settings(ranks=2)):
             pass
     assert sorted(record.message for record in caplog.records) == [
-        f"shutting down: rank {number}: its process ended by SIGUSR1" for number in range(2)
+        f"shutting down: rank {rank}: {what}" for rank in range(2)
     ]
 
 
