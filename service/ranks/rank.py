@@ -160,10 +160,8 @@ class Rank:
         self.rings.commands.put(command)
         self.rings.command_bell.ring()
 
-    def end(self, seconds: float = 0.0) -> None:
-        """Wait up to `seconds` for the process to end, then kill it."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
+    def end(self) -> None:
+        """Kill the process, unless it has ended."""
         self.process.kill()
         self.process.wait()
         self.connection.close()
