@@ -18,8 +18,8 @@ from expertd.kernels.checks import (
 )
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
-from expertd.kernels.rank_memory import MAX_RANKS, RankMemory, RankTokens
-from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
+from expertd.kernels.rank_memory import RankMemory, RankTokens
+from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, MAX_RANKS, SCALE_BLOCK
 
 _E4M3, _FP32, _BF16, _INT32 = torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertd.limits import HIDDEN_STEP, MAX_GROUPS, MAX_RANK_PAIRS, SCALE_BLOCK
+from expertd.limits import HIDDEN_STEP, MAX_GROUPS, MAX_RANK_PAIRS, MAX_RANKS, SCALE_BLOCK
 
-MAX_RANKS = 8
-MAX_STRETCHES = 8
+MAX_SEGMENTS = 8
 """Parts of a rank's pairs, each of which a CTA of csrc/permutation_of_ranks.cu sorts."""
 _COUNTER_BYTES = MAX_RANKS * 128
 _ALIGNMENT = 1024
@@ -62,7 +61,7 @@ def part_bytes(
     """The bytes of each part of a rank's memory, with the arguments of `RankMemory`."""
     sizes = (
         _COUNTER_BYTES,
-        MAX_GROUPS * MAX_RANKS * MAX_STRETCHES * 4,
+        MAX_GROUPS * MAX_RANKS * MAX_SEGMENTS * 4,
         2 * max_tokens * top_k * 8,
         max_tokens * hidden_size,
         max_tokens * math.ceil(hidden_size / SCALE_BLOCK) * 4,

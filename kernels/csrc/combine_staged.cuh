@@ -72,7 +72,7 @@ struct StagedSums {
         phases ^= 1u << stage;
     }
 
-    // Instead of `run`, for a token that does not exist: `results` alternate with the stages.
+    // Instead of `run`, for a token that does not exist: an empty group keeps `results` in step with the stages.
     __device__ __forceinline__ void skip(int stage) {
         wait(stage);
         ptx::commit_bulk_stores();
@@ -210,7 +210,7 @@ struct StagedSums {
 };
 
 // A CTA's items, one after the other. After its first token, the next one goes to whichever CTA is ready for it: not
-// all SMs send equally fast. Each CTA also takes one too many; then the counter is 0 again.
+// all SMs send equally fast. Each CTA takes one past the end, which wraps the counter to 0.
 struct Turns {
     const Items& items;
     int* counter;

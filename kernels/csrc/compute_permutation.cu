@@ -2,7 +2,7 @@
 // groups.
 //
 // With few pairs, one CTA compares each pair with all others. With more, one CTA or a cluster sorts them: each warp
-// counts the groups in its own stretch of pairs, and the counts of all earlier warps, in its CTA and in earlier CTAs,
+// counts the groups in its own segment of pairs, and the counts of all earlier warps, in its CTA and in earlier CTAs,
 // give its first row in each group. A pair whose id names no group gets row -1.
 #include "permutation.cuh"
 

@@ -28,7 +28,7 @@ constexpr int kScaleParts = kSwiglu || floats::kScaleBlock % kBlockN != 0 ? 2 : 
 // K blocks whose scales a warp has in flight.
 constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 || kCluster == 1 ? 2 : 1;
 // K blocks of b that are loaded before the preceding launch is complete: they go through the SM's port, 64 bytes a
-// cycle, before the first rows of a. Few rows wait for weights, many for their first product.
+// cycle, before the first rows of a. With few rows weights are awaited longest, with many the first product.
 constexpr int kLoadsAhead = kBlockM <= 64 ? 4 : 1;
 static_assert(kLoadsAhead <= kStages, "the ring has no room for them");
 static_assert(kStages >= kScaleWarps, "a scale warp distinguishes two rounds of the ring by one phase bit");

@@ -2,9 +2,9 @@
 // copies the tokens that arrive from those to their permuted rows. e4m3 with an fp32 scale per row and 128 columns.
 // With DATATYPE=E4M3 the tokens are quantized already: k bytes of values, then the row's k / 128 scales.
 //
-// The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends each token before it
-// copies those that arrive with the same number as the one before. The first is sent while the permutation is still
-// computed. With few tokens, several CTAs share what is to be done for one.
+// The arithmetic is that of quantize_permute.cu: the same bits as on one GPU. A CTA sends its next token before it
+// copies those that arrive with the number of the last one. The first is sent while the permutation is still computed.
+// With few tokens, several CTAs share what is to be done for one.
 #include "quantize.cuh"
 #include "ranks.cuh"
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 arriving(u32 word, u32 nan) { return word == kNot
 
 struct Problem {
     const void* hidden_states;       // [own_rows, k], contiguous; e4m3: rows of k + k / 32 bytes
-    const int* topk_ids;             // [own_rows, top_k]; others name no expert
+    const int* topk_ids;             // [own_rows, top_k]; ids out of range are ignored
     int own_rows;                    // of which the first ones are this rank's tokens
     const int* inverse_permutation;  // [num_tokens of all ranks, top_k], -1: no row
     const int* place_of;             // [num_experts]: rank * 65536 + group of each expert
@@ -222,8 +222,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
     const int column =
         static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * quantize::kEach;
     Dispatch dispatch = {ranks, firsts, problem, column, 0, to_send, &taken};
-    // Of a token, 0 is to send and keep it, i to receive the i-th rank's from this one on: this CTA has each
-    // `share`-th.
+    // Item 0 of a token sends and keeps the own one, item i receives that of rank + i. This CTA has each `share`-th.
     const int first = index % share, stride = static_cast<int>(gridDim.x) / parts / share;
     const bool sends = first == 0;
     int token = index / share;
@@ -241,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
         return static_cast<u32>(other < num_ranks ? other : other - num_ranks);
     };
     // After a CTA's first token, the next one goes to whichever is ready for it: not all SMs send equally fast. Each
-    // CTA also takes one too many; then the counter is 0 again.
+    // CTA takes one past the end, which wraps the counter to 0.
     const bool takes = stride < most;
     int* const counter = counters + blockIdx.x % parts;
 #pragma unroll 1

@@ -6,9 +6,9 @@
 constexpr int kFewPairs = FEW_PAIRS;  // one for each thread
 
 extern "C" __global__ void __launch_bounds__(kFewPairs, 1)
-    few_pairs_of_ranks(const int* topk_ids,             // [own_pairs] of this rank; others than experts name none
+    few_pairs_of_ranks(const int* topk_ids,             // [own_pairs] of this rank; ids out of range are ignored
                        const float* topk_weights,       // [own_pairs]
-                       int own_pairs, int first_pair,   // of them, among those of all ranks
+                       int own_pairs, int first_pair,   // its index among the pairs of all ranks
                        const int* __restrict__ places,  // [num_experts]: rank * 65536 + group of each expert
                        int num_experts, Ranks* ranks_in_memory,
                        const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory

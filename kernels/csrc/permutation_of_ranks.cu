@@ -1,8 +1,8 @@
 // As compute_permutation.cu, for the pairs of all ranks. Begins a call, see ranks.cuh.
 //
-// Each rank sorts its own pairs alone, by all experts: a CTA of its cluster has a stretch of them. It sends each pair
-// with the number of pairs before it in its stretch that have the same expert, and how many of the stretch have each.
-// From the counts of all stretches a rank knows where each stretch begins within each of its groups. So no rank sorts
+// Each rank sorts its own pairs alone, by all experts: a CTA of its cluster has a segment of them. It sends each pair
+// with the number of pairs before it in its segment that have the same expert, and how many of the segment have each.
+// From the counts of all segments a rank knows where each segment begins within each of its groups. So no rank sorts
 // the others' pairs, and what is sent is ready before anything has arrived.
 //
 // Few pairs are left to few_pairs_of_ranks.cu.
@@ -13,19 +13,19 @@ constexpr int kAtOnce = AT_ONCE;  // pairs of a lane
 constexpr int kChunk = kAtOnce * 32;
 constexpr bool kSingle = kAtOnce == 1;  // each warp has one chunk at most, and each thread one pair to receive
 constexpr int kManyPairs = MANY_PAIRS;
-static_assert(STRETCHES == kMaxStretches);
+static_assert(SEGMENTS == kMaxSegments);
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    permutation_of_ranks(const int* topk_ids,            // [own_pairs] of this rank; others than experts name none
-                         const float* topk_weights,      // [own_pairs]
-                         int own_pairs, int first_pair,  // of them, among those of all ranks
+    permutation_of_ranks(const int* topk_ids,                  // [own_pairs] of this rank; ids out of range are ignored
+                         const float* topk_weights,            // [own_pairs]
+                         int own_pairs, int first_pair,        // its index among the pairs of all ranks
                          int pairs_of_cta, int pairs_of_warp,  // of own ones, at most; a multiple of kChunk for a warp
                          const int* __restrict__ places,       // [num_experts]: rank * 65536 + group of each expert
                          int num_experts, Ranks* ranks_in_memory,
                          const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
                          const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
-                         int stretch_bits,  // each rank has 2^stretch_bits stretches, at least 4; as many CTAs, or one
-                         int all_stretch_bits,  // all ranks together have 2^all_stretch_bits at most
+                         int segment_bits,  // each rank has 2^segment_bits segments, at least 4; as many CTAs, or one
+                         int all_segment_bits,  // all ranks together have 2^all_segment_bits at most
                          int num_pairs, int top_k, int num_groups,
                          int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                          int* __restrict__ offsets, int* __restrict__ offsets_copy,  // see Offsets
@@ -35,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __shared__ Ranks ranks;
     __shared__ int firsts[kMaxRanks + 1];
     int* const counters = memory;                                       // [kWarps][num_experts]
-    int* const first_rows = counters + kWarps * num_experts;            // [num_groups][2^all_stretch_bits]
-    int* const exists = first_rows + (num_groups << all_stretch_bits);  // [num_groups]: an expert has this place
+    int* const first_rows = counters + kWarps * num_experts;            // [num_groups][2^all_segment_bits]
+    int* const exists = first_rows + (num_groups << all_segment_bits);  // [num_groups]: an expert has this place
     int* const place_of = exists + num_groups;                          // [num_experts], a copy of places
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int ctas = static_cast<int>(ptx::cluster_size()), cta = static_cast<int>(ptx::cluster_rank());
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const auto place = [&](int id) { return static_cast<u32>(id) < static_cast<u32>(num_experts) ? place_of[id] : -1; };
     ptx::grid_dependency_wait();
 
-    // This CTA's stretch, and each warp's part of it.
+    // This CTA's segment, and each warp's part of it.
     const int begin_of_cta = min(cta * pairs_of_cta, own_pairs),
               end_of_cta = min(begin_of_cta + pairs_of_cta, own_pairs);
     const int begin = min(begin_of_cta + warp * pairs_of_warp, end_of_cta),
@@ -96,10 +96,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     // Sends the counts, then the pairs.
     if (at >= 0) {
-        u32* const there = ranks.counts(static_cast<u32>(at) >> 16, at & 0xffff) + (ranks.rank << stretch_bits);
-        if (ctas == 1) {  // one store for four stretches
+        u32* const there = ranks.counts(static_cast<u32>(at) >> 16, at & 0xffff) + (ranks.rank << segment_bits);
+        if (ctas == 1) {  // one store for four segments
 #pragma unroll 1
-            for (int s = 0; s < 1 << stretch_bits; s += 4) {
+            for (int s = 0; s < 1 << segment_bits; s += 4) {
                 const u32 first = s == 0 ? static_cast<u32>(count) : 0;
                 ptx::store_relaxed_system(reinterpret_cast<uint4*>(there + s), uint4{first, 0, 0, 0});
             }
@@ -129,16 +129,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (many) ptx::launch_dependents();  // or these pairs would wait for the link behind tokens
 
-    // The first row of each stretch in each group: the sum of all counts before. A thread has four stretches of a rank
+    // The first row of each segment in each group: the sum of all counts before. A thread has four segments of a rank
     // at a time. After a rank was late, counts may be those of another call: no row may be outside.
-    const int num_counts = num_groups << all_stretch_bits;
-    const int all_stretches = static_cast<int>(ranks.num_ranks) << stretch_bits;
-    const auto stretch_of = [&](int i) { return i & ((1 << all_stretch_bits) - 1); };
+    const int num_counts = num_groups << all_segment_bits;
+    const int all_segments = static_cast<int>(ranks.num_ranks) << segment_bits;
+    const auto segment_of = [&](int i) { return i & ((1 << all_segment_bits) - 1); };
     const auto counts_at = [&](int i) {
-        return reinterpret_cast<uint4*>(ranks.counts(ranks.rank, i >> all_stretch_bits) + stretch_of(i));
+        return reinterpret_cast<uint4*>(ranks.counts(ranks.rank, i >> all_segment_bits) + segment_of(i));
     };
     const auto begin_to_count = [&](int i) {
-        const bool come = i < num_counts && stretch_of(i) < all_stretches && exists[i >> all_stretch_bits];
+        const bool come = i < num_counts && segment_of(i) < all_segments && exists[i >> all_segment_bits];
         return come ? ptx::load_relaxed_system(counts_at(i)) : uint4{0, 0, 0, 0};
     };
     const auto inside = [&](u32 row) { return static_cast<int>(min(row, static_cast<u32>(num_pairs))); };
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         uint4 now = next;
         next = begin_to_count(i + 4 * kThreads);
         if (Ranks::is_missing(now)) {
-            now = ranks.wait_for(now, counts_at(i), stretch_of(i) >> stretch_bits, until);
+            now = ranks.wait_for(now, counts_at(i), segment_of(i) >> segment_bits, until);
             if (Ranks::is_missing(now)) now = {0, 0, 0, 0};
         }
         arriving.load(first_of_thread);  // is on its way meanwhile
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         all += sum.all;
         if (i < num_counts) {
             *reinterpret_cast<uint4*>(first_rows + i) = {x, y, z, w};
-            if (cta == 0 && stretch_of(i) == 0) results.write(i >> all_stretch_bits, inside(x));
+            if (cta == 0 && segment_of(i) == 0) results.write(i >> all_segment_bits, inside(x));
         }
         __syncthreads();
     }
@@ -175,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const int pair = first + part * stride;
             if (pair >= num_pairs) break;
             const Sorted sorted = Sorted::of(arriving.sorted[part]);
-            const u32 stretch = (arriving.source(pair) << stretch_bits) + sorted.stretch;
-            const u32 i = (sorted.group << all_stretch_bits) + stretch;
+            const u32 segment = (arriving.source(pair) << segment_bits) + sorted.segment;
+            const u32 i = (sorted.group << all_segment_bits) + segment;
             const bool is_here = arriving.sorted[part] < kNoGroup && i < static_cast<u32>(num_counts);
             const u32 row = is_here ? first_rows[i] + sorted.index : num_pairs;
             inverse_permutation[pair] = row < static_cast<u32>(num_pairs) ? static_cast<int>(row) : -1;

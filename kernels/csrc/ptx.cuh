@@ -43,7 +43,7 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The two halves of cluster_sync, but for what was written before: a release would wait until other GPUs have it.
+// The two halves of cluster_sync, without its release, which would wait for writes to other GPUs.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -72,7 +72,7 @@ __device__ __forceinline__ int load_relaxed(const int* place) {
     return value;
 }
 
-// For loops with many addresses in shared memory: the compiler would compute the first one again each time.
+// Keeps an address in a register, for loops in which the compiler would compute it again each time.
 template <typename T>
 __device__ __forceinline__ T& keep_address(T& value) {
     T* address = &value;

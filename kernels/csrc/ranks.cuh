@@ -1,8 +1,8 @@
 // Memory that all ranks of an expert-parallel layer read and write, and what orders their accesses.
 //
-// In a call each rank writes its tokens to the ranks that hold their experts, and those write sums back. No flag
-// announces such a write: kNothing stands wherever one will come, which none of them writes. Whoever needs a value
-// waits until it is there, and puts kNothing back once it has it. A launch's writes are in L2, where those of other
+// In a call each rank writes its tokens to the ranks that hold their experts, and those write sums back. There are no
+// arrival flags: what will be written holds the sentinel kNothing, which no write equals. A reader polls until it
+// changes, and then restores it. A launch's writes are in L2, where those of other
 // GPUs arrive, before the next launch passes its wait; so nothing new is overwritten. A rank begins a call once all
 // ranks have received the tokens of the call before: each of them counts its calls in every rank's memory, when the
 // last combine_rows begins. By then it has also cleared the counts of pairs. It still reads the pairs of that call, but
@@ -15,7 +15,7 @@ constexpr int kMaxRanks = 8;
 constexpr int kCounterStride = 32;    // u32: each counter has a cache line of its own
 constexpr u32 kNothing = 0xffffffff;  // NaNs in e4m3, bf16 and fp32, but conversions and arithmetic make other ones
 constexpr u32 kNoGroup = 0xfffffffe;  // instead of Sorted, for a pair whose expert is on another rank
-constexpr int kMaxStretches = 8;      // of a rank's pairs, see permutation_of_ranks.cu
+constexpr int kMaxSegments = 8;       // of a rank's pairs, see permutation_of_ranks.cu
 
 // A token's expert, and its weight. Written at once, so `sorted` announces both.
 struct __align__(8) Pair {
@@ -25,17 +25,17 @@ struct __align__(8) Pair {
 
 // Where a pair belongs on the rank that holds its expert.
 struct Sorted {
-    u32 group, stretch;  // of the pairs of its token's rank
-    u32 index;           // among those of the stretch with the same expert; less than MAX_RANK_PAIRS in limits.py
+    u32 group, segment;  // of the pairs of its token's rank
+    u32 index;           // among those of the segment with the same expert; less than MAX_RANK_PAIRS in limits.py
 
-    __device__ __forceinline__ u32 packed() const { return index << 13 | stretch << 10 | group; }
+    __device__ __forceinline__ u32 packed() const { return index << 13 | segment << 10 | group; }
     static __device__ __forceinline__ Sorted of(u32 packed) { return {packed % 1024, packed / 1024 % 8, packed >> 13}; }
 };
 
 // The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/rank_memory.py.
 struct RankMemory {
     u64 consumed;      // u32 [kMaxRanks][kCounterStride]: calls whose tokens each rank is done with
-    u64 counts;        // u32 [groups, kMaxRanks * kMaxStretches]: each group's pairs in every stretch of all ranks
+    u64 counts;        // u32 [groups, kMaxRanks * kMaxSegments]: each group's pairs in every segment of all ranks
     u64 pairs;         // Pair [2, max_tokens, top_k]: of calls in turn
     u64 data;          // e4m3 [max_tokens, h]
     u64 scales;        // fp32 [max_tokens, ceil(h / 128)]
@@ -60,7 +60,7 @@ struct __align__(16) Ranks {
 
     // Where a rank has the numbers of a group's pairs.
     __device__ __forceinline__ u32* counts(u32 owner, u32 group) const {
-        return reinterpret_cast<u32*>(memory[owner].counts) + group * (kMaxRanks * kMaxStretches);
+        return reinterpret_cast<u32*>(memory[owner].counts) + group * (kMaxRanks * kMaxSegments);
     }
 
     // When a launch that begins now gives up waiting.

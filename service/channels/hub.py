@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _CLAIM_SECONDS = 10.0
 _GIVE_WAY_SECONDS = 1.0
-_RETRY_SECONDS = 1  # then they do
+_RETRY_SECONDS = 1  # by then, unclaimed channels give way
 
 
 @dataclass(slots=True)

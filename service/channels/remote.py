@@ -55,7 +55,7 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 _ANSWERS_BYTES = 65536  # read from the pipe at once
-_KEPT_PART = 8  # of the cells, for requests like which there is none in the channel
+_KEPT_PART = 8  # an eighth of the cells is kept for kinds of requests that have none in the channel
 _ELEMENT_BYTES = dict(DATATYPES.values())
 _ERRORS: dict[int, type[EngineError]] = {
     REASON_CODES["step_failed"]: StepFailedError,

@@ -14,8 +14,8 @@ Answer = tuple[Pending, Output | Exception]
 
 _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
 # While the event loop runs Python code, the thread of the steps may wait for it, so it runs few reports in a
-# row, unless very many wait, and lets others run in between: as often whatever the number, because it may
-# take 0.2 ms and more until it goes on.
+# row, unless very many wait, and lets others run in between. It yields equally often whatever the number,
+# because it may take 0.2 ms or more to resume.
 _REPORTS_IN_A_ROW = 8
 _PARTS = 16  # of those that wait, one in a row, if that is more
 _PAUSE_SECONDS = 1e-3

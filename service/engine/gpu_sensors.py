@@ -36,7 +36,8 @@ BUSY = _gauge(
 THROTTLED = Family(
     "gauge",
     "gpu_throttled",
-    "1 while this holds the clocks down",
+    "1 while this holds the clocks down; reason: as NVML names them, such as power_cap, hardware_slowdown, "
+    "hardware_thermal, software_thermal",
     "",
     ("gpu", "reason"),
     when=_WHEN,

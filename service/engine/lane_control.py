@@ -38,7 +38,7 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 _SAMPLE_SECONDS = 0.5  # from one to the next
-_BUSY_PART = 0.8  # of the time with long requests: then more is asked for than there can be
+_BUSY_PART = 0.8  # share of the time with long requests from which demand exceeds capacity
 _LEAST_BUSY_PART = 0.1  # with less, the rate of long requests is not measured
 _LEAST_REQUESTS = 20  # short ones in a sample: with fewer, what nearly all take is not measured
 _TAILS = 5  # samples whose median counts: one with a pause says nothing

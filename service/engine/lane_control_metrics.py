@@ -15,7 +15,7 @@ CHUNK_TOKENS = Family(
 DECODE_SECONDS = Family(
     "gauge",
     "lanes_expected_decode_seconds",
-    "what nearly all decode requests are expected to take at most",
+    "expected p99 of decode requests",
     "seconds",
     when=_WHEN,
 )

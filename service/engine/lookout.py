@@ -11,7 +11,7 @@ from expertd.service.engine.steps import Chunk, num_tokens_of
 SHORT_SECONDS = 5e-3
 """A step that likely takes no longer is short."""
 _LOOK_SECONDS = 2e-3  # how often the event loop polls during a long step
-_LAST_LOOKS = 50  # without such a step, until it no longer does
+_LAST_LOOKS = 50  # without a long step, before it stops polling
 
 
 class Lookout:

@@ -25,7 +25,7 @@ from expertd.service.moe.request import Output
 from expertd.service.settings.parts import Limits
 
 _MARGIN = 1.25  # at least, for steps that take longer than recent ones, and for what is between them
-_AMPLE = 4.0  # times what an estimate says that errs on the long side
+_AMPLE = 4.0  # times a pessimistic estimate
 _COMPETING_SECONDS = 10.0  # that requests are taken to compete for after they last did
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-_LONGEST_LOOK = 1.0  # seconds; longer between two looks, this process did not run, and perhaps no step did
+_LONGEST_LOOK = 1.0  # seconds; with a longer gap, this process was not scheduled, and perhaps no step ran
 
 
 class StepTime:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # begins up to this part of the last one's time later, so that it has all of them.
 _REJOIN_PART = 0.02
 _MAX_REJOIN_SECONDS = 100e-6
-_MOST_CHORES = 8  # left while one step follows the other, and none is on the device meanwhile
+_MOST_CHORES = 8  # put off while steps follow each other with the device idle in between
 
 
 @dataclass(slots=True)  # not frozen: that takes longer
@@ -48,10 +48,10 @@ class Stepping:
     """For the thread that uses the device at the time.
 
     progress      changes when a step begins or ends
-    in_step       what a step computes whose beginning or end this thread is at
+    in_step       the chunks of the step that this thread is beginning or ending
     returning     sources' requests of the last step whose callers have not sent another one
     rejoin_until  when the next step no longer waits for them
-    failure       says why the device computes nothing any more, None if it does; asked after a failed step
+    failure       says why the device has failed, or None; asked after a failed step
     on_failure    is called with that on the event loop
     answered      when the last step's requests were
     chores        what may wait until the next step runs, or until there is none: the next request of a caller

@@ -23,7 +23,7 @@ class Inbox:
         self._woken = Bell()
 
     def take(self, ranks: Sequence[Rank], seconds: float) -> str | None:
-        """Have those ranks heard that say something within `seconds`; why one is lost, None: none is.
+        """Receive what ranks send within `seconds`; why one is lost, or None.
 
         For one thread at a time. Ends early after `wake`.
         """
@@ -38,12 +38,12 @@ class Inbox:
         return bool(self._readable(ranks, 0))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait on another thread than that of `take` for what ranks say; whether it holds."""
+        """Wait on another thread than that of `take` until what ranks send makes it hold; whether it does."""
         with self.changed:
             return self.changed.wait_for(condition, seconds)
 
     def wake(self) -> None:
-        """End `take`, and have conditions looked at."""
+        """End `take`, and have conditions checked."""
         with self.changed:
             self.changed.notify_all()
         self._woken.ring()

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from expertd.limits import MAX_RANKS
 from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
 from expertd.service.moe.gpu_memory import free_gpu_bytes
 from expertd.service.moe.host_memory import free_host_bytes
@@ -108,8 +109,6 @@ def fewer_tokens(settings: Settings, on_gpu: bool, available: int) -> str:
 
 def more_ranks(settings: Settings, on_gpu: bool, available: int) -> str:
     """A hint: how many ranks, each with this free memory, would do; empty if no number would."""
-    from expertd.kernels.rank_memory import MAX_RANKS
-
     for count in range(settings.num_ranks + 1, MAX_RANKS + 1):
         update = {"devices": f"0-{count - 1}"} if on_gpu else {"ranks": count}
         try:

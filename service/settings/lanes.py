@@ -37,9 +37,9 @@ class LaneSettings(Frozen):
         default=None,
         gt=0,
         allow_inf_nan=False,
-        description="milliseconds that nearly all requests on the decode lane should take at most: by what "
-        "it measures, the server changes the split, or joins the requests of both lanes; null: the split "
-        "stays as it is",
+        description="target for the p99 of requests on the decode lane, in ms: by what it measures, the "
+        "server changes the split, or joins the requests of both lanes; needs the partitions of both lanes, "
+        "and no others; null: the split stays as it is",
     )
 
     @property

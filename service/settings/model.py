@@ -89,8 +89,8 @@ class Settings(BaseSettings):
     )
     devices: Devices | None = Field(
         default=None,
-        description="GPUs that share every layer, e.g. `0-1`: each has a process, a rank, with part of the "
-        "experts (docs/parallel.md); null: one GPU, or `ranks`",
+        description="GPUs that share every layer, e.g. `0-1`, two to eight of one host: each has a process, "
+        "a rank, with part of the experts (docs/parallel.md); null: one GPU, or `ranks`",
     )
     ranks: int = Field(
         default=1,
@@ -124,8 +124,8 @@ class Settings(BaseSettings):
         default=60,
         gt=0,
         allow_inf_nan=False,
-        description="seconds that a step may take; then the device hangs, and the process exits "
-        "(docs/operating.md), or a rank does, and all start again (docs/parallel.md)",
+        description="seconds after which a step counts as hung: the process exits (docs/operating.md), or "
+        "with ranks, all start again (docs/parallel.md)",
     )
     on_rank_loss: Literal["restart", "shrink"] = Field(
         default="restart",
@@ -137,8 +137,9 @@ class Settings(BaseSettings):
     )
     exact_combine: bool | None = Field(
         default=None,
-        description="whether ranks send back a row for each expert, not one for each token: the bits of one "
-        "rank, whatever the placement, for up to `top_k` times the bytes; null: with `placement.policy`",
+        description="whether ranks send back a row for each expert, not one for each token: bitwise the "
+        "results of one rank, whatever the placement, for up to `top_k` times the bytes; null: if "
+        "`placement.policy` is set",
     )
     overlap: OverlapSettings = Field(
         default=OverlapSettings(), description="communication between GPUs while GEMMs run"

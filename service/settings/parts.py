@@ -253,7 +253,8 @@ class OverlapSettings(Frozen):
     mode: Literal["auto", "always", "never"] = Field(
         default="auto",
         description="whether ranks on GPUs of one host exchange parts of a step's outputs while they compute "
-        "others; auto: in steps of 4096 tokens or more for each of 4 or more ranks",
+        "others, if the hidden size is more than 2048; auto: in steps of 4096 tokens or more for each of 4 "
+        "or more ranks",
     )
     communication_sms: int = Field(
         default=40, ge=1, description="number of SMs that exchange them; the others compute meanwhile"

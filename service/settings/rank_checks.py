@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from expertd.limits import MAX_EXPERTS, MAX_RANK_PAIRS
+from expertd.limits import MAX_EXPERTS, MAX_RANK_PAIRS, MAX_RANKS
 
 if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
@@ -18,6 +18,8 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
             yield f"devices: expected backend hopper, got {settings.backend!r}"
         if count < 2:
             yield f"devices: expected two GPUs or more, got {settings.devices}"
+        if count > MAX_RANKS and settings.nnodes == 1:
+            yield f"devices: expected at most {MAX_RANKS} GPUs of a host, got {count}"
         if settings.ranks not in (1, settings.ranks_per_node):
             expected = f"the number of devices ({settings.ranks_per_node})"
             yield f"ranks: expected {expected}, got {settings.ranks}"

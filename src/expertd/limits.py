@@ -8,5 +8,7 @@ MAX_GROUPS = 1024
 """Groups of a grouped GEMM: the local and shared experts."""
 MAX_EXPERTS = 1024
 """Experts that a router chooses among."""
+MAX_RANKS = 8
+"""GPUs of one host that share a layer."""
 MAX_RANK_PAIRS = 2**19 - 2
 """(token, slot) pairs of each GPU in a step, if several share a layer: a pair's number has 19 bits."""

@@ -289,7 +289,7 @@ def test_many_pairs_are_sorted_by_a_cluster(
         ((40_000, 40_000), None, 4, 8, 5000, 256),
     ],
 )
-def test_a_rank_sorts_its_pairs_in_stretches(
+def test_a_rank_sorts_its_pairs_in_segments(
     counts: tuple[int, int],
     num_sms: int | None,
     variant: int,
@@ -299,7 +299,7 @@ def test_a_rank_sorts_its_pairs_in_stretches(
     launches: list[tuple[Variant, list[Any]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All ranks have as many stretches; a warp's part of one is a multiple of what it sorts at once."""
+    """All ranks have as many segments; a warp's part of one is a multiple of what it sorts at once."""
     clusters = []
     to_launch = Kernels.launch
 
@@ -317,7 +317,7 @@ def test_a_rank_sorts_its_pairs_in_stretches(
     assert launched.source.name == f"permutation_of_ranks_{variant}"
     assert clusters == [cluster]
     assert arguments[4:6] == [pairs_of_cta, pairs_of_warp]
-    assert arguments[11:13] == ([2, 3] if sum(counts) <= 1024 else [3, 4]), "bits of stretches, and of all"
+    assert arguments[11:13] == ([2, 3] if sum(counts) <= 1024 else [3, 4]), "bits of segments, and of all"
 
 
 @pytest.mark.parametrize(("num_groups", "tokens"), [(0, 1), (367, 1), (367, 2000)])

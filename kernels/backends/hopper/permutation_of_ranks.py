@@ -14,14 +14,14 @@ from expertd.kernels.backends.hopper.compute_permutation import (
 from expertd.kernels.backends.hopper.few_pairs_of_ranks import few_pairs_of_ranks
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
 from expertd.kernels.backends.hopper.rank_grids import place_bytes
-from expertd.kernels.rank_memory import MAX_STRETCHES, RankMemory, RankTokens
+from expertd.kernels.rank_memory import MAX_SEGMENTS, RankMemory, RankTokens
 from expertd.limits import MAX_GROUPS
 
 _MANY_PAIRS = 8192
 """Of all ranks; with more, `dispatch_rows` begins after a rank's own are sent, and runs on other SMs."""
 _ONE_CTA_PAIRS = 1024
 """Of all ranks; up to this many, one CTA is faster than a cluster."""
-_FEWEST_STRETCHES = 4  # of a rank: the kernel reads the counts of four at once
+_FEWEST_SEGMENTS = 4  # of a rank: the kernel reads the counts of four at once
 _WARPS = 32  # of a CTA
 _SM_BYTES = 225 * 1024  # of shared memory: no other CTA fits beside
 
@@ -30,14 +30,14 @@ def _expert_bytes(num_experts: int) -> int:
     return place_bytes(num_experts) + 4 * _WARPS * num_experts  # a counter for each warp
 
 
-def _group_bytes(all_stretch_bits: int) -> int:
-    return 4 * ((1 << all_stretch_bits) + 1)  # a number for each stretch, and one more
+def _group_bytes(all_segment_bits: int) -> int:
+    return 4 * ((1 << all_segment_bits) + 1)  # a number for each segment, and one more
 
 
 def _most_groups(num_ranks: int, num_experts: int) -> int:
-    # With as many stretches as a rank can have: a layer's calls do not depend on their tokens.
-    all_stretch_bits = _bits(num_ranks * MAX_STRETCHES)
-    return min(MAX_GROUPS, (_SM_BYTES - _expert_bytes(num_experts)) // _group_bytes(all_stretch_bits))
+    # With as many segments as a rank can have: a layer's calls do not depend on their tokens.
+    all_segment_bits = _bits(num_ranks * MAX_SEGMENTS)
+    return min(MAX_GROUPS, (_SM_BYTES - _expert_bytes(num_experts)) // _group_bytes(all_segment_bits))
 
 
 def _bits(count: int) -> int:
@@ -51,7 +51,7 @@ def _most_shared_bytes(num_experts: int) -> int:
 def _variant(pairs_of_lane: int) -> Variant:
     source = named_source(
         "permutation_of_ranks", f"{pairs_of_lane}",
-        AT_ONCE=pairs_of_lane, MANY_PAIRS=_MANY_PAIRS, STRETCHES=MAX_STRETCHES,
+        AT_ONCE=pairs_of_lane, MANY_PAIRS=_MANY_PAIRS, SEGMENTS=MAX_SEGMENTS,
     )  # fmt: skip
     return Variant(source, THREADS, _most_shared_bytes)
 
@@ -88,10 +88,10 @@ def permutation_of_ranks(
         few_pairs_of_ranks(kernels, on, memory, tokens, topk_ids, topk_weights, permutation, offsets_copy)
         return permutation
     is_small = num_pairs <= _ONE_CTA_PAIRS
-    stretches = _FEWEST_STRETCHES if is_small else MAX_STRETCHES  # the same on all ranks
-    stretch_bits, all_stretch_bits = _bits(stretches), _bits(memory.num_ranks * stretches)
-    num_ctas = 1 if is_small or (num_sms is not None and num_sms < CLUSTER_SMS) else stretches
-    shared_bytes = _expert_bytes(num_experts) + num_groups * _group_bytes(all_stretch_bits)
+    segments = _FEWEST_SEGMENTS if is_small else MAX_SEGMENTS  # the same on all ranks
+    segment_bits, all_segment_bits = _bits(segments), _bits(memory.num_ranks * segments)
+    num_ctas = 1 if is_small or (num_sms is not None and num_sms < CLUSTER_SMS) else segments
+    shared_bytes = _expert_bytes(num_experts) + num_groups * _group_bytes(all_segment_bits)
     if num_pairs > _MANY_PAIRS and num_ctas > 1:
         shared_bytes = _SM_BYTES
     pairs_of_cta = math.ceil(num_own / num_ctas)
@@ -103,7 +103,7 @@ def permutation_of_ranks(
         topk_ids, topk_weights, np.int32(num_own), np.int32(tokens.first(memory.rank) * top_k),
         np.int32(pairs_of_cta), np.int32(pairs_of_warp),
         places, np.int32(num_experts), memory.ranks, memory.consumed, tokens.first_tokens,
-        np.int32(stretch_bits), np.int32(all_stretch_bits),
+        np.int32(segment_bits), np.int32(all_segment_bits),
         np.int32(num_pairs), np.int32(top_k), np.int32(num_groups),
         permutation.inverse, permutation.offsets, offsets_copy, permutation.tile_counters,
     )  # fmt: skip

@@ -144,7 +144,7 @@ def test_what_gpus_share_has_room_for_graphs_and_for_a_row_of_each_slot(tmp_path
     settings = whole_model(limits={"max_batch_tokens": 4096, "max_request_tokens": 4096})
     assert ExchangeSizes.of(settings, settings.models[0]) == (512, 4096, 7168, 8)
     row = 7168 + 7168 // 128 * 4 + 2 * 8 * 8  # values, scales, and pairs of two calls
-    counts = 1024 * 64 * 4  # of pairs, of each group from each stretch
+    counts = 1024 * 64 * 4  # of pairs, of each group from each segment
     assert 0 < exchange_bytes(settings) - 4096 * (row + 2 * 7168) - counts < 8 * 1024
     few = whole_model(limits={"max_batch_tokens": 64, "max_request_tokens": 64})
     assert ExchangeSizes.of(few, few.models[0]) == (256, 2048, 7168, 8), "as graphs pad steps"

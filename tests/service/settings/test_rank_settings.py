@@ -48,6 +48,7 @@ def config(tmp_path: Path) -> Path:
             r"devices: expected backend hopper, got 'reference'",
         ),
         (f"models: [{MODEL}]\ndevices: 1", r"devices: expected two GPUs or more, got 1"),
+        (f"models: [{MANY}]\ndevices: 0-8", r"devices: expected at most 8 GPUs of a host, got 9"),
         (
             f"models: [{MODEL}]\ndevices: 0-1\nlimits: {{max_batch_tokens: 524287}}",
             r"limits\.max_batch_tokens: expected at most 524286 on 2 GPUs with the top_k of model m \(2\), "
