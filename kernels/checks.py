@@ -12,6 +12,7 @@ from expertd.kernels.ops.quantize import Quantized
 from expertd.limits import MAX_GROUPS, SCALE_BLOCK
 
 MIN_N_STEP = 8  # one 16-byte store of bf16
+MAX_K = 2**31 - SCALE_BLOCK  # an int in kernels
 MAX_N = 2**23  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
 MAX_ROWS = 2**31 - 1  # offsets and counts are int32
 MAX_OFFSETS = 2**32 - 1  # kernels add up 32-bit offsets of scales
@@ -118,6 +119,8 @@ def _check_weights(weights: Quantized, a_k: int, device: torch.device) -> tuple[
         raise refusal("a K", f"{k} as in b", a_k)
     if k < SCALE_BLOCK or k % SCALE_BLOCK != 0:
         raise refusal("K", f"a multiple of {SCALE_BLOCK}, at least {SCALE_BLOCK}", k)
+    if k > MAX_K:
+        raise refusal("K", f"at most {MAX_K}", k)
     if n < MIN_N_STEP or n % MIN_N_STEP != 0:
         raise refusal("N", f"a multiple of {MIN_N_STEP}, at least {MIN_N_STEP}", n)
     if n > MAX_N:

@@ -67,6 +67,9 @@ def permute_rows(rows: Quantized, token_ids: Tensor) -> Quantized:
     Has no gradients. Raises ValueError (name, expected, got).
     """
     check_permute(rows, token_ids)
-    words = rows.data.contiguous().view(torch.int64)  # copied eight elements at a time
+    data = rows.data.contiguous()
+    if data.storage_offset() % 8 or data.data_ptr() % 8:
+        data = data.clone()
+    words = data.view(torch.int64)  # copied eight elements at a time
     data = words.index_select(0, token_ids).view(torch.float8_e4m3fn)
     return Quantized(data, rows.scales.t().index_select(1, token_ids).t())

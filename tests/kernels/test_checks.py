@@ -89,6 +89,13 @@ SHARED: list[tuple[dict[str, Any], str]] = [
 ]
 
 CONTIGUOUS: list[tuple[dict[str, Any], str]] = [
+    (
+        {
+            "a": _meta(M, 2**31, dtype=torch.float8_e4m3fn),
+            "b": _meta(G, N, 2**31, dtype=torch.float8_e4m3fn),
+        },
+        "K: expected at most 2147483520, got 2147483648",
+    ),
     ({"a": _e4m3(G, M, K)}, r"a shape: expected 2 dimensions \[M, K\], got \(3, 6, 256\)"),
     ({"a": _e4m3(M, 200), "b": _e4m3(G, N, 200)}, "K: expected a multiple of 128, at least 128, got 200"),
     ({"a": _e4m3(M, 0), "b": _e4m3(G, N, 0)}, "K: expected a multiple of 128, at least 128, got 0"),

@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from functools import partial
 
 import pytest
 import torch
@@ -143,6 +144,19 @@ def test_more_outputs_than_an_int_can_index() -> None:
     rows = [70_000, 1, 62_000]
     assert sum(rows) * n > 2**31
     run_contiguous(rows, n, k)
+
+
+def test_a_group_of_more_tiles_than_floats_can_count() -> None:
+    """From 2**26 rows on, one tile of 64 rows too many was counted: an empty one, with which its CTA left."""
+    rows, n, k = (2**20 + 6) * 64 + 1, 136, 128
+    ones = partial(torch.full, fill_value=0x38, dtype=torch.uint8, device="cuda")  # 1.0 in e4m3
+    a = Quantized(ones((1, rows, k)).view(torch.float8_e4m3fn), torch.ones(1, 1, rows, device="cuda").mT)
+    b = Quantized(ones((1, n, k)).view(torch.float8_e4m3fn), torch.ones(1, 2, 1, device="cuda"))
+    counts = torch.tensor([rows], dtype=torch.int32, device="cuda")
+    out = torch.full((1, rows, n), math.nan, dtype=torch.bfloat16, device="cuda")
+    grouped_gemm_masked(a, b, counts, expected_m=60, out=out, backend="hopper", num_sms=1)
+    parts = (out[0, first : first + 2**22] for first in range(0, rows, 2**22))  # a mask of all takes 9 GB
+    assert sum(int((part != k).sum()) for part in parts) == 0
 
 
 def test_row_major_scales() -> None:

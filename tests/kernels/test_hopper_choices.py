@@ -55,21 +55,27 @@ def test_the_other_rules_run_in_the_kernel(launched: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("h", "index", "out_dtype", "kernels"),
+    ("h", "num_slots", "index", "out_dtype", "kernels"),
     [
-        (128, torch.int32, torch.float32, ["unpermute_rows"]),
-        (132, torch.int32, torch.float32, []),
-        (128, torch.int64, torch.float32, []),
-        (128, torch.int32, torch.float64, []),
+        (128, 2, torch.int32, torch.float32, ["unpermute_rows"]),
+        (132, 2, torch.int32, torch.float32, []),
+        (128, 0, torch.int32, torch.float32, []),
+        (128, 2, torch.int64, torch.float32, []),
+        (128, 2, torch.int32, torch.float64, []),
     ],
 )
 def test_sums_that_the_kernel_lacks_run_in_pytorch(
-    h: int, index: torch.dtype, out_dtype: torch.dtype, kernels: list[str], launched: list[str]
+    h: int,
+    num_slots: int,
+    index: torch.dtype,
+    out_dtype: torch.dtype,
+    kernels: list[str],
+    launched: list[str],
 ) -> None:
     generator = fresh_generator()
     rows = torch.randn(6, h, generator=generator).to(torch.bfloat16)
-    inverse = torch.randperm(6, generator=generator).view(3, 2).to(index)
-    weights = torch.randn(3, 2, generator=generator)
+    inverse = torch.randperm(3 * num_slots, generator=generator).view(3, num_slots).to(index)
+    weights = torch.randn(3, num_slots, generator=generator)
     out = torch.zeros(3, h, dtype=out_dtype)
     HopperBackend().unpermute(rows, inverse, weights, out)
     assert launched == kernels

@@ -2,7 +2,7 @@
 
 import torch
 
-from expertd.kernels import compute_permutation
+from expertd.kernels import Quantized, compute_permutation, permute_rows, quantize_rows
 from tests.kernels.helpers import fresh_generator
 
 
@@ -31,3 +31,13 @@ def test_pairs_without_a_group_come_last() -> None:
     assert permutation.offsets.tolist() == [0, 1, 2, 2]
     assert permutation.token_ids[:2].tolist() == [0, 1]
     assert sorted(permutation.inverse.flatten().tolist()) == list(range(6))
+
+
+def test_rows_may_begin_anywhere_in_their_storage() -> None:
+    rows = quantize_rows(torch.randn(5, 256, generator=fresh_generator()))
+    elsewhere = torch.zeros(rows.data.numel() + 1, dtype=torch.uint8)[1:].view(rows.data.dtype).view(5, 256)
+    elsewhere.copy_(rows.data)
+    token_ids = torch.tensor([4, 0, 0, 3])
+    permuted = permute_rows(Quantized(elsewhere, rows.scales), token_ids)
+    assert torch.equal(permuted.data.view(torch.uint8), rows.data.view(torch.uint8)[token_ids])
+    assert torch.equal(permuted.scales, rows.scales[token_ids])

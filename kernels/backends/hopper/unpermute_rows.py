@@ -17,9 +17,10 @@ BIASED = variants_by_dtype("unpermute_rows", _THREADS, prefix="biased_", BIASED=
 
 
 def can_unpermute(rows: Tensor, inverse: Tensor, out: Tensor) -> bool:
-    """Whether the kernel supports these: a thread copies 16 bytes at a time."""
+    """Whether the kernel supports these: a thread copies 16 bytes at a time, of one slot at least."""
     return (
-        rows.dtype == torch.bfloat16
+        inverse.shape[1] > 0
+        and rows.dtype == torch.bfloat16
         and inverse.dtype == torch.int32
         and out.dtype in VARIANTS
         and rows.shape[1] % 8 == 0
