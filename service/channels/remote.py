@@ -276,6 +276,8 @@ class RemoteEngine:
                 self._send(waiting)
             except EngineError as error:
                 waiting.done(error)
+            finally:
+                self._waiting.left(waiting)
 
     def _read_times(self, offset: int, call: RemoteCall) -> None:
         """Where the time of a call went; if the device has answered it, that may not be written yet."""

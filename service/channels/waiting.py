@@ -90,7 +90,7 @@ class WaitingCalls(Generic[T]):
         self._count(call, 1)
 
     def take(self) -> T:
-        """The next request, which waits no more; there must be one."""
+        """The next request, which is counted until it has `left`; there must be one."""
         return self._take(min(self._ready, key=self._turn))
 
     def take_unlike(self) -> T | None:
@@ -110,18 +110,22 @@ class WaitingCalls(Generic[T]):
         queue.take(call.left)
         self._clock[kind.priority] = self._used[kind]
         self._used[kind] += call.left / self._weights[kind.model]
-        self._left(call)
+        self._look_at(kind)
         return call
+
+    def left(self, call: T) -> None:
+        """Count a request that was taken no more: a drain ends once all counted ones are in the engine."""
+        self._count(call, -1)
 
     def remove(self, call: T) -> None:
         """Forget a request that waits."""
         self._queues[call.kind].remove(call)
-        self._left(call)
-
-    def _left(self, call: T) -> None:
+        self._look_at(call.kind)
         self._count(call, -1)
-        if not self._queues[call.kind].num_requests:
-            del self._ready[call.kind]
+
+    def _look_at(self, kind: Kind) -> None:
+        if not self._queues[kind].num_requests:
+            del self._ready[kind]
 
     def _count(self, call: T, sign: int) -> None:
         self._num_requests += sign

@@ -42,9 +42,10 @@ class Acceptor:
         self._counts[self._index] -= 1
 
     def stop(self) -> None:
-        """Accept no more."""
+        """Accept no more, and close the listener."""
         self._stopped = True
         self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
 
     def _watch(self) -> None:
         if not self._stopped:

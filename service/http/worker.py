@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 
 from expertd.service.channels.layout import GREETING
 from expertd.service.channels.remote import RemoteEngine
@@ -85,13 +84,9 @@ class _WorkerServer(ConnectionServer):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         # The engine's process is signalled too, and says what to do.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self.handle_exit)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         yield
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -116,6 +116,7 @@ class Workers:
         now = time.monotonic()
         if self._finish_by is None:
             self._is_ending = True
+            self._public.close()  # the last one closed refuses new connections
             self._finish_by = now + max(1.0, seconds) + _GRACE_SECONDS
             self._tell(FINISH + str(max(1.0, seconds)).encode())
         if now > self._finish_by:
@@ -152,7 +153,9 @@ class Workers:
             else:
                 if self._is_ending:
                     # By SIGTERM a process ends only as long as it has accepted nothing.
-                    self.succeeded = self.succeeded and code in (0, -signal.SIGTERM)
+                    if code not in (0, -signal.SIGTERM):
+                        logger.error("HTTP process %d ended with exit code %d", index, code)
+                        self.succeeded = False
                     return
                 logger.error("HTTP process %d ended with exit code %d: starting another", index, code)
             pause = (

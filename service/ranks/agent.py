@@ -18,6 +18,7 @@ from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.inbox import Inbox
 from expertd.service.ranks.meeting import Meeting, between_nodes
 from expertd.service.ranks.nodes import shared_settings
+from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import RankSetup, Role
 from expertd.service.ranks.starting import LoadFailedError, start_ranks, wait_loaded
 from expertd.service.sentences import shown
@@ -45,8 +46,8 @@ class _RefusedError(Exception):
 class _Agent:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._node = settings, settings.node_rank
-        self._signalled = threading.Event()
         self._signal = ""  # the name of the last one
+        self._bell = Bell()  # at a signal, whose handler may have interrupted the holder of an Event's lock
         self._end_by = 0.0  # after a signal
         self._inbox = Inbox()
         self._group: RankGroup | None = None
@@ -69,10 +70,10 @@ class _Agent:
                 return 2
             except RuntimeError as error:
                 logger.debug("the store failed", exc_info=error)
-            if self._signalled.is_set():
+            if self._signal:
                 return 0
             logger.error("the front end is gone")
-        if self._signalled.is_set():
+        if self._signal:
             return 0
         logger.error("rendezvous: expected a front end within %g s, got none", seconds)
         return 1
@@ -80,27 +81,27 @@ class _Agent:
     def _find(self, seconds: float) -> Meeting | None:
         """Where the front end is, once it is there; None after `seconds`, or a signal."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._signalled.is_set():
+        while time.monotonic() < until and not self._signal:
             try:
                 meeting = between_nodes(self._settings)  # each time: a name may get another address
                 socket.create_connection((meeting.host, meeting.port), _CONNECT_SECONDS).close()
                 return meeting
             except (OSError, ValueError) as error:
                 logger.debug("no front end: %s", error)
-            self._signalled.wait(BEAT_SECONDS)
+            self._wait(BEAT_SECONDS)
         return None
 
     def _serve(self, session: "_Session") -> None:
         """Run groups until the front end is gone, or a signal and the last group's end."""
         done = 0
-        while session.is_alive() and not (self._signalled.is_set() and self._is_over()):
+        while session.is_alive() and not (self._signal and self._is_over()):
             if session.generation == done:
-                if self._signalled.wait(BEAT_SECONDS / 5):
+                if self._wait(BEAT_SECONDS / 5):
                     return
                 continue
             done = session.generation
             self._run_group(session, done)
-            if self._signalled.is_set():
+            if self._signal:
                 return
         if session.refused is not None:
             raise _RefusedError(session.refused)
@@ -113,7 +114,7 @@ class _Agent:
         ]
 
         def stop() -> bool:
-            over = self._signalled.is_set() and self._is_over()
+            over = bool(self._signal) and self._is_over()
             return over or session.generation != generation or not session.is_alive()
 
         try:
@@ -143,7 +144,7 @@ class _Agent:
 
     def _why_ended(self, session: "_Session") -> str:
         """Why ranks end that are not lost."""
-        if self._signalled.is_set() and self._is_over():
+        if self._signal and self._is_over():
             return f"the agent was stopped by {self._signal}"
         if session.refused is not None:
             return f"the agent was refused: {session.refused}"
@@ -152,11 +153,15 @@ class _Agent:
     def _end(self, number: int, frame: FrameType | None) -> None:
         """A signal."""
         settings = self._settings
-        again, self._signal = self._signalled.is_set(), signal.Signals(number).name
+        again, self._signal = bool(self._signal), signal.Signals(number).name
         drain = settings.shutdown_delay_seconds + settings.drain_timeout_seconds
         self._end_by = time.monotonic() + (0.0 if again else drain)
-        self._signalled.set()
+        self._bell.ring()
         self._inbox.wake()
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for a signal; whether there was one."""
+        return self._bell.wait(lambda: bool(self._signal), 0.0, seconds)
 
     def _is_over(self) -> bool:
         return self._group is None or time.monotonic() > self._end_by

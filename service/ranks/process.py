@@ -94,7 +94,8 @@ class Control:
 
 def main() -> int:
     """Run until told to stop; the exit code."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # the front end is signalled too, and says what to do
+    # The front end is signalled too, and says what to do.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     message, descriptors = receive(connection)

@@ -49,7 +49,13 @@ class Waits:
         return call
 
     def order(self) -> list[Call]:
-        return [self.calls.take() for _ in range(len(self.calls))]
+        return [self.take() for _ in range(len(self.calls))]
+
+    def take(self) -> Call:
+        """The next one, which is sent at once."""
+        call = self.calls.take()
+        self.calls.left(call)
+        return call
 
 
 def test_the_most_urgent_leave_first() -> None:
@@ -80,7 +86,7 @@ def test_a_model_that_had_no_requests_has_no_claim_to_the_time_before() -> None:
     for _ in range(9):
         waits.put(model="tiny")
     for _ in range(6):
-        waits.calls.take()
+        waits.take()
     for _ in range(9):
         waits.put(model="other")
     assert [call.kind.model for call in waits.order()[:10]].count("tiny") == 2
@@ -105,11 +111,23 @@ def test_those_unlike_all_in_the_channel_may_leave_before_others() -> None:
     like = [waits.calls.kind("tiny", 1, priority) for priority in (128, 1)]
     waits.calls.in_channel.update({(like[0], 1): 1, (like[0], 3): 1})
     assert waits.calls.take_unlike() is urgent
+    waits.calls.left(urgent)
     second = waits.calls.take_unlike()
     assert second is not None
+    waits.calls.left(second)
     assert second.caller == 2
     assert waits.calls.take_unlike() is None
     assert [call.caller for call in waits.order()] == [1, 3, 1], "the others have their turns"
+
+
+def test_what_is_taken_counts_until_it_has_left() -> None:
+    waits = Waits()
+    waits.put(1, 17)
+    taken = waits.calls.take()
+    assert waits.totals == [Backlog(1, 17), Backlog(0, 0)]
+    waits.calls.left(taken)
+    assert waits.totals == [Backlog(0, 0)] * 2
+    assert len(waits.calls) == 0
 
 
 def test_what_is_removed_does_not_leave() -> None:
@@ -133,7 +151,7 @@ def test_as_many_requests_wait_as_the_limits_allow() -> None:
     with pytest.raises(TooManyRequestsError, match=text):
         waits.put()
     waits.put(model="other")
-    waits.calls.take()
+    waits.take()
     waits.put()
     assert waits.totals == [Backlog(2, 2), Backlog(1, 1)]
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import select
 import signal
 import socket
 import struct
@@ -147,6 +148,48 @@ def test_sigterm_to_every_process_is_one_signal(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGTERM)
         assert server.process.wait(30) == 0
         assert "ERROR" not in server.log()
+
+
+def test_a_process_that_is_signalled_alone_goes_on(tmp_path: Path) -> None:
+    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+        os.kill(workers_of(server)[0], signal.SIGTERM)
+        for sock in connected(stack, server, 8):
+            assert "connection" not in asked(sock, GOOD).headers
+        assert "HTTP process" not in server.log(), "none has ended"
+
+
+def test_after_the_drain_nobody_can_connect(tmp_path: Path) -> None:
+    """A client that does not read its answer keeps the processes."""
+    large = infer(*hidden_request(np.ones((64, 1024), np.float32)))
+    settings = two_processes(models=[SLOW], drain_timeout_seconds=6)
+    with server_process(settings, tmp_path) as server, connect(server.port) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for _ in range(200):
+            sock.sendall(large)
+            if not select.select([], [sock], [], 0.5)[1]:
+                break  # the server reads no more, because its answers are not read
+
+        def is_refused() -> bool:
+            try:
+                connect(server.port).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        server.terminate()
+        wait_for(is_refused, "new connections are refused", seconds=5)
+        assert server.process.poll() is None, "it has not ended"
+
+
+def test_a_process_that_is_killed_during_the_drain_is_in_the_log(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server, _ = in_a_slow_step(stack, tmp_path)
+        worker = workers_of(server)[0]
+        server.terminate()
+        wait_for(lambda: "shutting down" in server.log(), "the signal took effect")
+        os.kill(worker, signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        assert re.search("ERROR .*HTTP process [01] ended with exit code -9$", server.log(), re.M)
 
 
 def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,21 @@ async def test_a_rank_that_does_not_end_well_is_reported(
 def test_ranks_end_with_the_server(tmp_path: Path) -> None:
     with _server(tmp_path) as (server, ranks):
         server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 0
+        assert _ended(ranks)()
+        assert not re.search("WARNING|ERROR", server.log())
+
+
+def test_sigterm_to_every_process_is_one_signal(tmp_path: Path) -> None:
+    """As systemd sends it: what was accepted is answered."""
+    with _server(tmp_path) as (server, ranks), ExitStack() as stack:
+        callers = [stack.enter_context(connect(server.port)) for _ in range(8)]
+        for caller in callers:
+            caller.sendall(infer(*hidden_request(rows(50))))
+        for process in (*ranks, server.process.pid):
+            os.kill(process, signal.SIGTERM)
+        for caller in callers:
+            assert read_answer(caller).status == 200
         assert server.process.wait(20) == 0
         assert _ended(ranks)()
         assert not re.search("WARNING|ERROR", server.log())

@@ -1,6 +1,8 @@
 """What keeps ranks running when starting, meeting or hearing them fails; with fakes for the processes."""
 
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from expertd.service.ranks.inbox import Inbox
 from expertd.service.ranks.recording import write_trace
 from expertd.service.ranks.returning import Returning
 from expertd.service.ranks.supervisor import Supervisor
+from tests.paths import ROOT
 from tests.service.apps import tiny_settings
 from tests.service.ranks.nodes import node_settings
 
@@ -89,6 +92,27 @@ def test_an_agent_whose_ranks_do_not_start_says_so_and_goes_on(monkeypatch: pyte
     one._run_group(cast(Any, session), 3)
     why = "the ranks cannot be started: [Errno 24] Too many open files (node 1)"
     assert reports == [(3, why)]
+
+
+def test_a_signal_may_interrupt_an_agents_wait_anywhere() -> None:
+    """In a process of its own: with a lock that its handler waits for, it would hang."""
+    program = """
+import os, signal, time
+from expertd.service.ranks import agent
+from tests.service.ranks.nodes import node_settings
+one = agent._Agent(node_settings().model_copy(update={"node_rank": 1}))
+signal.signal(signal.SIGUSR1, one._end)
+sender = os.fork()
+if sender == 0:
+    for _ in range(3000):
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(2e-4)
+    os._exit(0)
+while os.waitpid(sender, os.WNOHANG) == (0, 0):
+    one._wait(0.0)
+    one._signal = ""
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
 def test_answers_of_ranks_have_the_time_of_the_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
