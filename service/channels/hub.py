@@ -1,6 +1,7 @@
 """All channels of a server: opening, claiming, closing, their limits and metrics."""
 
 import asyncio
+import errno
 import logging
 import secrets
 import threading
@@ -94,8 +95,11 @@ class ChannelHub:
         try:
             memory = await opening.allocate(geometry, self._engine.loaded)
             return self._add(opening, memory)
-        except BaseException:
+        except BaseException as error:
             self.used_bytes -= geometry.data_bytes
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                text = f"channels: the server has no room for another one: {error.strerror}"
+                raise ChannelLimitError(text, _RETRY_SECONDS) from error
             raise
         finally:
             self._opening -= 1

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import socket
-import stat
 import struct
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 from expertd.service.channels.channel import Channel
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.layout import GREETING, TOKEN_BYTES
+from expertd.service.socket_files import SocketFile, free_path
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,13 @@ class ChannelListener:
         self._hub = hub
         self._strangers = 0
         self._socket: socket.socket | None = None
+        self._file: SocketFile | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def bind(self) -> None:
         """Listen, for this user only. Raises OSError, with a sentence, if that is not possible."""
         if self._socket is None:
-            self._socket = listen_at(self._path)
+            self._socket, self._file = listen_at(self._path)
 
     def start(self) -> None:
         """Accept connections, from now on; raises as `bind` does, unless that has been called."""
@@ -54,11 +55,10 @@ class ChannelListener:
 
     def remove(self) -> None:
         """Listen no more, and remove the socket."""
-        if self._socket is not None:
-            with suppress(OSError):  # it may have been removed
-                self._path.unlink()
+        if self._socket is not None and self._file is not None:
+            self._file.remove()
             self._socket.close()
-            self._socket = None
+            self._socket = self._file = None
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -138,39 +138,21 @@ def _shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def listen_at(path: Path) -> socket.socket:
-    """A socket that listens at `path`, for this user only. Raises OSError, with a sentence."""
+def listen_at(path: Path) -> tuple[socket.socket, SocketFile]:
+    """A socket that listens at `path`, for this user only, and its file. Raises OSError, with a sentence."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     taken: str | None = None
     try:
-        if (taken := make_free(path)) is not None:
-            raise FileExistsError
-        made.bind(str(path))
-        path.chmod(0o600)  # before it listens, so that nobody else can connect
-        made.listen(_BACKLOG)
+        with free_path(path) as taken:
+            if taken is not None:
+                raise FileExistsError
+            made.bind(str(path))
+            file = SocketFile(path)
+            path.chmod(0o600)  # before it listens, so that nobody else can connect
+            made.listen(_BACKLOG)
     except OSError as error:
         made.close()
         text = taken or f"expected a path for a new socket, got {path}: {error.strerror or error}"
         raise OSError(f"channels.socket: {text}") from error
     made.setblocking(False)
-    return made
-
-
-def make_free(path: Path) -> str | None:
-    """Remove a socket that nobody listens on any more; if `path` is not free then, why."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISSOCK(mode):
-        return f"expected a free path or a socket, got {path}, which is another file"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return None
-        except TimeoutError:
-            pass  # its backlog is full: it is alive
-    return f"expected a free path, got {path}, on which another server listens"
+    return made, file

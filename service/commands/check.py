@@ -210,8 +210,9 @@ def _channels(settings: "Settings") -> str:
     path = settings.channels.socket
     if path is None:
         return "none"
-    listen_at(path).close()
-    path.unlink()
+    listener, file = listen_at(path)
+    listener.close()
+    file.remove()
     return f"{path} is free"
 
 

@@ -2,16 +2,13 @@
 
 import errno
 import ipaddress
-import logging
 import os
 import resource
 import socket
 from pathlib import Path
 
-from expertd.service.channels.listener import make_free
 from expertd.service.settings.model import Settings
-
-logger = logging.getLogger(__name__)
+from expertd.service.socket_files import SocketFile, free_path
 
 _BACKLOG = 2048
 
@@ -23,18 +20,16 @@ class BindError(Exception):
 class Listener:
     """A listening socket; `address` is how clients name it."""
 
-    def __init__(self, sock: socket.socket, address: str, path: Path | None = None) -> None:
+    def __init__(self, sock: socket.socket, address: str, file: SocketFile | None = None) -> None:
         self.socket = sock
         self.address = address
-        self._path = path
-        self._inode = None if path is None else path.stat().st_ino
+        self._file = file
         sock.set_inheritable(False)
 
     def remove(self) -> None:
-        """Remove the socket's file, unless another server has replaced it."""
-        path, self._path = self._path, None
-        if path is not None and _inode(path) == self._inode:
-            path.unlink()
+        """Remove the socket's file, if it has one."""
+        if self._file is not None:
+            self._file.remove()
 
     def close(self) -> None:
         """Listen no more."""
@@ -93,15 +88,17 @@ def _listen_on_port(host: str, port: int) -> socket.socket:
 def _listen_on_path(path: Path) -> Listener:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if (taken := make_free(path)) is not None:
-            raise BindError(f"uds: {taken}")
-        before = os.umask(0o177)  # only this user may connect, from the beginning on
-        try:
-            sock.bind(str(path))
-        finally:
-            os.umask(before)
-        sock.listen(_BACKLOG)
-        return Listener(sock, f"unix:{path}", path)
+        with free_path(path) as taken:
+            if taken is not None:
+                raise BindError(f"uds: {taken}")
+            before = os.umask(0o177)  # only this user may connect, from the beginning on
+            try:
+                sock.bind(str(path))
+            finally:
+                os.umask(before)
+            file = SocketFile(path)
+            sock.listen(_BACKLOG)
+        return Listener(sock, f"unix:{path}", file)
     except BindError:
         sock.close()
         raise
@@ -111,23 +108,11 @@ def _listen_on_path(path: Path) -> Listener:
         raise BindError(f"uds: expected a path for a new socket, got {path}: {reason}") from error
 
 
-def _inode(path: Path) -> int | None:
-    try:
-        return path.lstat().st_ino
-    except FileNotFoundError:
-        return None
-
-
-def allow_files(count: int) -> None:
-    """Raise the limit on open files to `count`; if the system allows fewer, log a warning."""
+def allow_files(count: int) -> int:
+    """Raise the limit on open files to `count`, or as far as possible; returns how many are missing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
-        return
+        return 0
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < count:
-        logger.warning(
-            "limits.max_connections: expected a limit of %d open files, got %d (ulimit -n)",
-            count,
-            allowed,
-        )
+    return count - allowed

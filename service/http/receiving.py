@@ -178,6 +178,7 @@ class Receiving(Replies):
     def _drop_incomplete(self, error: OipError | None = None) -> None:
         if self._body is None:
             return
+        self._timer.clear()
         self._forget_body()
         self._body = None
         if self._call is not None and not self._is_answered:

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 
 from expertd.service.engine.engine import Phase
@@ -20,6 +22,8 @@ from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FEWEST_CONNECTIONS = 16
 _OTHER_FILES = 256  # besides those that settings limit: lingering connections, libraries, devices
 
 
@@ -32,6 +36,19 @@ def num_files(settings: Settings, num_servers: int) -> int:
     return num_servers * settings.limits.max_connections + regions + channels + _OTHER_FILES
 
 
+def with_allowed_files(settings: Settings, num_servers: int) -> Settings:
+    """`settings`, with fewer connections and a warning if this process may not have files for all of them."""
+    count, limits = num_files(settings, num_servers), settings.limits
+    missing = allow_files(count)
+    if not missing:
+        return settings
+    fitting = limits.max_connections - math.ceil(missing / num_servers)
+    most = min(limits.max_connections, max(_FEWEST_CONNECTIONS, fitting))
+    text = "limits.max_connections: expected a limit of %d open files, got %d (ulimit -n): it is %d now"
+    logger.warning(text, count, count - missing, most)
+    return settings.model_copy(update={"limits": limits.model_copy(update={"max_connections": most})})
+
+
 def serve(
     settings: Settings, loader: Loader = load, beside: Callable[[ExpertApp, Settings], Beside] | None = None
 ) -> int:
@@ -42,17 +59,21 @@ def serve(
     Returns the exit code: 0 after a full drain, else 1. Before anything is loaded, raises BindError if it
     cannot listen, and SettingsError for a file of keys, or files of TLS, that cannot be used.
     """
+    settings = with_allowed_files(settings, 1 if beside is None else 2)
     with ExitStack() as stack:
-        public = listen(settings)
-        stack.callback(public.close)
-        workers = Workers(settings, public) if settings.http_workers > 1 else None
-        if workers is not None:
-            stack.callback(workers.close)
+        _leave_nothing(stack)
+        with _signals_later():
+            public = listen(settings)
+            stack.callback(public.close)
+            workers = Workers(settings, public) if settings.http_workers > 1 else None
+            if workers is not None:
+                stack.callback(workers.close)
         own = settings if workers is None else workers.engine_settings
         app = ExpertApp(own, loader)
         if beside is not None:
             app.beside = beside(app, settings)
         if app.listener is not None:
+            stack.callback(app.listener.remove)
             try:
                 app.listener.bind()
             except OSError as error:
@@ -61,19 +82,37 @@ def serve(
         # HTTP processes log what they pass on.
         shared_settings = own if workers is None else own.model_copy(update={"access_log": False})
         shared = Shared(app, app.infer, app.metrics, shared_settings)
-        allow_files(num_files(settings, 1 if beside is None else 2))
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
-        requests = app.metrics.request_totals().values()
-        answered = sum(each.success.count for each in requests)
-        others = sum(each.failure.count for each in requests)
-        logger.info("ended; infer requests answered: %d, refused or cancelled: %d", answered, others)
         engine = app.engine
         if engine.scheduler.running or engine.repository.is_reading or engine.device_failed:
             # A normal exit would abort while a thread is in native code, or free memory of a failed device.
             server.exit_now(server.exit_code)
+        server.log_end()
         return server.exit_code
+
+
+def _leave_nothing(stack: ExitStack) -> None:
+    """Have signals close `stack` before they end the process, until the server has handlers of its own."""
+
+    def close_first(number: int, frame: FrameType | None, then: Callable[..., object]) -> None:
+        stack.close()
+        then(number, frame)
+
+    for number in _ENDING:
+        if callable(then := signal.getsignal(number)):
+            signal.signal(number, partial(close_first, then=then))
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Handle signals after the block: what it makes is in the stack then."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Server(ConnectionServer):
@@ -159,7 +198,15 @@ class _Server(ConnectionServer):
         if self._app.beside is not None and self._app.beside.cut_off:
             self.exit_code = 1
 
+    def log_end(self) -> None:
+        """Say how many requests were answered."""
+        requests = self._app.metrics.request_totals().values()
+        answered = sum(each.success.count for each in requests)
+        others = sum(each.failure.count for each in requests)
+        logger.info("ended; infer requests answered: %d, refused or cancelled: %d", answered, others)
+
     def exit_now(self, code: int = 1) -> None:
+        self.log_end()
         self._listener.remove()
         if self._app.listener is not None:
             self._app.listener.remove()

@@ -54,7 +54,10 @@ async def test_without_descriptors_nothing_stays_reserved(
         with monkeypatch.context() as patch:
             patch.setattr(os, call, refuse)
             for _ in range(3):
-                error_of(await server.http.post("/v1/channels", json=BODY), 500)
+                response = await server.http.post("/v1/channels", json=BODY)
+                text = "channels: the server has no room for another one: Too many open files"
+                assert error_of(response, 503) == text
+                assert response.headers["retry-after"] == "1"
         assert server.metric("channel_bytes") == num_bytes
         assert descriptors(mappings=False) == before
         assert len(closed) == 2 * 3

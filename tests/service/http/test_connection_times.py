@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from expertd.service.http import server as http_server
 from expertd.service.http.listening import allow_files
 from tests.service.apps import hidden_request, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process
@@ -149,7 +150,6 @@ def test_many_silent_connections_beyond_the_limit_are_closed(tmp_path: Path) -> 
 )
 def test_the_limit_on_open_files_is_raised(
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     limits: tuple[int, int],
     count: int,
     expected: int | None,
@@ -157,6 +157,32 @@ def test_the_limit_on_open_files_is_raised(
     limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits_set.append(pair))
-    allow_files(count)
+    assert allow_files(count) == (1000 if count == 2000 else 0)
     assert limits_set == ([] if expected is None else [(expected, limits[1])])
-    assert ("got 1000 (ulimit -n)" in caplog.text) == (count == 2000)
+
+
+@pytest.mark.parametrize(("missing", "connections"), [(0, 100), (30, 85), (1000, 16)])
+def test_fewer_files_are_fewer_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: int, connections: int
+) -> None:
+    monkeypatch.setattr(http_server, "allow_files", lambda count: missing)
+    settings = http_server.with_allowed_files(tiny_settings({"max_connections": 100}), num_servers=2)
+    assert settings.limits.max_connections == connections
+    assert (f"(ulimit -n): it is {connections} now" in caplog.text) == (missing > 0)
+
+
+def test_a_body_that_ends_when_its_time_does_is_no_error(tmp_path: Path) -> None:
+    request = head(f"POST {INFER} HTTP/1.1", "Content-Length: 1000000") + bytes(100)
+    with (
+        server_process(tiny_settings({"body_timeout_seconds": 0.2}), tmp_path) as process,
+        ExitStack() as stack,
+    ):
+        for number in range(100):
+            sock = stack.enter_context(connect(process.port))
+            sock.sendall(request)
+            sent = time.monotonic()
+            time.sleep(max(0.0, sent + 0.19 + 2e-4 * number - time.monotonic()))
+            sock.shutdown(socket.SHUT_WR)
+        process.terminate()
+        assert process.process.wait(30) == 0
+        assert "Traceback" not in process.log()

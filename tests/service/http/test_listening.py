@@ -3,6 +3,7 @@
 import signal
 import socket
 import stat
+import subprocess
 from pathlib import Path
 
 import httpx
@@ -39,6 +40,26 @@ def test_only_the_user_may_connect(path: Path) -> None:
         client.connect(str(path))
     listener.close()
     assert not path.exists()
+
+
+def test_a_signal_before_the_server_runs_leaves_no_files(tmp_path: Path, path: Path) -> None:
+    """It comes as soon as the folder of the socket between the processes is there."""
+    options = ["--uds", str(path), "--http-workers", "2", "--set", f"channels.socket={tmp_path / 'channels'}"]
+    command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, *options]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        command, env=clean_environment(TMPDIR=str(temporary)), stderr=subprocess.DEVNULL
+    )
+    try:
+        while not any(temporary.glob("expertd-*")):
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+    assert list(temporary.iterdir()) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["temporary"]
 
 
 def test_a_socket_that_nobody_listens_on_is_replaced(path: Path) -> None:
