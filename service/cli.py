@@ -1,6 +1,7 @@
 """The `expertd` command."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -9,20 +10,27 @@ from typing import Any
 from expertd import __version__
 from expertd.service.commands import bench, check, kernels, keys, layers, profile, serve
 
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 _COMMANDS = (serve, check, layers, keys, kernels, profile, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code, 2 for invalid arguments or settings.
 
-    1 if whoever reads the output, such as `head`, has ended.
+    1 if the output cannot be written: whoever reads it, such as `head`, has ended, or the disk is full.
     """
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        if error.errno != errno.EPIPE:
+            text = f"stdout: expected one that can be written, got an error: {error.strerror}"
+            print(f"expertd: {text}", file=sys.stderr)
         return 1
     return code
 

@@ -36,7 +36,9 @@ def configure_logging(level: str, source: str = "", bars: bool = True, form: For
 def shows_bars() -> bool:
     """Whether stderr can show progress bars; if not, callers log progress instead."""
     # A terminal without a size (a container's, while nobody is attached) cannot show them.
-    return _bars and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    if not _bars or sys.stderr is None:  # closed
+        return False
+    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """URLs of servers."""
 
+from typing import Any
+
 import pytest
 
 from expertd_client import ExpertClient, InvalidRequestError
@@ -47,9 +49,11 @@ def test_addresses(url: str, host: str, port: int, path: str | None, authority: 
         "unix:",
         "unix:relative",
         "unix://",
+        None,
+        b"http://a",
     ],
 )
-def test_addresses_that_are_none(url: str) -> None:
+def test_addresses_that_are_none(url: Any) -> None:
     with pytest.raises(
         InvalidRequestError, match=r"^url: expected http://host:port, https://host:port or unix:/path, got "
     ):

@@ -43,6 +43,19 @@ ROUTED = {"topk_ids": IDS, "topk_weights": WEIGHTS}
         ({"hidden_states": IDS}, f"dtype of hidden_states: expected {FLOATS}, got int32"),
         ({"hidden_states": TENSOR.double()}, f"dtype of hidden_states: expected {FLOATS}, got float64"),
         ({"hidden_states": TENSOR.to(torch.uint16)}, f"hidden_states: expected {FLOATS}, got uint16"),
+        (
+            {"hidden_states": TENSOR.to("meta")},
+            "hidden_states: expected torch.strided with memory, got torch.str",
+        ),
+        (
+            {"hidden_states": TENSOR.to_sparse()},
+            "expected torch.strided with memory, got torch.sparse_coo on cpu",
+        ),
+        ({"hidden_states": TENSOR, "out": TENSOR.to("meta")}, "out: expected torch.strided with memory, got"),
+        (
+            {"hidden_states": TENSOR, "out": TENSOR.to_sparse()},
+            "out: expected torch.strided with memory, got",
+        ),
         ({"topk_ids": IDS}, "topk_ids and topk_weights: expected both or neither, got topk_ids alone"),
         ({"topk_weights": WEIGHTS}, "expected both or neither, got topk_weights alone"),
         ({**ROUTED, "topk_ids": IDS[:1]}, "shape of topk_ids: expected [2, 3], got [1, 3]"),

@@ -1,5 +1,6 @@
 """`expertd-client bench`."""
 
+import argparse
 import itertools
 import json
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from expertd_client import ExpertError, __version__
 from expertd_client.__main__ import main
+from expertd_client.bench.arguments import add_arguments
 from expertd_client.bench.case import Case, Sample, summarize
 from expertd_client.bench.load import Load, hidden_states
 from expertd_client.bench.processes import _shares
@@ -191,7 +193,14 @@ def test_wrong_numbers(capsys: Captured, flag: str, value: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", f"{flag}={value}"])
     assert caught.value.code == 2
-    assert "expected positive numbers, got" in capsys.readouterr().err
+    assert "expected positive numbers below 1e+09, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "expected"), [("0", 0.0), ("0.5", 0.5)])
+def test_there_may_be_no_warmup(given: str, expected: float) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["--warmup", given]).warmup == expected
 
 
 def test_abbreviated_flags_are_refused(capsys: Captured) -> None:

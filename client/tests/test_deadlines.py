@@ -99,8 +99,8 @@ def test_the_timeout_travels_in_microseconds(connect: Connect, timeout: float) -
         assert sent > timeout * 1e6 / 2
 
 
-@pytest.mark.parametrize("timeout", [0, -1, math.nan])
-def test_timeouts_that_cannot_be_met(connect: Connect, timeout: float) -> None:
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, "1", b""])
+def test_timeouts_that_cannot_be_met(connect: Connect, timeout: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number of seconds, got"):
         connect("http://127.0.0.1:1", timeout=timeout)
     with pytest.raises(InvalidRequestError, match=r"^timeout: expected a positive number of seconds, got"):

@@ -171,7 +171,9 @@ class _Input:
         name, dtype = _CONTENTS.get(datatype, ("", "<f4"))  # that an unknown one is refused comes later
         given = [field.name for field, _ in contents.ListFields()]
         if name and given not in ([], [name]):
-            raise OipError(400, f"contents of {self._where}: expected {name} for {datatype}, got {given[-1]}")
+            others = ", ".join(other for other in given if other != name)
+            text = f"expected only {name} for {datatype}, got {others}"
+            raise OipError(400, f"contents of {self._where}: {text}")
         data = np.array(getattr(contents, name), dtype).tobytes() if name else b""
         self._set_size("contents", len(data))
         return data

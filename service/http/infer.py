@@ -20,6 +20,7 @@ from expertd.service.http.infer_head import least_tokens
 from expertd.service.http.parsing import Received, parse_body, where_to_parse
 from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import ELEMENT_BYTES, OipError
+from expertd.service.http.protocol.layer_request import check_tokens
 from expertd.service.http.threads import Where, pause_for_others, thread_from
 from expertd.service.memory import Buffer, Span, host_view, is_for_device_alone, is_on_gpu
 from expertd.service.moe.request import LayerRequest, Output, fp8_rows
@@ -50,6 +51,7 @@ class InferCall(InferEnding):
             engine.check_capacity(head.model, head.caller)  # first: one that shuts down refuses all sizes
             head.read(engine.settings.limits)
             if (least := least_tokens(head, self._spec)) > 1:
+                check_tokens(least, self._spec)
                 engine.check_capacity(head.model, head.caller, least)
             if head.has_large_json:
                 self._endpoint.threads.check_json(engine.settings.limits, head.caller)

@@ -98,8 +98,9 @@ def check_exposure(settings: Settings) -> None:
         host = name  # of another node, which may not have started
     if not _is_loopback(host):
         raise ValueError(
-            f"rendezvous: expected a loopback address without keys, got {settings.rendezvous}; nodes ask "
-            "nobody who connects: keep them in a network of their own, and set insecure: true (--insecure)"
+            f"rendezvous: expected a loopback address without keys, got {settings.rendezvous}; nodes do not "
+            "authenticate connections: keep them in a network of their own, and set insecure: true "
+            "(--insecure)"
         )
 
 

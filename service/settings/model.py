@@ -30,7 +30,7 @@ from expertd.service.settings.rank_checks import wrong_ranks
 from expertd.service.settings.rendezvous import Rendezvous
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import Devices, numbers
-from expertd.service.settings.values import check_agreement
+from expertd.service.settings.values import HostName, check_agreement
 
 ENV_PREFIX = "EXPERTD_"
 ENV_DELIMITER = "__"
@@ -52,7 +52,7 @@ class Settings(BaseSettings):
         case_sensitive=True,  # else pydantic-settings fails on keys that are not strings
     )
 
-    host: str = Field(
+    host: HostName = Field(
         default="127.0.0.1",
         min_length=1,
         description="address to listen on; beyond loopback only with `keys`, or `insecure`",

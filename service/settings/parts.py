@@ -227,7 +227,13 @@ class PageSettings(Frozen):
     )
 
 
-_Url = Annotated[str, matching(r"https?://[^/?#\s]+\S*", "a URL such as http://127.0.0.1:4318/v1/traces")]
+_Url = Annotated[
+    str,
+    matching(
+        r"https?://([^/?#\s\[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)([/?#]\S*)?",
+        "a URL such as http://127.0.0.1:4318/v1/traces",
+    ),
+]
 
 
 class TracingSettings(Frozen):

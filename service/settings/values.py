@@ -4,7 +4,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
@@ -52,6 +52,18 @@ def matching(pattern: str, expected: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def check_name(host: str) -> str:
+    """Raise ValueError for what is neither an address nor a name that could be looked up."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"expected a name or address, got {shown(host)}") from None
+    return host
+
+
+HostName = Annotated[str, AfterValidator(check_name)]
 
 
 @dataclass(frozen=True)

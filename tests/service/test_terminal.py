@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from expertd.service.terminal import shows_bars
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, serving
 
@@ -131,6 +132,11 @@ for number in range(3):
             )
         written = list(iter(lambda: ours.recv(65536).decode(), ""))
     assert [text.rpartition(": ")[2] for text in written] == [f"line {number}\n" for number in range(3)]
+
+
+def test_a_closed_stderr_shows_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not shows_bars()
 
 
 @pytest.mark.slow

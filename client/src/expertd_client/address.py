@@ -59,6 +59,8 @@ def parse_address(
     key = os.environ.get("EXPERTD_KEY", "") if key is None else key
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise InvalidRequestError("key: expected printable ASCII without spaces, got something else")
+    if not isinstance(url, str):
+        raise _invalid(url)
     if not url.startswith("https:") and (ca is not None or certificate is not None):
         raise InvalidRequestError(f"url: expected https://host:port with ca or certificate, got {url!r}")
     if url.startswith("unix:"):

@@ -53,6 +53,7 @@ def read(name: str, value: Any, dtypes: dict[str, str]) -> Tensor:
     if not isinstance(value, np.ndarray) and not is_torch(value):
         got = type(value).__name__
         raise InvalidRequestError(f"{name}: expected a NumPy array or a torch tensor, got {got}")
+    check_dense(name, value)
     shape = tuple(value.shape)
     if len(shape) != 2:
         raise InvalidRequestError(f"shape of {name}: expected [tokens, columns], got {list(shape)}")
@@ -63,6 +64,13 @@ def read(name: str, value: Any, dtypes: dict[str, str]) -> Tensor:
     if datatype is None:
         raise InvalidRequestError(f"dtype of {name}: expected {_any_of(dtypes)}, got {dtype}")
     return Tensor(name, datatype, (int(shape[0]), int(shape[1])), value)
+
+
+def check_dense(name: str, value: Any) -> None:
+    """Raise InvalidRequestError for torch tensors that are sparse or have no memory."""
+    if is_torch(value) and (value.is_meta or str(value.layout) != "torch.strided"):
+        got = f"{value.layout} on {value.device}"
+        raise InvalidRequestError(f"{name}: expected torch.strided with memory, got {got}")
 
 
 def is_torch(value: object) -> bool:

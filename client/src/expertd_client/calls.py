@@ -1,9 +1,9 @@
 """An infer call: the caller's arguments, checked before anything is sent."""
 
-import math
 from dataclasses import dataclass
 
 from expertd_client.arrays import FLOATS, INTEGERS, Tensor, read
+from expertd_client.deadline import check_seconds
 from expertd_client.errors import InvalidRequestError
 from expertd_client.outputs import Output, make_output
 
@@ -73,8 +73,7 @@ def check_model(model: object) -> None:
 
 def check_limits(timeout: float, max_connections: int, max_retries: int) -> None:
     """Raises InvalidRequestError for settings of a client that cannot work."""
-    if math.isnan(timeout) or timeout <= 0:
-        raise InvalidRequestError(f"timeout: expected a positive number of seconds, got {timeout}")
+    check_seconds(timeout)
     if max_connections < 1:
         raise InvalidRequestError(f"max_connections: expected at least 1, got {max_connections}")
     if max_retries < 0:

@@ -2,10 +2,17 @@
 
 import math
 import time
+from numbers import Real
 
 from expertd_client.errors import DeadlineError, InvalidRequestError
 
 _FOREVER_SECONDS = 1e9  # some 30 years: sockets and protocols have no numbers for much more
+
+
+def check_seconds(seconds: float) -> None:
+    """Raise InvalidRequestError unless it is a positive number."""
+    if not isinstance(seconds, Real) or not seconds > 0:  # NaN too
+        raise InvalidRequestError(f"timeout: expected a positive number of seconds, got {seconds!r:.80}")
 
 
 class Deadline:
@@ -14,8 +21,7 @@ class Deadline:
     __slots__ = ("_at", "seconds")
 
     def __init__(self, seconds: float) -> None:
-        if not seconds > 0:  # NaN too
-            raise InvalidRequestError(f"timeout: expected a positive number of seconds, got {seconds}")
+        check_seconds(seconds)
         self.seconds = seconds
         self._at = math.inf if seconds > _FOREVER_SECONDS else time.monotonic() + seconds
 

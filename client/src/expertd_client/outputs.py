@@ -10,6 +10,7 @@ from expertd_client.arrays import (
     Tensor,
     bytes_of,
     bytes_of_torch,
+    check_dense,
     dtype_of,
     host_tensor,
     is_torch,
@@ -161,6 +162,7 @@ def _check_out(out: Any, given: object, shape: tuple[int, int]) -> None:
     if not (isinstance(out, np.ndarray) if numpy else is_torch(out)):
         kind = "a NumPy array" if numpy else "a torch tensor"
         raise InvalidRequestError(f"out: expected {kind} like hidden_states, got {type(out).__name__}")
+    check_dense("out", out)
     if tuple(out.shape) != shape:
         raise InvalidRequestError(f"shape of out: expected {list(shape)}, got {list(out.shape)}")
     if dtype_of(out) not in FLOATS and not (numpy and dtype_of(out) == "uint16"):

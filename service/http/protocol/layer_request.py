@@ -41,6 +41,11 @@ def check_shape(name: str, shape: list[int], num_tokens: int, spec: LayerSpec) -
     expected = [num_tokens, columns.get(name, spec.top_k)]
     if shape != expected:
         raise OipError(400, f"shape of input {name}: expected {expected}, got {shape}")
+    check_tokens(num_tokens, spec)
+
+
+def check_tokens(num_tokens: int, spec: LayerSpec) -> None:
+    """Raise OipError (400) for more tokens than the model's requests may have."""
     if num_tokens > spec.max_request_tokens:
         text = f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}"
         raise OipError(400, text, reason="too_many_tokens")

@@ -66,6 +66,22 @@ def test_a_reader_of_the_output_may_end_first() -> None:
     assert line.startswith("key, shown only now: ")
 
 
+def test_an_output_that_cannot_be_written_is_a_sentence() -> None:
+    command: list[str | Path] = [EXPERTD, "keys", "new", "a"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    text = "expertd: stdout: expected one that can be written, got an error: No space left on device"
+    assert done.stderr.splitlines()[1:] == [text]
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f'exec "{EXPERTD}" keys new a >&-'
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_a_file_that_cannot_be_used_is_refused_at_start(command: str, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"

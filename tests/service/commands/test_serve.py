@@ -128,8 +128,8 @@ def test_a_rendezvous_beyond_loopback_without_keys_is_refused(command: str, conf
     result = expertd(command, "--config", config, "--port", "0", *nodes)
     assert result.returncode == 2
     assert (
-        "rendezvous: expected a loopback address without keys, got 0.0.0.0:29500; nodes ask nobody who "
-        "connects: keep them in a network of their own, and set insecure: true (--insecure)\n"
+        "rendezvous: expected a loopback address without keys, got 0.0.0.0:29500; nodes do not authenticate "
+        "connections: keep them in a network of their own, and set insecure: true (--insecure)\n"
     ) in result.stdout + result.stderr
 
 

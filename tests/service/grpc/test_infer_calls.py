@@ -133,8 +133,10 @@ async def test_routing_is_validated_and_mixed_contents_are_refused() -> None:
         assert text == "input hidden_states: expected contents or raw_input_contents, got both"
         del message.raw_input_contents[:]
         message.inputs[0].contents.int64_contents.append(1)
+        message.inputs[0].contents.bool_contents.append(True)  # before fp32_contents in the message
         text, _ = await refusal(calls.infer(message), INVALID)
-        assert text.startswith("contents of input hidden_states: expected fp32_contents for FP32, got")
+        got = "bool_contents, int64_contents"
+        assert text == f"contents of input hidden_states: expected only fp32_contents for FP32, got {got}"
 
 
 async def test_sizes_beyond_the_limits_are_refused() -> None:

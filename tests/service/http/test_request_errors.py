@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -169,6 +170,14 @@ async def test_too_many_tokens_are_refused() -> None:
     async with serving(tiny_settings()) as server:
         text = error_of(await server.infer(*hidden_request(rows(65), id="q")), 400)
         assert text == "request: expected at most 64 tokens, got 65 (request id: q)"
+
+
+async def test_too_many_tokens_are_no_full_queue() -> None:
+    """The headers show that they never fit."""
+    async with serving(tiny_settings({"max_queue_tokens": 64})) as server:
+        response = await server.infer(*hidden_request(rows(200)))
+        assert re.fullmatch("request: expected at most 64 tokens, got 1[0-9]+", error_of(response, 400))
+        assert "retry-after" not in response.headers
 
 
 async def test_a_failing_step_is_a_500_and_the_next_request_works(caplog: pytest.LogCaptureFixture) -> None:

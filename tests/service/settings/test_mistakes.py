@@ -32,6 +32,12 @@ from tests.service.settings.refusals import MODEL, check_refused
             f"models: [{MODEL}]\nlimits: {{max_json_bytes: 2097153}}",
             r"limits\.max_json_bytes: .* less than or equal to 2097152, got 2097153",
         ),
+        (f"models: [{MODEL}]\nhost: a..b", r"host: expected a name or address, got 'a\.\.b'"),
+        (f"models: [{MODEL}]\nhost: {64 * 'x'}", r"host: expected a name or address, got 'xxx"),
+        (
+            f"models: [{MODEL}]\ntracing: {{endpoint: 'http://[::1'}}",
+            r"tracing\.endpoint: expected a URL such as .*, got 'http://\[::1'",
+        ),
         (f"models: [{MODEL}]\nport: many", r"port: expected a valid integer.*got 'many'"),
         (f"models: [{MODEL}]\nbackend: tpu", r"backend: expected one of auto, .*got 'tpu'"),
         (f"models: [{MODEL.replace('256', '200')}]", r"models\.0\.hidden_size: .*multiple of 128, got 200"),

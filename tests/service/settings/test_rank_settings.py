@@ -74,6 +74,7 @@ def config(tmp_path: Path) -> Path:
             )
             for text in ("a", "a:0", "a:65536", ":1", "a:b:1", "a b:1")
         ),
+        (f"models: [{MODEL}]\nrendezvous: a..b:1", r"rendezvous: expected a name or address, got 'a\.\.b'"),
         (
             f"models: [{MODEL}]\nnnodes: 3\nranks: 2\nrendezvous: a:1",
             r"ranks: expected at most the number of experts of model m \(4\), got 6",

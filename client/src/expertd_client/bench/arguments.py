@@ -20,6 +20,8 @@ from expertd_client.transport import ORDER
 
 Number = TypeVar("Number", int, float)
 
+_MOST = 1e9
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the bench."""
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="open loop: requests/s in all (closed loop)",
     )
     add("--seconds", type=_positive(float), default=5.0, help="of each measurement (%(default)s)")
-    add("--warmup", type=_positive(float), default=1.0, help="seconds before each (%(default)s)")
+    add("--warmup", type=_seconds, default=1.0, help="seconds before each (%(default)s)")
     add("--timeout", type=_positive(float), default=60.0, help="seconds a request may take (%(default)s)")
     add("--processes", type=_positive(int), help="that send requests (default: half of the CPUs)")
     add("--transport", choices=("auto", *ORDER), default="auto", help="how requests get there (%(default)s)")
@@ -129,8 +131,12 @@ def _positive(kind: type[Number]) -> Callable[[str], Number]:
             value = kind(text)
         except ValueError:
             value = kind(0)
-        if not 0 < value < 1e9:
-            raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
+        if not 0 < value < _MOST:
+            raise argparse.ArgumentTypeError(f"expected positive numbers below {_MOST:g}, got {text!r}")
         return value
 
     return parse
+
+
+def _seconds(text: str) -> float:
+    return 0.0 if text == "0" else _positive(float)(text)
