@@ -10,7 +10,7 @@ from typing import Any
 from expertd import __version__
 from expertd.service.commands import bench, check, kernels, keys, layers, profile, serve
 
-_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+_UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _COMMANDS = (serve, check, layers, keys, kernels, profile, bench)
 
 
@@ -25,12 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # it may be closed
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or error.errno not in _UNWRITABLE:
+        if sys.stdout is None or error.filename is not None or error.errno not in _UNWRITABLE:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
-        if error.errno != errno.EPIPE:
-            text = f"stdout: expected one that can be written, got an error: {error.strerror}"
-            print(f"expertd: {text}", file=sys.stderr)
+        if not isinstance(error, BrokenPipeError):
+            print(f"expertd: expected to write the output, got an error: {error.strerror}", file=sys.stderr)
         return 1
     return code
 

@@ -17,14 +17,19 @@ class SocketFile:
 
     def __init__(self, path: Path) -> None:
         self._path: Path | None = path
-        self._inode = path.lstat().st_ino
+        self._identity = _identity(path)
 
     def remove(self) -> None:
-        """Remove it, unless it is gone, or another server has replaced it."""
+        """Remove it, unless it is gone, or another server has replaced it. Do so before the socket closes."""
         path, self._path = self._path, None
         with suppress(OSError):
-            if path is not None and path.lstat().st_ino == self._inode:
+            if path is not None and _identity(path) == self._identity:
                 path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    status = path.lstat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns  # a new file may have the inode of a removed one
 
 
 @contextmanager
@@ -61,8 +66,10 @@ def _why_taken(path: Path) -> str | None:
         probe.settimeout(1)
         try:
             probe.connect(str(path))
+        except FileNotFoundError:
+            return None
         except ConnectionRefusedError:
-            path.unlink()
+            path.unlink(missing_ok=True)
             return None
         except TimeoutError:
             pass  # its backlog is full: it is alive

@@ -98,7 +98,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str, ways: 
     file = tmp_path / "lanes.json"
     command = [sys.executable, "-m", "benchmarks.lanes", "--layers", "tiny", "--json", str(file), *options]
     ran = subprocess.run(
-        [*command, "--tokens", "1", "--seconds", "0.3"],
+        [*command, "--tokens", "1", "--seconds", "0.8"],
         cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
@@ -114,7 +114,7 @@ def test_the_floor_runs_on_a_cpu(tmp_path: Path) -> None:
     file = result(tmp_path)
     command = [sys.executable, "-m", "benchmarks.lanes_floor", "--layers", "tiny", "--json", str(file)]
     ran = subprocess.run(
-        [*command, "--tokens", "1", "--seconds", "0.3"],
+        [*command, "--tokens", "1", "--seconds", "0.8"],
         cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

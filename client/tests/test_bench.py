@@ -196,7 +196,7 @@ def test_wrong_numbers(capsys: Captured, flag: str, value: str) -> None:
     assert "expected positive numbers below 1e+09, got" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("given", "expected"), [("0", 0.0), ("0.5", 0.5)])
+@pytest.mark.parametrize(("given", "expected"), [("0", 0.0), ("0.0", 0.0), ("0.5", 0.5)])
 def test_there_may_be_no_warmup(given: str, expected: float) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

@@ -1,7 +1,7 @@
 // The order in which a CTA returns tokens and completes own ones.
 //
-// A CTA returns a token of each other rank, then completes its own one of half a round of all CTAs earlier, whose rows
-// have arrived meanwhile. With few tokens, several CTAs share these.
+// A CTA returns a token of each other rank, then completes an own token from half a round of all CTAs before, whose
+// rows have had that time to arrive. With few tokens, several CTAs share these.
 #pragma once
 
 #include "floats.cuh"

@@ -138,8 +138,9 @@ class TileScheduler {
         }
         const int steps = (rows_ + kHeightStep - 1) / kHeightStep;
         count_ = quotient(16 * steps + cut_.tile_steps - 1, cut_.tile_steps);
-        count_ += count_ * cut_.tile_steps < 16 * steps;  // else a tile would be too tall; one too many does no harm,
-        count_ = min(count_, steps);                      // unless it is empty: then its cluster would leave
+        count_ += count_ * cut_.tile_steps < 16 * steps;  // else a tile would be too tall
+        // One tile too many does no harm, but an empty one would end its cluster.
+        count_ = min(count_, steps);
         height_ = quotient(steps, max(count_, 1));
         height_ -= height_ * count_ > steps;
         through_ = before + ptx::warp_prefix_sum(count_ * tiles_n_);

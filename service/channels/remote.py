@@ -277,7 +277,7 @@ class RemoteEngine:
             except EngineError as error:
                 waiting.done(error)
             finally:
-                self._waiting.left(waiting)
+                self._waiting.sent(waiting)
 
     def _read_times(self, offset: int, call: RemoteCall) -> None:
         """Where the time of a call went; if the device has answered it, that may not be written yet."""

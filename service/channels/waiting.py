@@ -90,7 +90,7 @@ class WaitingCalls(Generic[T]):
         self._count(call, 1)
 
     def take(self) -> T:
-        """The next request, which is counted until it has `left`; there must be one."""
+        """The next request, which is counted until it is `sent`; there must be one."""
         return self._take(min(self._ready, key=self._turn))
 
     def take_unlike(self) -> T | None:
@@ -110,20 +110,20 @@ class WaitingCalls(Generic[T]):
         queue.take(call.left)
         self._clock[kind.priority] = self._used[kind]
         self._used[kind] += call.left / self._weights[kind.model]
-        self._look_at(kind)
+        self._forget_empty(kind)
         return call
 
-    def left(self, call: T) -> None:
+    def sent(self, call: T) -> None:
         """Count a request that was taken no more: a drain ends once all counted ones are in the engine."""
         self._count(call, -1)
 
     def remove(self, call: T) -> None:
         """Forget a request that waits."""
         self._queues[call.kind].remove(call)
-        self._look_at(call.kind)
+        self._forget_empty(call.kind)
         self._count(call, -1)
 
-    def _look_at(self, kind: Kind) -> None:
+    def _forget_empty(self, kind: Kind) -> None:
         if not self._queues[kind].num_requests:
             del self._ready[kind]
 

@@ -211,8 +211,8 @@ def _channels(settings: "Settings") -> str:
     if path is None:
         return "none"
     listener, file = listen_at(path)
-    listener.close()
     file.remove()
+    listener.close()
     return f"{path} is free"
 
 

@@ -33,8 +33,8 @@ class Listener:
 
     def close(self) -> None:
         """Listen no more."""
-        self.socket.close()
         self.remove()
+        self.socket.close()
 
 
 def listen(settings: Settings) -> Listener:

@@ -6,7 +6,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 
@@ -37,16 +37,20 @@ def num_files(settings: Settings, num_servers: int) -> int:
 
 
 def with_allowed_files(settings: Settings, num_servers: int) -> Settings:
-    """`settings`, with fewer connections and a warning if this process may not have files for all of them."""
+    """`settings`, with fewer connections and a warning if a process may not have files for all of them."""
     count, limits = num_files(settings, num_servers), settings.limits
     missing = allow_files(count)
     if not missing:
         return settings
-    fitting = limits.max_connections - math.ceil(missing / num_servers)
+    # Of several HTTP processes each has as many files as this one.
+    fitting = (limits.max_connections - math.ceil(missing / num_servers)) * settings.http_workers
     most = min(limits.max_connections, max(_FEWEST_CONNECTIONS, fitting))
-    text = "limits.max_connections: expected a limit of %d open files, got %d (ulimit -n): it is %d now"
-    logger.warning(text, count, count - missing, most)
-    return settings.model_copy(update={"limits": limits.model_copy(update={"max_connections": most})})
+    expected = f"a limit of {count} open files"
+    text = "limits.max_connections: expected %s, got %d (ulimit -n): accepting at most %d connections"
+    logger.warning(text, expected, count - missing, most)
+    of_address = min(most, limits.max_connections_per_address)
+    update = {"max_connections": most, "max_connections_per_address": of_address}
+    return settings.model_copy(update={"limits": limits.model_copy(update=update)})
 
 
 def serve(
@@ -62,11 +66,13 @@ def serve(
     settings = with_allowed_files(settings, 1 if beside is None else 2)
     with ExitStack() as stack:
         _leave_nothing(stack)
-        with _signals_later():
+        with _signals_later() if settings.uds is not None else nullcontext():
             public = listen(settings)
             stack.callback(public.close)
-            workers = Workers(settings, public) if settings.http_workers > 1 else None
-            if workers is not None:
+        workers = None
+        if settings.http_workers > 1:
+            with _signals_later():
+                workers = Workers(settings, public)
                 stack.callback(workers.close)
         own = settings if workers is None else workers.engine_settings
         app = ExpertApp(own, loader)
@@ -75,7 +81,8 @@ def serve(
         if app.listener is not None:
             stack.callback(app.listener.remove)
             try:
-                app.listener.bind()
+                with _signals_later():
+                    app.listener.bind()
             except OSError as error:
                 raise BindError(str(error)) from error
         certificates = Certificates(own.tls) if own.tls.is_on else None
@@ -85,11 +92,11 @@ def serve(
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
+        server.log_end()
         engine = app.engine
         if engine.scheduler.running or engine.repository.is_reading or engine.device_failed:
             # A normal exit would abort while a thread is in native code, or free memory of a failed device.
             server.exit_now(server.exit_code)
-        server.log_end()
         return server.exit_code
 
 
@@ -107,12 +114,21 @@ def _leave_nothing(stack: ExitStack) -> None:
 
 @contextmanager
 def _signals_later() -> Iterator[None]:
-    """Handle signals after the block: what it makes is in the stack then."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    """Handle signals after the block: what it makes is in the stack then.
+
+    Not by a mask: other threads, of libraries, would get them.
+    """
+    arrived: list[tuple[int, FrameType | None]] = []
+    handlers = {number: then for number in _ENDING if callable(then := signal.getsignal(number))}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, then in handlers.items():
+            signal.signal(number, then)
+        for arrived_number, frame in arrived:
+            handlers[signal.Signals(arrived_number)](arrived_number, frame)
 
 
 class _Server(ConnectionServer):
@@ -194,6 +210,7 @@ class _Server(ConnectionServer):
         return super().finish(seconds)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listener.remove()  # before the socket closes: another server may listen there from then on
         await super().shutdown(sockets)
         if self._app.beside is not None and self._app.beside.cut_off:
             self.exit_code = 1
@@ -205,8 +222,11 @@ class _Server(ConnectionServer):
         others = sum(each.failure.count for each in requests)
         logger.info("ended; infer requests answered: %d, refused or cancelled: %d", answered, others)
 
+    def end_now(self, text: str, flush_seconds: float = FLUSH_SECONDS) -> None:
+        asyncio.get_running_loop().call_later(flush_seconds, self.log_end)
+        super().end_now(text, flush_seconds)
+
     def exit_now(self, code: int = 1) -> None:
-        self.log_end()
         self._listener.remove()
         if self._app.listener is not None:
             self._app.listener.remove()

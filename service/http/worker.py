@@ -47,7 +47,8 @@ _MESSAGE_BYTES = 256
 def main() -> int:
     """Serve until told to end; returns the exit code: 0 if every client has read its answer, else 1."""
     setup = WorkerSetup.model_validate_json(sys.stdin.buffer.read())
-    configure_logging(setup.settings.log_level, form=setup.settings.log_format)
+    source = f"HTTP process {setup.index}: "
+    configure_logging(setup.settings.log_level, source, form=setup.settings.log_format)
     share_heap()
     server = _WorkerServer(setup)
     server.run(sockets=[])

@@ -19,7 +19,7 @@ _SMALL_BYTES = 256 * 1024  # not worth a thread
 class TensorReader:
     """Reads tensors in pieces, several at a time; those on a GPU get every piece as soon as it is read.
 
-    For those, each thread has a page-locked buffer of a piece's size. Use one reader for tensors of one
+    For those, each thread has a pinned buffer of a piece's size. Use one reader for tensors of one
     device. Safe from any thread.
     """
 

@@ -47,7 +47,7 @@ class _Agent:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._node = settings, settings.node_rank
         self._signal = ""  # the name of the last one
-        self._bell = Bell()  # at a signal, whose handler may have interrupted the holder of an Event's lock
+        self._bell = Bell()  # rung at a signal; not an Event, whose lock the interrupted code may hold
         self._end_by = 0.0  # after a signal
         self._inbox = Inbox()
         self._group: RankGroup | None = None

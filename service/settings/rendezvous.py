@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from expertd.service.settings.values import Assignment, Key, check_name
+from expertd.service.settings.values import Assignment, Key, check_host
 
 TORCHRUN = ("NNODES", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -20,7 +20,7 @@ def host_and_port(rendezvous: str) -> tuple[str, int]:
     found = _FORM.fullmatch(rendezvous)
     if found is None or not 0 < int(found[2]) <= _MAX_PORT:
         raise ValueError(f"expected HOST:PORT, with a port of 1 to {_MAX_PORT}, got {rendezvous!a:.80}")
-    return check_name(found[1]), int(found[2])
+    return check_host(found[1]), int(found[2])
 
 
 def _checked(rendezvous: str) -> str:

@@ -54,7 +54,7 @@ def matching(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def check_name(host: str) -> str:
+def check_host(host: str) -> str:
     """Raise ValueError for what is neither an address nor a name that could be looked up."""
     try:
         host.encode("idna")
@@ -63,7 +63,7 @@ def check_name(host: str) -> str:
     return host
 
 
-HostName = Annotated[str, AfterValidator(check_name)]
+HostName = Annotated[str, AfterValidator(check_host)]
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Waits:
     def take(self) -> Call:
         """The next one, which is sent at once."""
         call = self.calls.take()
-        self.calls.left(call)
+        self.calls.sent(call)
         return call
 
 
@@ -111,21 +111,21 @@ def test_those_unlike_all_in_the_channel_may_leave_before_others() -> None:
     like = [waits.calls.kind("tiny", 1, priority) for priority in (128, 1)]
     waits.calls.in_channel.update({(like[0], 1): 1, (like[0], 3): 1})
     assert waits.calls.take_unlike() is urgent
-    waits.calls.left(urgent)
+    waits.calls.sent(urgent)
     second = waits.calls.take_unlike()
     assert second is not None
-    waits.calls.left(second)
+    waits.calls.sent(second)
     assert second.caller == 2
     assert waits.calls.take_unlike() is None
     assert [call.caller for call in waits.order()] == [1, 3, 1], "the others have their turns"
 
 
-def test_what_is_taken_counts_until_it_has_left() -> None:
+def test_what_is_taken_counts_until_it_is_sent() -> None:
     waits = Waits()
     waits.put(1, 17)
     taken = waits.calls.take()
     assert waits.totals == [Backlog(1, 17), Backlog(0, 0)]
-    waits.calls.left(taken)
+    waits.calls.sent(taken)
     assert waits.totals == [Backlog(0, 0)] * 2
     assert len(waits.calls) == 0
 

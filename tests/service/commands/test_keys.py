@@ -71,7 +71,7 @@ def test_an_output_that_cannot_be_written_is_a_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
-    text = "expertd: stdout: expected one that can be written, got an error: No space left on device"
+    text = "expertd: expected to write the output, got an error: No space left on device"
     assert done.stderr.splitlines()[1:] == [text]
 
 

@@ -42,6 +42,7 @@ def test_only_the_user_may_connect(path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_server_runs_leaves_no_files(tmp_path: Path, path: Path) -> None:
     """It comes as soon as the folder of the socket between the processes is there."""
     options = ["--uds", str(path), "--http-workers", "2", "--set", f"channels.socket={tmp_path / 'channels'}"]

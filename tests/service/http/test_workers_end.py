@@ -160,14 +160,13 @@ def test_a_process_that_is_signalled_alone_goes_on(tmp_path: Path) -> None:
 
 def test_after_the_drain_nobody_can_connect(tmp_path: Path) -> None:
     """A client that does not read its answer keeps the processes."""
-    large = infer(*hidden_request(np.ones((64, 1024), np.float32)))
-    settings = two_processes(models=[SLOW], drain_timeout_seconds=6)
+    large = memoryview(infer(*hidden_request(np.ones((64, 1024), np.float32))))
+    settings = two_processes(models=[SLOW], drain_timeout_seconds=30)
     with server_process(settings, tmp_path) as server, connect(server.port) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        for _ in range(200):
-            sock.sendall(large)
-            if not select.select([], [sock], [], 0.5)[1]:
-                break  # the server reads no more, because its answers are not read
+        sent = 0
+        while select.select([], [sock], [], 0.5)[1]:  # until it reads no more: its answers are not read
+            sent += sock.send(large[sent % len(large) :])
 
         def is_refused() -> bool:
             try:
@@ -177,13 +176,13 @@ def test_after_the_drain_nobody_can_connect(tmp_path: Path) -> None:
             return False
 
         server.terminate()
-        wait_for(is_refused, "new connections are refused", seconds=5)
+        wait_for(is_refused, "new connections are refused", seconds=20)
         assert server.process.poll() is None, "it has not ended"
 
 
 def test_a_process_that_is_killed_during_the_drain_is_in_the_log(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        server, _ = in_a_slow_step(stack, tmp_path)
+        server, _ = in_a_slow_step(stack, tmp_path, drain_timeout_seconds=2)
         worker = workers_of(server)[0]
         server.terminate()
         wait_for(lambda: "shutting down" in server.log(), "the signal took effect")

@@ -30,9 +30,9 @@ LARGE = {"name": "large", "hidden_size": 4096, "intermediate_size": 4096, "num_e
 
 
 @contextmanager
-def _server(directory: Path) -> Iterator[tuple[ServerProcess, list[int]]]:
+def _server(directory: Path, **changes: Any) -> Iterator[tuple[ServerProcess, list[int]]]:
     """A server with two ranks, and their processes, which are new: not forked."""
-    with server_process(tiny_settings(ranks=2), directory, fork=False) as server:
+    with server_process(tiny_settings(ranks=2, **changes), directory, fork=False) as server:
         ranks = rank_processes(server.process.pid)
         assert len(ranks) == 2
         yield server, ranks
@@ -92,7 +92,7 @@ def test_ranks_end_with_the_server(tmp_path: Path) -> None:
 
 def test_sigterm_to_every_process_is_one_signal(tmp_path: Path) -> None:
     """As systemd sends it: what was accepted is answered."""
-    with _server(tmp_path) as (server, ranks), ExitStack() as stack:
+    with _server(tmp_path, shutdown_delay_seconds=2) as (server, ranks), ExitStack() as stack:
         callers = [stack.enter_context(connect(server.port)) for _ in range(8)]
         for caller in callers:
             caller.sendall(infer(*hidden_request(rows(50))))

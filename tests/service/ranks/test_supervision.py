@@ -94,25 +94,11 @@ def test_an_agent_whose_ranks_do_not_start_says_so_and_goes_on(monkeypatch: pyte
     assert reports == [(3, why)]
 
 
+@pytest.mark.slow
 def test_a_signal_may_interrupt_an_agents_wait_anywhere() -> None:
-    """In a process of its own: with a lock that its handler waits for, it would hang."""
-    program = """
-import os, signal, time
-from expertd.service.ranks import agent
-from tests.service.ranks.nodes import node_settings
-one = agent._Agent(node_settings().model_copy(update={"node_rank": 1}))
-signal.signal(signal.SIGUSR1, one._end)
-sender = os.fork()
-if sender == 0:
-    for _ in range(3000):
-        os.kill(os.getppid(), signal.SIGUSR1)
-        time.sleep(2e-4)
-    os._exit(0)
-while os.waitpid(sender, os.WNOHANG) == (0, 0):
-    one._wait(0.0)
-    one._signal = ""
-"""
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+    """With a lock that its handler waits for, it would hang."""
+    program = [sys.executable, "-m", "tests.service.ranks.signalled"]
+    subprocess.run(program, cwd=ROOT, check=True, timeout=60)
 
 
 def test_answers_of_ranks_have_the_time_of_the_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,10 +127,7 @@ def _list_of(kind: type[Number]) -> Callable[[str], list[Number]]:
 
 def _positive(kind: type[Number]) -> Callable[[str], Number]:
     def parse(text: str) -> Number:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = kind(0)
+        value = _number(kind, text)
         if not 0 < value < _MOST:
             raise argparse.ArgumentTypeError(f"expected positive numbers below {_MOST:g}, got {text!r}")
         return value
@@ -139,4 +136,14 @@ def _positive(kind: type[Number]) -> Callable[[str], Number]:
 
 
 def _seconds(text: str) -> float:
-    return 0.0 if text == "0" else _positive(float)(text)
+    value = _number(float, text)
+    if not 0 <= value < _MOST:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, below {_MOST:g}, got {text!r}")
+    return value
+
+
+def _number(kind: type[Number], text: str) -> Number:
+    try:
+        return kind(text)
+    except ValueError:
+        return kind(-1)
