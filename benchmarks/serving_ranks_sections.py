@@ -19,7 +19,12 @@ WAYS = {
     ("channel", None): "channel, memory of the host",
     ("channel", "cuda:0"): "channel, memory of a GPU of the server",
 }
-FILES = {1: "serving-h200.json", 2: "serving-2xh200.json", 4: "serving-4xh200.json", 8: "serving-8xh200.json"}
+FILES = {
+    1: "serving-1xh200.json",
+    2: "serving-2xh200.json",
+    4: "serving-4xh200.json",
+    8: "serving-8xh200.json",
+}
 
 
 def serving_ranks(results: Path) -> str:

@@ -237,7 +237,7 @@ def test_serving_with_several_gpus_is_shown_beside_one(tmp_path: Path) -> None:
     row = {"way": "http", "device": None, "tokens": 8, "callers": 1, "http_workers": 1, "p50_us": 900.0}
     many = row | {"callers": 4, "tokens_per_second": 1000.0}
     other = row | {"tokens": 16, "http_workers": 4}
-    for name, factor in (("serving-h200.json", 1), ("serving-2xh200.json", 2)):
+    for name, factor in (("serving-1xh200.json", 1), ("serving-2xh200.json", 2)):
         rows = [row | {"p50_us": 900.0 / factor}, many | {"tokens_per_second": factor * 1500.0}, other]
         (tmp_path / name).write_text(json.dumps({"rows": rows}))
     assert SECTIONS["serving-ranks"](tmp_path).splitlines() == [
