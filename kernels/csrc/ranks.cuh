@@ -2,11 +2,11 @@
 //
 // In a call each rank writes its tokens to the ranks that hold their experts, and those write sums back. There are no
 // arrival flags: memory that will be written holds the sentinel kNothing, which no write equals. A reader polls until
-// it changes, and then restores it. A launch's writes are in L2, where those of other
-// GPUs arrive, before the next launch passes its wait; so nothing new is overwritten. A rank begins a call once all
-// ranks have received the tokens of the call before: each of them counts its calls in every rank's memory, when the
-// last combine_rows begins. By then it has also cleared the counts of pairs. It still reads the pairs of that call, but
-// those of the next one are written elsewhere.
+// it changes, and then restores it. A launch's writes are in L2, where those of other GPUs arrive, before the next
+// launch passes its wait; so nothing new is overwritten. A rank begins a call once all ranks have received the tokens
+// of the call before: each of them counts its calls in every rank's memory, when the last combine_rows begins. By then
+// it has also cleared the counts of pairs. It still reads the pairs of that call, but those of the next one are written
+// elsewhere.
 #pragma once
 
 #include "ptx.cuh"
