@@ -81,7 +81,7 @@ class RankProblem:
         experts = len(counts) * layer.num_experts
         places = [e // layer.num_experts << 16 | e % layer.num_experts for e in range(experts)]
         on_device = torch.tensor(places, dtype=torch.int32, device=own.out.device)
-        self._tokens = RankTokens.of(counts, on_device)
+        self._tokens = RankTokens(tuple(counts), on_device)
         self._kernels = Kernels()
         self._layer = HopperLayer(self._kernels, GroupedGemm(self._kernels, choose))
         pairs = sum(counts) * layer.top_k

@@ -19,7 +19,7 @@ from expertd.kernels.checks import (
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.rank_memory import RankMemory, RankTokens
-from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, MAX_RANKS, SCALE_BLOCK
+from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
 
 _E4M3, _FP32, _BF16, _INT32 = torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,7 +80,6 @@ def check_parallel(
     if places.ndim != 1 or not 1 <= len(places) <= MAX_EXPERTS:
         raise refusal("places shape", f"1 to {MAX_EXPERTS} experts [E]", tuple(places.shape))
     check_tensor("places", places, tuple(places.shape), _INT32, device, _LIKE)
-    check_tensor("first_tokens", tokens.first_tokens, (MAX_RANKS + 1,), _INT32, device, _LIKE)
     check_activation(activation)
     num_groups = _check_experts(gate_up, down, biases, h, device, len(places))
     _check_routing(topk_ids, topk_weights, num_tokens, device)

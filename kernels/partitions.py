@@ -2,9 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+
+_Groups = tuple[int, int, bool]  # the first group of SMs, how many, and whether with the spare SMs
+
+MAX_CONTEXTS = 64
+"""Different sets of SMs that a GPU's partitions may have had: the driver (580) never frees 4 MB of each."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,12 @@ def plan(sizes: Mapping[str, int], supply: Supply) -> tuple[Share, ...]:
     return min(fitting, key=lambda shares: sum(share.partition.num_sms for share in shares))
 
 
+def _groups(shares: tuple[Share, ...]) -> list[_Groups]:
+    """Where each share's groups are."""
+    firsts = accumulate((share.units for share in shares), initial=0)
+    return [(first, share.units, share.spare) for first, share in zip(firsts, shares, strict=False)]
+
+
 def _rounded(sizes: Mapping[str, int], supply: Supply, spare_name: str | None) -> tuple[Share, ...]:
     shares = []
     for name, size in sizes.items():
@@ -93,9 +105,7 @@ class SMPartitions:
             units, spare = _split(whole)
         # One split for all: groups of the same split may share a context, and do not overlap.
         self._units, self._spare = units, spare
-        # Kept, and used again for the same SMs (132 have about 270 splits): the driver (580) never frees 4 MB
-        # of GPU memory per context.
-        self._streams: dict[tuple[int, int, bool], torch.cuda.Stream] = {}
+        self._streams: dict[_Groups, torch.cuda.Stream] = {}
         self.supply = Supply(
             total_sms=whole.sm_count,
             unit_sms=units[0].sm_count,
@@ -128,14 +138,16 @@ class SMPartitions:
         """Replace all partitions by `sizes` (name -> SMs), or change nothing and raise.
 
         Waits for the work in the old partitions' streams. Partitions of the same SMs have the same stream
-        each time. Raises ValueError with the numbers when the sizes do not fit.
+        each time. Raises ValueError with the numbers when the sizes do not fit, or need more
+        than MAX_CONTEXTS different sets of SMs, counted from the start.
         """
         shares = plan(sizes, self.supply)
+        self._check_contexts(shares)
         with torch.cuda.device(self._index):
-            lanes, first = {}, 0
-            for share in shares:
-                lanes[share.partition.name] = (share.partition, self._stream_on(share, first))
-                first += share.units
+            lanes = {
+                share.partition.name: (share.partition, self._stream_on(key, share.partition))
+                for share, key in zip(shares, _groups(shares), strict=True)
+            }
             for _, stream in self._lanes.values():
                 stream.synchronize()
             torch.cuda.empty_cache()  # else memory cached for the old streams is never reused
@@ -150,13 +162,20 @@ class SMPartitions:
         """SMs of a partition; for None, of the whole device."""
         return self.total_sms if name is None else self._lane(name)[0].num_sms
 
-    def _stream_on(self, share: Share, first: int) -> torch.cuda.Stream:
-        """The stream on a share's groups of SMs, from the first one on."""
-        key = first, share.units, share.spare
+    def _check_contexts(self, shares: tuple[Share, ...]) -> None:
+        """Raise ValueError if these shares would need too many contexts."""
+        if len(self._streams.keys() | _groups(shares)) > MAX_CONTEXTS:
+            raise ValueError(
+                f"partitions: expected at most {MAX_CONTEXTS} different sets of SMs since the start, whose "
+                f"memory the driver keeps; got another: use sizes from before, or start again"
+            )
+
+    def _stream_on(self, key: _Groups, partition: Partition) -> torch.cuda.Stream:
+        """The stream on these groups of SMs."""
         if key not in self._streams:
-            resources = self._units[first : first + share.units] + ([self._spare] if share.spare else [])
-            device = _current_device(self._index)
-            self._streams[key] = _open(device, share.partition, resources)
+            first, units, spare = key
+            resources = self._units[first : first + units] + ([self._spare] if spare else [])
+            self._streams[key] = _open(_current_device(self._index), partition, resources)
         return self._streams[key]
 
     def _lane(self, name: str) -> tuple[Partition, torch.cuda.Stream]:

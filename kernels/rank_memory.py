@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,21 +19,20 @@ _COUNTER_BYTES = MAX_RANKS * 128
 _ALIGNMENT = 1024
 _PARTS = 6  # of a rank's memory
 _TAKEN_COLUMNS = 1024  # of a token; no CTA that takes tokens from a counter has fewer
-# csrc/ranks.cuh: the memories, then num_ranks, rank, calls, max_pairs, status, timeout, max_own_tokens
-_RANKS = struct.Struct(f"<{_PARTS * MAX_RANKS}Q4I3Q8x")
+# csrc/ranks.cuh: the memories, then num_ranks, rank, calls, max_pairs, status, timeout, max_own_tokens, here
+_RANKS = struct.Struct(f"<{_PARTS * MAX_RANKS}Q4I4Q")
+_TOKEN_BITS = 20  # of a rank's tokens, of which there are at most MAX_RANK_PAIRS
 
 
 @dataclass(frozen=True, slots=True)
 class RankTokens:
-    """How a call's tokens, and the experts, are spread over the ranks; on the device.
+    """How a call's tokens, and the experts, are spread over the ranks.
 
-    counts        tokens of each rank
-    first_tokens  int32 [MAX_RANKS + 1]: rank r has the tokens from first_tokens[r] to first_tokens[r + 1]
-    places        int32 [E]: rank * 65536 + group there, of each expert
+    counts  tokens of each rank
+    places  int32 [E] on the device: rank * 65536 + group there, of each expert
     """
 
     counts: tuple[int, ...]
-    first_tokens: Tensor
     places: Tensor
 
     @property
@@ -44,15 +44,13 @@ class RankTokens:
         """The number of the rank's first token, among those of all."""
         return sum(self.counts[:rank])
 
-    @classmethod
-    def of(cls, counts: Sequence[int], places: Tensor) -> "RankTokens":
-        """The tokens of a call in which rank r has counts[r] of them."""
-        firsts = list(accumulate(counts, initial=0))
-        firsts += [firsts[-1]] * (MAX_RANKS + 1 - len(firsts))
-        # From pinned memory, so that the host does not wait for the stream.
-        first_tokens = torch.tensor(firsts, dtype=torch.int32, device="cpu", pin_memory=True)
-        first_tokens = first_tokens.to(places.device, non_blocking=True)
-        return cls(tuple(counts), first_tokens, places)
+    @property
+    def packed(self) -> tuple[np.uint64, np.uint64, np.uint64]:
+        """The counts as launches take them: 20 bits a rank, three ranks a word; see csrc/ranks.cuh."""
+        words = [0, 0, 0]
+        for rank, count in enumerate(self.counts):
+            words[rank // 3] |= count << (rank % 3 * _TOKEN_BITS)
+        return np.uint64(words[0]), np.uint64(words[1]), np.uint64(words[2])
 
 
 def part_bytes(
@@ -121,8 +119,9 @@ class RankMemory:
         self.consumed = self._bytes[: starts[1]].view(torch.int32)
         """The own counters of csrc/ranks.cuh, for launches."""
         self._status = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-        self.ranks = self._state(self._handle.buffer_ptrs, starts, timeout).to(device)
+        self.ranks = torch.empty(_RANKS.size, dtype=torch.uint8, device=device)
         """For launches: the addresses and counters of csrc/ranks.cuh."""
+        self.ranks.copy_(self._state(self._handle.buffer_ptrs, starts, timeout))
 
     @property
     def late_rank(self) -> int | None:
@@ -144,6 +143,6 @@ class RankMemory:
         addresses += [0] * (_PARTS * MAX_RANKS - len(addresses))
         packed = _RANKS.pack(
             *addresses, self.num_ranks, self.rank, 0, self.max_tokens * self.top_k,
-            self._status.data_ptr(), int(timeout * 1e9), self.max_own_tokens,
+            self._status.data_ptr(), int(timeout * 1e9), self.max_own_tokens, self.ranks.data_ptr(),
         )  # fmt: skip
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)

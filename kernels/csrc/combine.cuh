@@ -106,7 +106,9 @@ struct Shared {
 __device__ __forceinline__ void begin(const Items& items) {
     ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
     ptx::launch_dependents();
-    if (blockIdx.x == 0 && items.problem.end_column == items.problem.n) items.ranks.announce_consumed(threadIdx.x);
+    // The last CTA: with few tokens, it only waits for other ranks, and a release takes as long.
+    if (blockIdx.x == gridDim.x - 1 && items.problem.end_column == items.problem.n)
+        items.ranks.announce_consumed(threadIdx.x);
 }
 
 // Runs everything of a CTA: `fetch` loads what does not depend on the preceding launch, one item ahead of `run`.
@@ -141,11 +143,11 @@ __device__ __forceinline__ Items items_of(const Shared& shared, const Problem& p
             shared.ranks.until()};
 }
 
-// Copies to shared memory what launches before the preceding one have written; all threads call it.
-__device__ __forceinline__ void fill(Shared& shared, int* place_of, const Ranks* ranks, const int* first_tokens,
-                                     const int* places, int num_experts) {
+// Copies to shared memory what launches before the preceding one have written; all threads call it, once thread 0
+// has written `firsts`.
+__device__ __forceinline__ void fill(Shared& shared, int* place_of, const Ranks* ranks, const int* places,
+                                     int num_experts) {
     copy_ranks(shared.ranks, ranks);
-    copy_words(shared.firsts, first_tokens, kMaxRanks + 1);
     copy_words(place_of, places, num_experts);
     ptx::wait_for_async_copies();
     __syncthreads();

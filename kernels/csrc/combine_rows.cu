@@ -6,22 +6,21 @@
 static_assert(!(STAGED && BIASED), "staged sums have no biases");
 
 extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
-    combine_rows(const Ranks* ranks,
-                 const int* __restrict__ first_tokens,  // [kMaxRanks + 1]: rank r has those from first_tokens[r] on
-                 const int* __restrict__ places, int num_experts,                           // see Problem
-                 const int* __restrict__ topk_ids, const float* __restrict__ topk_weights,  // likewise
-                 const u16* rows, const int* __restrict__ inverse_permutation,              // likewise
-                 int most,                                                                  // tokens of a rank
-                 int share,                                                                 // see Items
-                 int* counters,                                                             // see run_all_staged
-                 int top_k, int n, int first_column, int end_column,                        // see Problem
-                 const u16* __restrict__ bias,                                              // likewise
-                 void* __restrict__ out  // kDatatype [num_tokens of this rank, n]
+    combine_rows(const Ranks* ranks, RANK_TOKENS, const int* __restrict__ places, int num_experts,  // see Problem
+                 const int* __restrict__ topk_ids, const float* __restrict__ topk_weights,          // likewise
+                 const u16* rows, const int* __restrict__ inverse_permutation,                      // likewise
+                 int most,                                                                          // tokens of a rank
+                 int share,                                                                         // see Items
+                 int* counters,                                       // see run_all_staged
+                 int top_k, int n, int first_column, int end_column,  // see Problem
+                 const u16* __restrict__ bias,                        // likewise
+                 void* __restrict__ out                               // kDatatype [num_tokens of this rank, n]
     ) {
     extern __shared__ __align__(128) u8 memory[];
     __shared__ combine::Shared shared;
     int* const place_of = reinterpret_cast<int*>(memory + STORAGE_BYTES);
-    combine::fill(shared, place_of, ranks, first_tokens, places, num_experts);
+    if (threadIdx.x == 0) write_firsts(shared.firsts, tokens_0, tokens_3, tokens_6);
+    combine::fill(shared, place_of, ranks, places, num_experts);
     const combine::Problem problem = {rows, inverse_permutation, topk_ids,   topk_weights, place_of, num_experts, top_k,
                                       n,    first_column,        end_column, bias,         out};
     const combine::Items items = combine::items_of(shared, problem, most, share);

@@ -235,6 +235,9 @@ __device__ __forceinline__ void run_all_staged(const Items& items, int most, int
     Turns turns = {items, counters + blockIdx.x % items.problem.parts(), most, now.token + items.stride};
     auto fetched = how.sums.fetch(now);
     begin(items);
+    // Bulk loads then see kNothing where earlier launches have put it. A sum that another rank writes meanwhile they
+    // may miss: receive_sum loads it again.
+    ptx::fence_proxy_async_global();
     Item next = turns.after(now);
     auto begun = how.begin(now, fetched, 0);
     fetched = how.sums.fetch(next);

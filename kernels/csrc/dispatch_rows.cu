@@ -197,9 +197,8 @@ struct Dispatch {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
-    dispatch_rows(const Ranks* ranks_in_memory,
-                  const int* __restrict__ first_tokens,  // [kMaxRanks + 1]
-                  const int* __restrict__ places,        // [num_experts]
+    dispatch_rows(const Ranks* ranks_in_memory, RANK_TOKENS,
+                  const int* __restrict__ places,  // [num_experts]
                   int num_experts, const void* __restrict__ hidden_states, const int* __restrict__ topk_ids,
                   int own_rows,                    // see Problem
                   const int* inverse_permutation,  // likewise
@@ -214,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
     __shared__ u32 to_send[2][kScales];
     __shared__ int taken;
     copy_ranks(ranks, ranks_in_memory);
-    copy_words(firsts, first_tokens, kMaxRanks + 1);
+    if (threadIdx.x == 0) write_firsts(firsts, tokens_0, tokens_3, tokens_6);
     copy_words(place_of, places, num_experts);
     const Problem problem = {hidden_states, topk_ids, own_rows,    inverse_permutation, place_of, num_experts, top_k, k,
                              data,          scales,   scale_stride};

@@ -11,9 +11,8 @@ extern "C" __global__ void __launch_bounds__(kFewPairs, 1)
                        int own_pairs, int first_pair,   // its index among the pairs of all ranks
                        const int* __restrict__ places,  // [num_experts]: rank * 65536 + group of each expert
                        int num_experts, Ranks* ranks_in_memory,
-                       const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
-                       const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
-                       int num_pairs, int top_k, int num_groups,
+                       const u32* consumed,  // [kMaxRanks][kCounterStride], of this rank's memory
+                       RANK_TOKENS, int num_pairs, int top_k, int num_groups,
                        int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
                        int* __restrict__ offsets, int* __restrict__ offsets_copy,  // see Offsets
                        int* __restrict__ tile_counters                             // likewise
@@ -24,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kFewPairs, 1)
     const int thread = threadIdx.x;
     copy_ranks(ranks, ranks_in_memory);
     copy_words(place_of, places, num_experts);
-    copy_words(firsts, first_tokens, kMaxRanks + 1);
+    if (threadIdx.x == 0) write_firsts(firsts, tokens_0, tokens_3, tokens_6);
     const u32 seen = thread < kMaxRanks ? ptx::load_acquire_system(consumed + thread * kCounterStride) : 0;
     ptx::grid_dependency_wait();
     const int id = thread < own_pairs ? topk_ids[thread] : -1;
@@ -36,10 +35,10 @@ extern "C" __global__ void __launch_bounds__(kFewPairs, 1)
     ptx::launch_dependents();  // may send tokens from now on
     const int at = static_cast<u32>(id) < static_cast<u32>(num_experts) ? place_of[id] : -1;
     if (thread < own_pairs) send<1>(ranks, first_pair + thread, 1, {at}, {static_cast<u32>(at) & 0xffff}, {weight});
-    Arriving<1> arriving = {ranks, firsts, top_k, num_pairs, kFewPairs, until, {kNoGroup}};
+    Arriving<1> arriving = {ranks, firsts, top_k, num_pairs, kFewPairs, until, {{kNoGroup, 0.0f}}};
     arriving.load(thread);
     arriving.wait(thread);
     if (thread == 0) ranks_in_memory->calls = ranks.calls + 1;
-    compare_all<kFewPairs>(arriving.sorted[0], num_pairs, inverse_permutation,
+    compare_all<kFewPairs>(arriving.pairs[0].sorted, num_pairs, inverse_permutation,
                            {offsets, offsets_copy, tile_counters, num_groups});
 }

@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          int pairs_of_cta, int pairs_of_warp,  // of own ones, at most; a multiple of kChunk for a warp
                          const int* __restrict__ places,       // [num_experts]: rank * 65536 + group of each expert
                          int num_experts, Ranks* ranks_in_memory,
-                         const u32* consumed,                   // [kMaxRanks][kCounterStride], of this rank's memory
-                         const int* __restrict__ first_tokens,  // [kMaxRanks + 1], see Arriving
+                         const u32* consumed,  // [kMaxRanks][kCounterStride], of this rank's memory
+                         RANK_TOKENS,
                          int segment_bits,  // each rank has 2^segment_bits segments, at least 4; as many CTAs, or one
                          int all_segment_bits,  // all ranks together have 2^all_segment_bits at most
                          int num_pairs, int top_k, int num_groups,
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     copy_ranks(ranks, ranks_in_memory);
     copy_words(place_of, places, num_experts);
-    copy_words(firsts, first_tokens, kMaxRanks + 1);
+    if (threadIdx.x == 0) write_firsts(firsts, tokens_0, tokens_3, tokens_6);
     const u32 seen = thread < kMaxRanks ? ptx::load_acquire_system(consumed + thread * kCounterStride) : 0;
     const auto place = [&](int id) { return static_cast<u32>(id) < static_cast<u32>(num_experts) ? place_of[id] : -1; };
     ptx::grid_dependency_wait();
@@ -174,10 +174,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         for (int part = 0; part < kAtOnce; ++part) {
             const int pair = first + part * stride;
             if (pair >= num_pairs) break;
-            const Sorted sorted = Sorted::of(arriving.sorted[part]);
+            const Sorted sorted = Sorted::of(arriving.pairs[part].sorted);
             const u32 segment = (arriving.source(pair) << segment_bits) + sorted.segment;
             const u32 i = (sorted.group << all_segment_bits) + segment;
-            const bool is_here = arriving.sorted[part] < kNoGroup && i < static_cast<u32>(num_counts);
+            const bool is_here = arriving.pairs[part].sorted < kNoGroup && i < static_cast<u32>(num_counts);
             const u32 row = is_here ? first_rows[i] + sorted.index : num_pairs;
             inverse_permutation[pair] = row < static_cast<u32>(num_pairs) ? static_cast<int>(row) : -1;
         }

@@ -354,6 +354,8 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, u32 m0, u32 m1,
 // ---------------------------------------------------------------- TMA: stores
 
 // Makes this thread's ordinary writes to shared memory visible to the copy engine.
+// Of global memory: bulk loads that follow see what this thread sees.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Starts copying the map's box from shared memory to column x, row y; nothing outside the tensor is written.
@@ -382,6 +384,12 @@ __device__ __forceinline__ u32 load_acquire_system(const u32* place) {
 __device__ __forceinline__ u32 load_relaxed_system(const u32* place) {
     u32 value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u64 load_relaxed_system(const u64* place) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
     return value;
 }
 

@@ -16,8 +16,7 @@ __device__ __forceinline__ void send(const Ranks& ranks, i64 pair, int left, con
 #pragma unroll
         for (int part = 0; part < kCount; ++part) {
             const u32 word = at[part] >= 0 && static_cast<u32>(at[part]) >> 16 == to ? sorted[part] : kNoGroup;
-            const u64 packed = static_cast<u64>(__float_as_uint(weights[part])) << 32 | word;
-            if (part * 32 < left) ptx::store_relaxed_system(there + part * 32, packed);
+            if (part * 32 < left) ptx::store_relaxed_system(there + part * 32, Pair{word, weights[part]}.packed());
         }
     }
 }
@@ -29,9 +28,11 @@ struct Arriving {
     const int* firsts;  // [kMaxRanks + 1]: rank r has the tokens from firsts[r] on
     int top_k, num_pairs, stride;
     u64 until;
-    u32 sorted[kCount];
+    Pair pairs[kCount];
 
-    __device__ __forceinline__ u32* place(int pair) const { return &ranks.pairs(ranks.rank, ranks.calls)[pair].sorted; }
+    __device__ __forceinline__ u64* place(int pair) const {
+        return reinterpret_cast<u64*>(ranks.pairs(ranks.rank, ranks.calls)) + pair;
+    }
     __device__ __forceinline__ u32 source(int pair) const {
         u32 source = 0;
         while (firsts[source + 1] * top_k <= pair) ++source;
@@ -41,24 +42,27 @@ struct Arriving {
     __device__ __forceinline__ void load(int pair) {
 #pragma unroll
         for (int part = 0; part < kCount; ++part)
-            if (pair + part * stride < num_pairs) sorted[part] = ptx::load_relaxed_system(place(pair + part * stride));
+            if (pair + part * stride < num_pairs)
+                pairs[part] = Pair::of(ptx::load_relaxed_system(place(pair + part * stride)));
     }
 
-    // Waits for what was missing, and clears the places for the call after the next one.
+    // Waits for what was missing, and clears the places for the call after the next one. A weight is written again, as
+    // combine_sums.cuh reads it: then this GPU has written it last.
     __device__ __forceinline__ void wait(int pair) {
         ranks.wait_while_missing(until, [&]() -> u32 {
             int missing = -1;
 #pragma unroll
             for (int part = 0; part < kCount; ++part) {
                 const int other = pair + part * stride;
-                if (other >= num_pairs || !Ranks::is_missing(sorted[part])) continue;
-                sorted[part] = ptx::load_relaxed_system(place(other));
+                if (other >= num_pairs || !Ranks::is_missing(pairs[part].sorted)) continue;
+                pairs[part] = Pair::of(ptx::load_relaxed_system(place(other)));
                 missing = other;
             }
             return missing < 0 ? 0 : source(missing) + 1;
         });
 #pragma unroll
         for (int part = 0; part < kCount; ++part)
-            if (pair + part * stride < num_pairs) *place(pair + part * stride) = kNothing;
+            if (pair + part * stride < num_pairs)
+                *place(pair + part * stride) = Pair{kNothing, pairs[part].weight}.packed();
     }
 };

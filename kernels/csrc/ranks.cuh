@@ -17,10 +17,15 @@ constexpr u32 kNothing = 0xffffffff;  // NaNs in e4m3, bf16 and fp32, but conver
 constexpr u32 kNoGroup = 0xfffffffe;  // instead of Sorted, for a pair whose expert is on another rank
 constexpr int kMaxSegments = 8;       // of a rank's pairs, see permutation_of_ranks.cu
 
-// A token's expert, and its weight. Written at once, so `sorted` announces both.
+// A token's expert, and its weight: one word of 8 bytes, so `sorted` announces both.
 struct __align__(8) Pair {
     u32 sorted;  // with few pairs the expert's group on the rank that holds it
     float weight;
+
+    __device__ __forceinline__ u64 packed() const { return static_cast<u64>(__float_as_uint(weight)) << 32 | sorted; }
+    static __device__ __forceinline__ Pair of(u64 packed) {
+        return {static_cast<u32>(packed), __uint_as_float(static_cast<u32>(packed >> 32))};
+    }
 };
 
 // Where a pair belongs on the rank that holds its expert.
@@ -43,6 +48,23 @@ struct RankMemory {
                        // them; with combine_slots.cuh [max_own_tokens, top_k, h], of each slot
 };
 
+// The tokens of each rank in a call, as kernel arguments: three ranks' in a word, as RankTokens.packed in
+// kernels/rank_memory.py.
+#define RANK_TOKENS u64 tokens_0, u64 tokens_3, u64 tokens_6
+
+// Writes where each rank's tokens begin among those of all, [kMaxRanks + 1]; one thread calls it.
+__device__ __forceinline__ void write_firsts(int* firsts, RANK_TOKENS) {
+    constexpr u32 kBits = 20;
+    const u64 words[3] = {tokens_0, tokens_3, tokens_6};
+    int first = 0;
+#pragma unroll
+    for (int rank = 0; rank < kMaxRanks; ++rank) {
+        firsts[rank] = first;
+        first += static_cast<int>(words[rank / 3] >> (rank % 3 * kBits) & ((1u << kBits) - 1));
+    }
+    firsts[kMaxRanks] = first;
+}
+
 // The calling rank's view: all memories, and its own state.
 struct __align__(16) Ranks {
     RankMemory memory[kMaxRanks];  // addresses in the caller's address space
@@ -52,6 +74,7 @@ struct __align__(16) Ranks {
     u64 status;     // u32 in pinned host memory: 0, or 1 + the rank that was waited for in vain
     u64 timeout;    // nanoseconds
     u64 max_own_tokens;
+    u64 here;  // this state in memory
 
     // Where a rank has the pairs of the call before which `calls` have begun.
     __device__ __forceinline__ Pair* pairs(u32 owner, u32 calls) const {
@@ -66,10 +89,13 @@ struct __align__(16) Ranks {
     // When a launch that begins now gives up waiting.
     __device__ __forceinline__ u64 until() const { return ptx::global_nanoseconds() + timeout; }
 
-    // Whether it is time to give up waiting for a rank; if so, notes which.
+    // Whether it is time to give up waiting for a rank; if so, notes which, and lets no later launch wait.
     __device__ __forceinline__ bool is_late(u32 source, u64 until) const {
         if (ptx::global_nanoseconds() < until) return false;
-        ptx::store_release_system(reinterpret_cast<u32*>(status), source + 1);
+        if (timeout != 0) {
+            reinterpret_cast<Ranks*>(here)->timeout = 0;
+            ptx::store_release_system(reinterpret_cast<u32*>(status), source + 1);
+        }
         return true;
     }
 
@@ -103,9 +129,10 @@ struct __align__(16) Ranks {
         __syncthreads();
     }
 
-    // Tells a rank that this one has received the tokens of all calls so far, which earlier launches have done.
+    // Tells a rank that this one has received the tokens of all calls so far, which earlier launches have done, and has
+    // cleared their places: a release, or that rank's next tokens could come before.
     __device__ __forceinline__ void announce_consumed(u32 to) const {
-        if (to < num_ranks) ptx::store_relaxed_system(consumed(to, rank), calls);
+        if (to < num_ranks) ptx::store_release_system(consumed(to, rank), calls);
     }
 
     static __device__ __forceinline__ bool is_missing(u32 word) { return word == kNothing; }

@@ -52,6 +52,8 @@ class _Tensors:
         self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
         self.host_offsets = self.offsets.numpy()
         self.are_free = True  # for the host to write: no step uses them
+        self.ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """The end of the step that uses them: on its stream, a later one may follow."""
         torch.cuda.synchronize(device)  # other streams will use them
 
 
@@ -157,13 +159,14 @@ class StepGraphs:
         try:
             self._graphs[key].replay()
             self._staging.signals.enqueue(requests, self._stream)
+            self._tensors.ended.record(self._stream)
         except BaseException:
             synchronize(self._stream.device)  # it may have begun
             self._tensors.are_free = True
             raise
         num_tokens = sum(request.num_tokens for request in requests)
         return RunningStep(
-            self._stream,
+            self._tensors.ended,
             self._tensors.host_offsets,
             partial(self._ended, began),
             partial(self._result, num_tokens, outputs),

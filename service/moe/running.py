@@ -10,7 +10,7 @@ from expertd.service.moe.request import StepResult
 
 
 class _Progress(Protocol):
-    """A CUDA event or stream."""
+    """A CUDA event."""
 
     def query(self) -> bool: ...
 

@@ -96,7 +96,7 @@ def layer_of_ranks(tokens: int, h: int = 2304, is_biased: bool = False) -> None:
     expected = fused_experts(x, ids, weights, gate_up, down, num_sms=4, biases=biases)
     backend, device, group = HopperBackend(), torch.device("cuda", 0), dist.group.WORLD
     assert group is not None
-    shared = RankTokens.of([tokens], torch.arange(e, dtype=torch.int32, device=device))
+    shared = RankTokens((tokens,), torch.arange(e, dtype=torch.int32, device=device))
     for exact, staged_tokens in ((True, 0), (False, 0), (False, tokens + 1)):
         combine_rows.STAGED_TOKENS = staged_tokens
         memory = RankMemory(group, device, tokens, tokens, h, k, timeout=60.0, exact=exact)

@@ -47,10 +47,18 @@ class TensorMap:
 
 
 class RecordingKernels(Kernels):
-    """Loads nothing: a kernel is its variant."""
+    """Loads nothing: a kernel is its variant. The driver would say `per_sm` and `room`."""
+
+    per_sm, room = 32, True
 
     def get(self, device: int, variant: Variant) -> Variant:
         return variant
+
+    def ctas_per_sm(self, device: int, variant: Variant, shared_bytes: int) -> int:
+        return self.per_sm
+
+    def has_room(self, on: OnStream, variant: Variant, grid: Grid) -> bool:
+        return self.room
 
 
 @pytest.fixture
@@ -182,7 +190,7 @@ def test_rows_for_other_ranks_lie_beside_their_scales(launches: list[tuple[Varia
     assert torch.equal(apart, made)
     ranks: Any = SimpleNamespace(ranks=made, dispatch_counters=made)
     places = torch.zeros(G, dtype=torch.int32)
-    tokens: Any = SimpleNamespace(counts=(T,), first_tokens=places, places=places)
+    tokens: Any = SimpleNamespace(counts=(T,), packed=(np.uint64(T),) * 3, places=places)
     ids = torch.zeros(T, TOP_K, dtype=torch.int32)
     data, scales = dispatch_rows(kernels, ON, ranks, tokens, packed, ids, ids, None)
     assert (data.shape, scales.shape) == ((T * TOP_K, k), (T * TOP_K, k // 128))
@@ -237,7 +245,7 @@ def test_a_layer_of_ranks(
         combine_counters=word,
         exact=exact,
     )
-    of_all = RankTokens((3, tokens), word, torch.zeros(2 * G, dtype=torch.int32))
+    of_all = RankTokens((3, tokens), torch.zeros(2 * G, dtype=torch.int32))
     biases = None
     if biased:
         sizes = (G, 2 * N), (2 * G, h)
@@ -268,13 +276,23 @@ def test_routing(routing: Routing, launches: list[tuple[Variant, list[Any]]]) ->
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
 
 
-@pytest.mark.parametrize(("pairs", "num_sms", "cluster"), [(1024, None, 1), (1025, None, 8), (1025, 63, 1)])
-def test_many_pairs_are_sorted_by_a_cluster(
-    pairs: int, num_sms: int | None, cluster: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("pairs", "num_sms", "room", "cluster"),
+    [
+        (1024, None, True, 1),
+        (1025, None, True, 8),
+        (1025, 8, True, 8),
+        (1025, 7, True, 1),
+        (1025, 8, False, 1),
+    ],
+)
+def test_many_pairs_are_sorted_by_a_cluster_where_one_runs(
+    pairs: int, num_sms: int | None, room: bool, cluster: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grids = []
     monkeypatch.setattr(Kernels, "launch", lambda self, on, variant, grid, *arguments: grids.append(grid))
-    compute_permutation(Kernels(), ON, torch.zeros(pairs, 1, dtype=torch.int32), G, num_sms)
+    monkeypatch.setattr(RecordingKernels, "room", room)
+    compute_permutation(RecordingKernels(), ON, torch.zeros(pairs, 1, dtype=torch.int32), G, num_sms)
     assert [grid.cluster for grid in grids] == [cluster]
 
 
@@ -284,7 +302,7 @@ def test_many_pairs_are_sorted_by_a_cluster(
         ((129, 0), None, 1, 1, 129, 32),
         ((0, 129), None, 1, 1, 0, 32),  # a rank without tokens sends that it has no pairs
         ((1024, 1), None, 1, 8, 128, 32),
-        ((1024, 1), 63, 4, 1, 1024, 128),
+        ((1024, 1), 7, 4, 1, 1024, 128),
         ((4096, 4097), None, 4, 8, 512, 128),
         ((40_000, 40_000), None, 4, 8, 5000, 256),
     ],
@@ -310,14 +328,14 @@ def test_a_rank_sorts_its_pairs_in_segments(
     monkeypatch.setattr(Kernels, "launch", launch_recorded)
     word = torch.zeros(1, dtype=torch.int32)
     memory: Any = SimpleNamespace(rank=0, num_ranks=2, ranks=word, consumed=word)
-    of_all = RankTokens(counts, word, torch.zeros(2 * G, dtype=torch.int32))
+    of_all = RankTokens(counts, torch.zeros(2 * G, dtype=torch.int32))
     ids = torch.zeros(counts[0], 1, dtype=torch.int32)
     permutation_of_ranks(RecordingKernels(), ON, memory, of_all, ids, ids.float(), G, num_sms)
     ((launched, arguments),) = launches
     assert launched.source.name == f"permutation_of_ranks_{variant}"
     assert clusters == [cluster]
     assert arguments[4:6] == [pairs_of_cta, pairs_of_warp]
-    assert arguments[11:13] == ([2, 3] if sum(counts) <= 1024 else [3, 4]), "bits of segments, and of all"
+    assert arguments[13:15] == ([2, 3] if sum(counts) <= 1024 else [3, 4]), "bits of segments, and of all"
 
 
 @pytest.mark.parametrize(("num_groups", "tokens"), [(0, 1), (367, 1), (367, 2000)])
@@ -325,7 +343,7 @@ def test_groups_that_shared_memory_cannot_count_are_refused(num_groups: int, tok
     """In every call of a layer, not only in those of many tokens."""
     word = torch.zeros(1, dtype=torch.int32)
     memory: Any = SimpleNamespace(rank=0, num_ranks=8, ranks=word, consumed=word)
-    of_all = RankTokens((tokens,) * 8, word, torch.zeros(1024, dtype=torch.int32))
+    of_all = RankTokens((tokens,) * 8, torch.zeros(1024, dtype=torch.int32))
     ids = torch.zeros(tokens, 1, dtype=torch.int32)
     expected = rf"^num_groups: expected 1 to 366 with 1024 experts on 8 ranks, got {num_groups}$"
     with pytest.raises(ValueError, match=expected):

@@ -221,7 +221,7 @@ def test_no_tile_has_more_columns_than_the_scheduler_divides_exactly() -> None:
 
 
 def _tokens(counts: tuple[int, ...] = (3, T), places: Tensor = PLACES) -> RankTokens:
-    return RankTokens(counts, torch.zeros(9, dtype=torch.int32), places)
+    return RankTokens(counts, places)
 
 
 def _parallel_arguments() -> dict[str, Any]:
@@ -281,10 +281,6 @@ def test_what_suits_the_memory_of_ranks_is_accepted() -> None:
             r"down bias shape: expected \(8, 256\), got \(4, 256\)",
         ),
         ({"offsets": torch.zeros(G, dtype=torch.int32)}, r"offsets shape: expected \(5,\), got \(4,\)"),
-        (
-            {"tokens": RankTokens((3, T), torch.zeros(3, dtype=torch.int32), PLACES)},
-            r"first_tokens shape: expected \(9,\), got \(3,\)",
-        ),
         ({"out": torch.zeros(3, H)}, r"out shape: expected \(4, 256\), got \(3, 256\)"),
         ({"out": torch.zeros(T, H).double()}, "out dtype: expected .*, got torch.float64"),
         ({"out": torch.zeros(H, T).t()}, r"out strides: expected contiguous, got \(1, 4\)"),

@@ -3,7 +3,8 @@
 import itertools
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -34,6 +35,10 @@ pytestmark = pytest.mark.gpu
 
 INTERMEDIATE = 512
 MOST = 1200  # tokens of a rank: more CTAs than run at once
+CALLS_IN_A_ROW = 600
+TIMEOUT = 2.0
+SM_BYTES = 228 * 1024  # shared memory of a Hopper SM
+CTA_BYTES = 2048  # of a CTA besides its dynamic part: the driver's, and what these kernels declare
 
 # Tokens of the first two ranks in a call (further ones have three), and how their experts are chosen.
 CALLS: Sequence[tuple[tuple[int, int], str]] = (
@@ -84,8 +89,8 @@ def routing(
     return ids.to(torch.int32), torch.rand(num_tokens, shape.top_k, generator=generator)
 
 
-def run(rank: int, num_ranks: int, port: int, seed: int) -> None:
-    """One rank."""
+def join(rank: int, num_ranks: int, port: int) -> torch.device:
+    """Meet the other ranks; this one's GPU."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -94,6 +99,12 @@ def run(rank: int, num_ranks: int, port: int, seed: int) -> None:
     torch.cuda.set_device(rank % torch.cuda.device_count())
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def run(rank: int, num_ranks: int, port: int, seed: int) -> None:
+    """One rank."""
+    join(rank, num_ranks, port)
     generator = torch.Generator().manual_seed(seed)
     for shape in SHAPES:
         check(rank, num_ranks, shape, generator)
@@ -136,7 +147,7 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
             hidden_states, ids, weights, gate_up, down, activation=activation, biases=biases
         )
         own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        tokens = RankTokens.of(counts, places.to(device))
+        tokens = RankTokens(counts, places.to(device))
         given = ids[own].contiguous(), weights[own].contiguous()
         floats = hidden_states[own].contiguous()
         quantized = packed = None
@@ -172,6 +183,90 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
             assert difference <= bound, (shape, counts, kind, difference.item(), bound.item())
 
 
+def run_calls(rank: int, num_ranks: int, port: int, seed: int) -> None:
+    """One rank: calls of other tokens each, one after another, while each rank is late at random.
+
+    A clear that another GPU's writes overtook, or half a pair, would be a wrong sum or a wait in vain.
+    """
+    device = join(rank, num_ranks, port)
+    generator = torch.Generator().manual_seed(seed)  # the same on all ranks
+    h, num_experts, top_k, most = 2560, 24, 4, 520
+    gate_up = quantize_blocks(torch.randn(num_experts, 2 * INTERMEDIATE, h, generator=generator).to(device))
+    down = quantize_blocks(torch.randn(num_experts, h, INTERMEDIATE, generator=generator).to(device))
+    each = num_experts // num_ranks
+    held = slice(rank * each, (rank + 1) * each)
+    own_gate_up, own_down = (Quantized(w.data[held].clone(), w.scales[held].clone()) for w in (gate_up, down))
+    places = torch.tensor([e // each << 16 | e % each for e in range(num_experts)], dtype=torch.int32)
+    places = places.to(device)
+    kernels = Kernels()
+    layer = Layer(kernels, GroupedGemm(kernels, choose))
+    assert dist.group.WORLD is not None
+    delays = torch.Generator().manual_seed(seed + rank)
+    for exact in (True, False):
+        memory = RankMemory(dist.group.WORLD, device, most, 2 * most, h, top_k, timeout=10.0, exact=exact)
+        combine_rows.STAGED_TOKENS = 256
+        calls: list[tuple[Tensor, Tensor, Tensor, slice, Tensor]] = []
+        for number in range(CALLS_IN_A_ROW):
+            largest = 16 if number % 4 else most
+            counts = tuple(torch.randint(0, largest + 1, (num_ranks,), generator=generator).tolist())
+            rows = torch.randn(sum(counts), h, generator=generator).to(torch.bfloat16).to(device)
+            shape = Shape(h, num_experts, top_k)
+            ids, weights = (t.to(device) for t in routing(shape, num_ranks, sum(counts), "random", generator))
+            own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+            out = torch.full((counts[rank], h), torch.inf, device=device)
+            calls.append((rows, ids, weights, own, out))
+            if number % 3 == 0:
+                torch.cuda._sleep(int(torch.randint(0, 100_000, (1,), generator=delays)))  # type: ignore[no-untyped-call]
+            layer.parallel_experts(
+                current_stream(device.index), memory, RankTokens(counts, places), rows[own].contiguous(),
+                ids[own].contiguous(), weights[own].contiguous(), own_gate_up, own_down, out, SILU, None,
+                None,
+            )  # fmt: skip
+        torch.cuda.synchronize()
+        assert memory.late_rank is None
+        for number, (rows, ids, weights, own, out) in enumerate(calls):
+            expected = fused_experts(rows, ids, weights, gate_up, down)[own]
+            if exact:
+                assert torch.equal(out, expected), f"call {number} of {len(rows)} tokens"
+            elif len(out):
+                bound = 2**-8 * expected.abs().amax() * 2
+                assert (out - expected).abs().amax() <= bound, f"call {number} of {len(rows)} tokens"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def wait_in_vain(rank: int, num_ranks: int, port: int, seed: int) -> None:
+    """One rank; the last one does not take part in a call, which takes one timeout, not one a launch."""
+    device = join(rank, num_ranks, port)
+    h, num_experts, top_k, num_tokens = 2560, 24, 4, 200
+    gate_up = quantize_blocks(torch.randn(num_experts // num_ranks, 2 * INTERMEDIATE, h, device=device))
+    down = quantize_blocks(torch.randn(num_experts // num_ranks, h, INTERMEDIATE, device=device))
+    each = num_experts // num_ranks
+    places = torch.tensor([e // each << 16 | e % each for e in range(num_experts)], dtype=torch.int32)
+    kernels = Kernels()
+    layer = Layer(kernels, GroupedGemm(kernels, choose))
+    assert dist.group.WORLD is not None
+    memory = RankMemory(dist.group.WORLD, device, num_tokens, 2 * num_tokens, h, top_k, timeout=TIMEOUT)
+    ids, weights = routing(Shape(h, num_experts, top_k), num_ranks, num_tokens, "random", torch.Generator())
+    out = torch.empty(num_tokens, h, device=device)
+    arguments = (
+        memory, RankTokens((num_tokens,) * num_ranks, places.to(device)), torch.randn_like(out).bfloat16(),
+        ids.to(device), weights.to(device), gate_up, down, out, SILU, None, None,
+    )  # fmt: skip
+    layer.parallel_experts(current_stream(device.index), *arguments)  # loads the kernels
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 0:
+        began = time.perf_counter()
+        layer.parallel_experts(current_stream(device.index), *arguments)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        assert memory.late_rank == num_ranks - 1
+        assert TIMEOUT <= seconds < 1.5 * TIMEOUT
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def side_by_side(rows: Quantized, nothing: Tensor) -> Quantized:
     """Values and scales of each row in the same memory; where `nothing`, all is what no value may be."""
     made = torch.cat([part.contiguous().view(torch.uint8) for part in rows], dim=1)
@@ -182,9 +277,33 @@ def side_by_side(rows: Quantized, nothing: Tensor) -> Quantized:
 
 @pytest.mark.parametrize("num_ranks", sorted({2, 3, 4, max(2, min(8, torch.cuda.device_count()))}))
 def test_ranks_compute_what_one_process_does(num_ranks: int) -> None:
+    spawn(run, num_ranks)
+
+
+def test_calls_one_after_another_while_ranks_are_late() -> None:
+    spawn(run_calls, max(2, min(4, torch.cuda.device_count())))
+
+
+def test_a_late_rank_is_noticed_after_one_timeout() -> None:
+    spawn(wait_in_vain, 2)
+
+
+def spawn(rank: Callable[[int, int, int, int], None], num_ranks: int) -> None:
+    """Run `rank` in a process for each; the seed is printed."""
     seed = int(torch.seed() % 2**31)
     print(f"seed {seed}")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(run, (num_ranks, port, seed), num_ranks)  # type: ignore[attr-defined, no-untyped-call]
+    multiprocessing.spawn(rank, (num_ranks, port, seed), num_ranks)  # type: ignore[attr-defined, no-untyped-call]
+
+
+@pytest.mark.parametrize("way", combine_rows._WAYS, ids=lambda way: way.by_dtype[torch.float32].source.name)
+@pytest.mark.parametrize("num_experts", [8, 1024])
+def test_all_ctas_of_combine_run_at_once(way: combine_rows._Way, num_experts: int) -> None:
+    """The driver says how many an SM runs: what the launch bounds ask for, if shared memory suffices."""
+    shared_bytes = way.shared_bytes(num_experts)
+    for variant in way.by_dtype.values():
+        per_sm = Kernels().ctas_per_sm(torch.cuda.current_device(), variant, shared_bytes)
+        assert 1 <= per_sm <= 32
+        assert per_sm >= min(way.ctas, SM_BYTES // (shared_bytes + CTA_BYTES)), variant.source.name

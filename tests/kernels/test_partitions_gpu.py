@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from expertd.kernels import grouped_gemm_contiguous
+from expertd.kernels.backends.hopper.compute_permutation import VARIANT, compute_permutation
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, current_stream
 from expertd.kernels.partitions import SMPartitions
 from tests.kernels.helpers import random_contiguous
 
@@ -229,6 +231,48 @@ def test_changes_among_a_few_splits_keep_no_memory(partitions: SMPartitions, smi
             seen.append(smids())
     assert [len(each) for each in seen] == [64, 48]
     assert seen[0].isdisjoint(seen[1])
+
+
+def test_sets_of_sms_without_end_are_refused(
+    partitions: SMPartitions, smids: SMIDs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver keeps memory of each; sizes from before go on."""
+    monkeypatch.setattr("expertd.kernels.partitions.MAX_CONTEXTS", 5)
+    for first in (8, 16):
+        partitions.apply({"a": first, "b": 8})
+    made = partitions.apply({"a": 8, "b": 24})
+    with pytest.raises(
+        ValueError, match=r"^partitions: expected at most 5 different sets of SMs since the start"
+    ):
+        partitions.apply({"a": 32, "b": 8})
+    assert partitions.partitions == made
+    assert [partition.num_sms for partition in partitions.apply({"a": 16, "b": 8})] == [16, 8]
+    with torch.cuda.stream(partitions.stream("a")):
+        assert len(smids()) == 16
+
+
+@pytest.mark.parametrize("size", [8, 16, 64, 132])
+def test_pairs_are_sorted_by_a_cluster_wherever_one_fits(partitions: SMPartitions, size: int) -> None:
+    """By the driver's word, which knows how a partition's SMs lie."""
+    kernels, num_groups = Kernels(), 24
+    ids = torch.randint(-1, num_groups + 1, (5000, 1), dtype=torch.int32, device="cuda")
+    partitions.apply({"a": size})
+    with torch.cuda.stream(partitions.stream("a")):
+        on = current_stream(0)
+        found = compute_permutation(kernels, on, ids, num_groups, partitions.num_sms("a"))
+        fits = kernels.has_room(on, VARIANT, Grid(1, 8, VARIANT.shared_bytes(num_groups)))
+    torch.cuda.synchronize()
+    print(f"{size} SMs: {'a cluster' if fits else 'one CTA'}")
+    group = (
+        ids.flatten().cpu().where((ids.flatten().cpu() >= 0) & (ids.flatten().cpu() < num_groups), num_groups)
+    )
+    order = group.argsort(stable=True)[: int((group < num_groups).sum())]
+    expected = torch.full((5000,), -1, dtype=torch.int32)
+    expected[order] = torch.arange(len(order), dtype=torch.int32)
+    assert torch.equal(found.inverse.flatten().cpu(), expected)
+    assert torch.equal(
+        found.offsets.cpu()[1:], group.bincount(minlength=num_groups + 1)[:num_groups].cumsum(0)
+    )
 
 
 def test_an_unknown_partition(partitions: SMPartitions) -> None:

@@ -14,7 +14,7 @@ from expertd.kernels.backends.hopper.launch import (
     Variant,
     variants_by_dtype,
 )
-from expertd.kernels.backends.hopper.rank_grids import COLUMNS, ctas, place_bytes, resident, sharing
+from expertd.kernels.backends.hopper.rank_grids import COLUMNS, ctas, place_bytes, sharing
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 
@@ -99,12 +99,13 @@ def combine_rows(
     else:
         way = _EXACT if memory.exact else _STAGED if is_staged else _SUMS
     shared_bytes = way.shared_bytes(num_experts)
-    per_sm = min(way.ctas, resident(shared_bytes))
+    # A CTA waits for rows that later CTAs of other ranks return: all of a launch must run at once.
+    per_sm = min(way.ctas, kernels.ctas_per_sm(on.device, way.by_dtype[out.dtype], shared_bytes))
     num_ctas = ctas(on, num_sms, per_sm, tokens.counts, len(columns), way.columns)
     share = sharing(num_ctas, tokens.counts, len(columns), way.columns)
     kernels.launch(
         on, way.by_dtype[out.dtype], Grid(num_ctas, 1, shared_bytes),
-        memory.ranks, tokens.first_tokens, places, np.int32(num_experts), topk_ids, topk_weights,
+        memory.ranks, *tokens.packed, places, np.int32(num_experts), topk_ids, topk_weights,
         rows, inverse, np.int32(most), np.int32(share), memory.combine_counters, np.int32(top_k), np.int32(n),
         np.int32(columns.start), np.int32(columns.stop), bias, out,
     )  # fmt: skip

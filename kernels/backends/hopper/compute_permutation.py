@@ -14,8 +14,6 @@ FEW_PAIRS = 128
 THREADS = 1024
 _ONE_CTA_PAIRS = 1024  # up to this many pairs, one CTA is faster than a cluster
 _CLUSTER = 8
-CLUSTER_SMS = 64
-"""From this many SMs on, enough of them share a GPC for a cluster."""
 
 
 def _shared_bytes(num_groups: int) -> int:
@@ -47,6 +45,11 @@ class Permutation(NamedTuple):
         )
 
 
+def runs_cluster(kernels: Kernels, on: OnStream, variant: Variant, grid: Grid, num_sms: int | None) -> bool:
+    """Whether a launch limited to `num_sms` can be a cluster, whose CTAs run at once on SMs of one GPC."""
+    return (num_sms is None or num_sms >= grid.cluster) and kernels.has_room(on, variant, grid)
+
+
 def compute_permutation(
     kernels: Kernels,
     on: OnStream,
@@ -61,10 +64,11 @@ def compute_permutation(
     """
     permutation = Permutation.empty(group_ids.shape, num_groups, group_ids.device)
     num_pairs = group_ids.numel()
-    one_cta = num_pairs <= _ONE_CTA_PAIRS or (num_sms is not None and num_sms < CLUSTER_SMS)
-    shared_bytes = 0 if num_pairs <= FEW_PAIRS else _shared_bytes(num_groups)
+    grid = Grid(1, _CLUSTER, 0 if num_pairs <= FEW_PAIRS else _shared_bytes(num_groups))
+    if num_pairs <= _ONE_CTA_PAIRS or not runs_cluster(kernels, on, VARIANT, grid, num_sms):
+        grid = grid._replace(cluster=1)
     kernels.launch(
-        on, VARIANT, Grid(1, 1 if one_cta else _CLUSTER, shared_bytes),
+        on, VARIANT, grid,
         group_ids, np.int32(num_pairs), np.int32(num_groups),
         permutation.inverse, permutation.offsets, offsets_copy, permutation.tile_counters,
     )  # fmt: skip

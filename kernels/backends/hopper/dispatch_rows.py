@@ -57,7 +57,7 @@ def dispatch_rows(
     share = sharing(num_ctas, tokens.counts, k)
     kernels.launch(
         on, _BY_DTYPE[hidden_states.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
-        memory.ranks, tokens.first_tokens, places, np.int32(places.numel()),
+        memory.ranks, *tokens.packed, places, np.int32(places.numel()),
         hidden_states, topk_ids, np.int32(len(topk_ids)), inverse, np.int32(most), np.int32(share),
         memory.dispatch_counters,
         np.int32(top_k), np.int32(k), data, scales, np.uint32(num_rows),

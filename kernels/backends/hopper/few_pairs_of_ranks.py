@@ -26,7 +26,7 @@ def few_pairs_of_ranks(
     kernels.launch(
         on, VARIANT, Grid(1, 1, place_bytes(places.numel())),
         topk_ids, topk_weights, np.int32(topk_ids.numel()), np.int32(tokens.first(memory.rank) * top_k),
-        places, np.int32(places.numel()), memory.ranks, memory.consumed, tokens.first_tokens,
+        places, np.int32(places.numel()), memory.ranks, memory.consumed, *tokens.packed,
         np.int32(permutation.inverse.numel()), np.int32(top_k), np.int32(num_groups),
         permutation.inverse, permutation.offsets, offsets_copy, permutation.tile_counters,
     )  # fmt: skip

@@ -82,6 +82,8 @@ class Kernels:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loaded: dict[tuple[int, str], Any] = {}
+        self._ctas_per_sm: dict[tuple[int, str, int], int] = {}
+        self._has_room: dict[tuple[OnStream, str, Grid], bool] = {}
 
     def get(self, device: int, variant: Variant) -> Any:
         """The kernel on the device; on first use it is compiled (or fetched from the cache) and loaded."""
@@ -101,6 +103,22 @@ class Kernels:
         kernel = self.get(on.device, variant)
         values = (a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
         cuda_core().launch(on.stream, launch_config(grid, variant.threads), kernel, *values)
+
+    def ctas_per_sm(self, device: int, variant: Variant, shared_bytes: int) -> int:
+        """The CTAs with this much dynamic shared memory that an SM runs at once, by the driver."""
+        key = device, variant.source.name, shared_bytes
+        if key not in self._ctas_per_sm:
+            of = self.get(device, variant).occupancy
+            self._ctas_per_sm[key] = of.max_active_blocks_per_multiprocessor(variant.threads, shared_bytes)
+        return self._ctas_per_sm[key]
+
+    def has_room(self, on: OnStream, variant: Variant, grid: Grid) -> bool:
+        """Whether the stream's SMs, perhaps a partition's, can run a cluster of this grid, by the driver."""
+        key = on, variant.source.name, grid
+        if key not in self._has_room:
+            of, config = self.get(on.device, variant).occupancy, launch_config(grid, variant.threads)
+            self._has_room[key] = of.max_active_clusters(config, stream=on.stream) > 0
+        return self._has_room[key]
 
 
 def _load(device: int, variant: Variant, binary: jit.Binary) -> Any:

@@ -6,10 +6,10 @@ import numpy as np
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.compute_permutation import (
-    CLUSTER_SMS,
     FEW_PAIRS,
     THREADS,
     Permutation,
+    runs_cluster,
 )
 from expertd.kernels.backends.hopper.few_pairs_of_ranks import few_pairs_of_ranks
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
@@ -90,19 +90,21 @@ def permutation_of_ranks(
     is_small = num_pairs <= _ONE_CTA_PAIRS
     segments = _FEWEST_SEGMENTS if is_small else MAX_SEGMENTS  # the same on all ranks
     segment_bits, all_segment_bits = _bits(segments), _bits(memory.num_ranks * segments)
-    num_ctas = 1 if is_small or (num_sms is not None and num_sms < CLUSTER_SMS) else segments
     shared_bytes = _expert_bytes(num_experts) + num_groups * _group_bytes(all_segment_bits)
-    if num_pairs > _MANY_PAIRS and num_ctas > 1:
-        shared_bytes = _SM_BYTES
+    # The SMs of a cluster with many pairs to itself: no other CTA fits beside.
+    cluster = Grid(1, segments, _SM_BYTES if num_pairs > _MANY_PAIRS else shared_bytes)
+    one_cta = is_small or not runs_cluster(kernels, on, _BY_PAIRS_OF_LANE[4], cluster, num_sms)
+    grid = Grid(1, 1, shared_bytes) if one_cta else cluster
+    num_ctas = grid.cluster
     pairs_of_cta = math.ceil(num_own / num_ctas)
     pairs_of_lane = 1 if num_pairs <= num_ctas * THREADS else 4
     chunk = 32 * pairs_of_lane
     pairs_of_warp = max(1, math.ceil(pairs_of_cta / (_WARPS * chunk))) * chunk
     kernels.launch(
-        on, _BY_PAIRS_OF_LANE[pairs_of_lane], Grid(1, num_ctas, shared_bytes),
+        on, _BY_PAIRS_OF_LANE[pairs_of_lane], grid,
         topk_ids, topk_weights, np.int32(num_own), np.int32(tokens.first(memory.rank) * top_k),
         np.int32(pairs_of_cta), np.int32(pairs_of_warp),
-        places, np.int32(num_experts), memory.ranks, memory.consumed, tokens.first_tokens,
+        places, np.int32(num_experts), memory.ranks, memory.consumed, *tokens.packed,
         np.int32(segment_bits), np.int32(all_segment_bits),
         np.int32(num_pairs), np.int32(top_k), np.int32(num_groups),
         permutation.inverse, permutation.offsets, offsets_copy, permutation.tile_counters,

@@ -8,18 +8,10 @@ from expertd.kernels.backends.hopper.launch import OnStream, multiprocessors
 COLUMNS = 2048
 """The part of a token that a CTA handles at once, in most kernels."""
 
-_SM_BYTES = 228 * 1024  # shared memory of a Hopper SM
-_CTA_BYTES = 1024 + 512  # of a CTA besides its dynamic part: the driver's, and what these kernels declare
-
 
 def place_bytes(num_experts: int) -> int:
     """Shared memory for the places of all experts."""
     return 4 * num_experts
-
-
-def resident(shared_bytes: int) -> int:
-    """The CTAs with so much dynamic shared memory that an SM has room for."""
-    return _SM_BYTES // (shared_bytes + _CTA_BYTES)
 
 
 def ctas(

@@ -97,7 +97,6 @@ class SymmetricLayer:
         every = range(shape.num_experts)
         self._is_placed = physical is not None or shape.held_experts != every  # else ids are physical ones
         self._overlap, self._overlap_mode = overlap, overlap_mode
-        self._tokens: dict[tuple[int, ...], RankTokens] = {}
         self.expect_each(1)
 
     def expect(self, counts: Sequence[int]) -> None:
@@ -105,12 +104,10 @@ class SymmetricLayer:
 
         Raises ValueError (name, expected, got) if the memory has no room for them.
         """
-        key = tuple(counts)
-        if key not in self._tokens:
-            rows = [count * self._each for count in counts]
-            self.memory.check(rows)
-            self._tokens[key] = RankTokens.of(rows, self.placed.places)
-        self.rank_tokens = key
+        rows = tuple(count * self._each for count in counts)
+        self.memory.check(rows)
+        self._tokens = RankTokens(rows, self.placed.places)
+        self.rank_tokens = tuple(counts)
 
     def expect_each(self, num_tokens: int) -> None:
         """The next calls have `num_tokens` on each rank."""
@@ -188,7 +185,7 @@ class SymmetricLayer:
             overlap = None
         num_held = len(self.placed.slots)
         self.backend.parallel_experts(
-            self.memory, self._tokens[self.rank_tokens], hidden_states, topk_ids.contiguous(),
+            self.memory, self._tokens, hidden_states, topk_ids.contiguous(),
             topk_weights.contiguous(), self._routed.gate_up, self._routed.down, out,
             None if overlap else num_sms, None if offsets is None else offsets[: num_held + 1], overlap,
             self._rule.routed, self._biases,

@@ -115,6 +115,17 @@ def test_steps_do_not_affect_the_next(graphs: StepGraphs) -> None:
         assert per_expert == ids.flatten().bincount(minlength=SHAPE.num_experts).tolist()
 
 
+def test_a_step_ends_before_work_that_follows_on_its_stream(graphs: StepGraphs) -> None:
+    """As a large step does that begins behind a small one."""
+    running = graphs.begin(Batch([layer_request(_tokens(3))]))
+    torch.cuda._sleep(2_000_000_000)  # cycles: a second
+    behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    behind.record()  # type: ignore[no-untyped-call]
+    running.finish()
+    assert not behind.query()
+    behind.synchronize()
+
+
 def test_a_replay_never_waits(graphs: StepGraphs) -> None:
     batch = Batch([layer_request(_tokens(20))])
     graphs.begin(batch).finish()

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -53,10 +52,6 @@ class _Exchanging(ReferenceBackend):
         out.copy_(rows[first : first + counts[rank]])
 
 
-def _tokens(counts: Any, places: Tensor) -> RankTokens:
-    return RankTokens(tuple(counts), torch.empty(0, dtype=torch.int32), places)  # as `of`, without pinning
-
-
 def _run(exchange: TorchExchange, case: Case) -> tuple[Tensor, list[int]]:
     """This rank's output, and its tokens per expert."""
     whole, held = weights_of(case.shape, case.seed, case.gated, case.biased), case.shape.held_experts
@@ -66,15 +61,14 @@ def _run(exchange: TorchExchange, case: Case) -> tuple[Tensor, list[int]]:
         num_ranks=exchange.num_ranks, rank=exchange.rank, group=exchange._group,
         hidden_size=case.shape.hidden_size, top_k=slots, check=lambda counts: None,
     )  # fmt: skip
-    with patch.object(RankTokens, "of", _tokens):
-        weights = part_of(whole, held, own, case.shape.num_shared_experts)
-        layer = SymmetricLayer(case.shape, weights, _Exchanging(), memory, rule=case.rule)
-        layer.expect([len(part) for part in case.tokens])
-        tokens = case.tokens[exchange.rank]
-        ids, topk_weights = (None, None) if case.given is None else case.given[exchange.rank]
-        out = torch.full(tokens.shape, torch.nan, dtype=case.out_dtype)
-        offsets = torch.full((case.shape.num_groups + 1,), -1, dtype=torch.int32)
-        assert layer(tokens, ids, topk_weights, None, out, offsets) is out
+    weights = part_of(whole, held, own, case.shape.num_shared_experts)
+    layer = SymmetricLayer(case.shape, weights, _Exchanging(), memory, rule=case.rule)
+    layer.expect([len(part) for part in case.tokens])
+    tokens = case.tokens[exchange.rank]
+    ids, topk_weights = (None, None) if case.given is None else case.given[exchange.rank]
+    out = torch.full(tokens.shape, torch.nan, dtype=case.out_dtype)
+    offsets = torch.full((case.shape.num_groups + 1,), -1, dtype=torch.int32)
+    assert layer(tokens, ids, topk_weights, None, out, offsets) is out
     return out, layer.tokens_per_expert(offsets.numpy()).tolist()
 
 
