@@ -118,11 +118,11 @@ def test_steps_do_not_affect_the_next(graphs: StepGraphs) -> None:
 def test_a_step_ends_before_work_that_follows_on_its_stream(graphs: StepGraphs) -> None:
     """As a large step does that begins behind a small one."""
     running = graphs.begin(Batch([layer_request(_tokens(3))]))
-    torch.cuda._sleep(2_000_000_000)  # cycles: a second
+    torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # cycles: a second
     behind = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    behind.record()  # type: ignore[no-untyped-call]
+    behind.record()
     running.finish()
-    assert not behind.query()
+    assert not behind.query()  # type: ignore[no-untyped-call]
     behind.synchronize()
 
 
