@@ -104,11 +104,11 @@ struct Shared {
 
 // Waits for the preceding launch. All tokens have been received then: the call's last launch tells the other ranks.
 __device__ __forceinline__ void begin(const Items& items) {
+    const bool announces = blockIdx.x == 0 && items.problem.end_column == items.problem.n;
+    if (announces && threadIdx.x < kMaxRanks) ptx::fence_system();  // takes 1 us, which is over before that launch is
     ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
     ptx::launch_dependents();
-    // The last CTA: with few tokens, it only waits for other ranks, and a release takes as long.
-    if (blockIdx.x == gridDim.x - 1 && items.problem.end_column == items.problem.n)
-        items.ranks.announce_consumed(threadIdx.x);
+    if (announces) items.ranks.announce_consumed(threadIdx.x);
 }
 
 // Runs everything of a CTA: `fetch` loads what does not depend on the preceding launch, one item ahead of `run`.

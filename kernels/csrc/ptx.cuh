@@ -420,6 +420,8 @@ __device__ __forceinline__ void store_release_system(u32* place, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 __device__ __forceinline__ u64 global_nanoseconds() {
     u64 value;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));

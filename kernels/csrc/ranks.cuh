@@ -100,12 +100,15 @@ struct __align__(16) Ranks {
     }
 
     // Waits until nothing is missing, or gives up: `look` loads again what is, and returns 1 + the rank that sends it,
-    // or 0.
+    // or 0. What it returns is as of its last call, so it has the last word when time is up.
     template <class Look>
     __device__ __forceinline__ void wait_while_missing(u64 until, const Look& look) const {
         u32 missing = look();
-        // The clock is read while loads are on their way.
-        while (missing != 0 && !is_late(missing - 1, until)) missing = look();
+        bool last = false;
+        while (missing != 0 && !(last && is_late(missing - 1, until))) {
+            last = ptx::global_nanoseconds() >= until;  // read while loads are on their way
+            missing = look();
+        }
     }
 
     // What `source` writes to `place`, once it is there; `value` was there before.
@@ -129,10 +132,10 @@ struct __align__(16) Ranks {
         __syncthreads();
     }
 
-    // Tells a rank that this one has received the tokens of all calls so far, which earlier launches have done, and has
-    // cleared their places: a release, or that rank's next tokens could come before.
+    // Tells a rank that this one has received the tokens of all calls so far, and has cleared their places, which
+    // earlier launches have done. A fence_system after those makes it a release.
     __device__ __forceinline__ void announce_consumed(u32 to) const {
-        if (to < num_ranks) ptx::store_release_system(consumed(to, rank), calls);
+        if (to < num_ranks) ptx::store_relaxed_system(consumed(to, rank), calls);
     }
 
     static __device__ __forceinline__ bool is_missing(u32 word) { return word == kNothing; }

@@ -255,13 +255,14 @@ def wait_in_vain(rank: int, num_ranks: int, port: int, seed: int) -> None:
     )  # fmt: skip
     layer.parallel_experts(current_stream(device.index), *arguments)  # loads the kernels
     torch.cuda.synchronize()
+    assert memory.late_rank is None
     dist.barrier()
     if rank == 0:
         began = time.perf_counter()
         layer.parallel_experts(current_stream(device.index), *arguments)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        assert memory.late_rank == num_ranks - 1
+        assert memory.late_rank == num_ranks - 1, f"{memory.late_rank} after {seconds} s"
         assert TIMEOUT <= seconds < 1.5 * TIMEOUT
     dist.barrier()
     dist.destroy_process_group()
