@@ -98,8 +98,7 @@ class LayerProblem:
         Those of the first belong to `LayerWeights.whole_gate_up`. Biases are left out.
         """
         backend: Backend = resolve_backend("hopper")
-        none = self.layer.num_experts  # of slots without an expert, whose rows are the last
-        permutation = compute_permutation(self.topk_ids.where(self.topk_ids >= 0, none), none)
+        permutation = compute_permutation(self.topk_ids, self.layer.num_experts)
         missing = -self.layer.hidden_size % 128
         filled = torch.nn.functional.pad(self.hidden_states, (0, missing))
         first = permute_rows(quantize_rows(filled), permutation.token_ids)

@@ -100,6 +100,19 @@ def test_no_tokens(client: AnyCaller) -> None:
     assert client.infer(MODEL, torch.zeros(0, HIDDEN)).shape == (0, HIDDEN)
 
 
+@pytest.mark.parametrize("none", [-1, NUM_EXPERTS])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_slots_without_an_expert_add_nothing(client: AnyCaller, dtype: type, none: int) -> None:
+    empty = RNG.random(IDS.shape) < 0.5
+    empty[0], empty[1] = True, False
+    ids, weights = IDS.astype(dtype), WEIGHTS.copy()
+    ids[empty], weights[empty] = none, np.nan
+    out = client.infer(MODEL, X, ids, weights)
+    np.testing.assert_allclose(out, client.infer(MODEL, X, IDS, np.where(empty, 0, WEIGHTS)), atol=1e-5)
+    assert not out[0].any()
+    assert out[1].any()
+
+
 def test_calls_of_any_size_follow_each_other(client: AnyCaller, over_http: AnyCaller) -> None:
     many = RNG.standard_normal((3000, HIDDEN), dtype=np.float32)
     for size in (1, 3000, 2, 100, 0, 17, 2999):
@@ -115,7 +128,8 @@ def test_refusals(client: AnyCaller) -> None:
     with pytest.raises(InvalidRequestError, match=r"topk_ids: expected"):
         client.infer(MODEL, X, IDS[:, :1], WEIGHTS[:, :1])
     for offset in (1000, 2**32, -(2**40)):  # those of 64 bits must not be cut
-        text = rf"^topk_ids: expected 0 to {NUM_EXPERTS - 1}, got {IDS[0, 0] + offset} in token 0$"
+        expected = f"0 to {NUM_EXPERTS - 1}, or for no expert -1 or {NUM_EXPERTS}"
+        text = rf"^topk_ids: expected {expected}, got {IDS[0, 0] + offset} in token 0, slot 0$"
         with pytest.raises(InvalidRequestError, match=text):
             client.infer(MODEL, X, IDS + offset, WEIGHTS)
     with pytest.raises(InvalidRequestError, match="topk_weights"):

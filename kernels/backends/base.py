@@ -125,12 +125,7 @@ class Backend(ABC):
         stages: Stages | None = None,
     ) -> None:
         """See `fused_experts`: permutes rows by group, calls `ffn` and sums the results."""
-        num_groups, absent = down.data.shape[0], None
-        # Usually none is. On a CPU checking is cheaper than masking; on a GPU it would wait for the device.
-        if not topk_ids.is_cpu or int(topk_ids.min()) < 0 or int(topk_ids.max()) >= num_groups:
-            absent = (topk_ids < 0) | (topk_ids >= num_groups)
-            topk_ids = topk_ids.masked_fill(absent, num_groups)
-        permutation = compute_permutation(topk_ids, num_groups)
+        permutation = compute_permutation(topk_ids, down.data.shape[0])
         if offsets is not None:
             offsets.copy_(permutation.offsets, non_blocking=True)
         if stages is not None:
@@ -147,7 +142,7 @@ class Backend(ABC):
         )
         if stages is not None:
             stages.mark("ffn")
-        unpermute_rows(rows, permutation.inverse, topk_weights, absent, out)
+        unpermute_rows(rows, permutation.inverse, topk_weights, permutation.absent, out)
         if stages is not None:
             stages.mark("combine")
 
@@ -280,12 +275,13 @@ class Backend(ABC):
         hidden_states: Tensor,
         topk_ids: Tensor | None,
         topk_weights: Tensor | None,
+        num_experts: int = 2**31 - 1,
     ) -> None:
         """Copy the rows of all requests in `table` to hidden_states bf16 [T, H], one after another.
 
         With topk_ids int32 [T, top_k] and topk_weights fp32 [T, top_k], also their routing; top_k at most
-        256. Tokens past the last request are padding: they keep their rows and get expert -1. Only for
-        backends whose layers are captured in CUDA graphs.
+        256, and ids outside 0 to num_experts - 1 become -1. Tokens past the last request are padding: they
+        keep their rows and get expert -1. Only for backends whose layers are captured in CUDA graphs.
         """
         raise RuntimeError(f"backend: expected one that captures CUDA graphs, got {self.name!r}")
 

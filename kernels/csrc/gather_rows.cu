@@ -6,9 +6,9 @@ constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;  // loads per thread in flight: a read of host memory takes more than a microsecond
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    gather_rows(const RequestTable* table, int h, int top_k,
+    gather_rows(const RequestTable* table, int h, int top_k, int num_experts,
                 uint4* __restrict__ hidden_states,  // bf16 [num_tokens, h]
-                int* __restrict__ topk_ids,         // [num_tokens, top_k]; null if the layer routes
+                int* __restrict__ topk_ids,         // [num_tokens, top_k], -1: no expert; null if the layer routes
                 float* __restrict__ topk_weights    // [num_tokens, top_k]
     ) {
     __shared__ Request found;
@@ -27,12 +27,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float weight = 0.0f;
     if (topk_ids != nullptr && thread < top_k) {
         const i64 given = row * top_k + thread;
-        if (found.has_int64_ids) {
-            const i64 wide = reinterpret_cast<const i64*>(found.topk_ids)[given];
-            id = wide == static_cast<int>(wide) ? static_cast<int>(wide) : -1;
-        } else {
-            id = reinterpret_cast<const int*>(found.topk_ids)[given];
-        }
+        const i64 wide = found.has_int64_ids ? reinterpret_cast<const i64*>(found.topk_ids)[given]
+                                             : reinterpret_cast<const int*>(found.topk_ids)[given];
+        id = static_cast<u64>(wide) < static_cast<u64>(num_experts) ? static_cast<int>(wide) : -1;
         weight = reinterpret_cast<const float*>(found.topk_weights)[given];
     }
     for (int first = thread; first < loads; first += kThreads * kAtOnce) {

@@ -17,13 +17,15 @@ class Permutation:
     group_ids  int32 [T * top_k], its group
     inverse    int64 [T, top_k], the permuted row of each pair
     offsets    int32 [G + 1]: group g owns permuted rows offsets[g]:offsets[g + 1]; rows past the last offset
-               belong to no group
+               belong to no group, which is number G in group_ids
+    absent     bool [T, top_k], the pairs without a group; None: none is known to be
     """
 
     token_ids: Tensor
     group_ids: Tensor
     inverse: Tensor
     offsets: Tensor
+    absent: Tensor | None
 
     @property
     def counts(self) -> Tensor:
@@ -46,18 +48,26 @@ def write_no_rows(offsets: Tensor, device: torch.device) -> None:
 
 
 def compute_permutation(group_ids: Tensor, num_groups: int) -> Permutation:
-    """The permutation of group_ids int32 [T, top_k], each 0 to num_groups (no group); no host sync.
+    """The permutation of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 names no group.
 
-    Raises ValueError (name, expected, got).
+    Does not wait for a GPU. Raises ValueError (name, expected, got).
     """
     check_group_ids(group_ids, num_groups)
-    top_k = group_ids.shape[1]
+    top_k, absent = group_ids.shape[1], None
+    # Usually none is. On a CPU checking is cheaper than masking; on a GPU it would wait for the device.
+    if not group_ids.is_cpu or not _are_inside(group_ids, num_groups):
+        absent = (group_ids < 0) | (group_ids >= num_groups)
+        group_ids = group_ids.masked_fill(absent, num_groups)
     sorted_ids, pairs = group_ids.flatten().sort(stable=True)
     inverse = torch.empty_like(pairs)
     inverse[pairs] = torch.arange(pairs.numel(), device=pairs.device)
     bounds = torch.arange(num_groups + 1, dtype=torch.int32, device=sorted_ids.device)
     offsets = torch.searchsorted(sorted_ids, bounds, out_int32=True)
-    return Permutation(pairs // top_k, sorted_ids, inverse.view(group_ids.shape), offsets)
+    return Permutation(pairs // top_k, sorted_ids, inverse.view(group_ids.shape), offsets, absent)
+
+
+def _are_inside(group_ids: Tensor, num_groups: int) -> bool:
+    return group_ids.numel() == 0 or (int(group_ids.min()) >= 0 and int(group_ids.max()) < num_groups)
 
 
 @torch.no_grad()

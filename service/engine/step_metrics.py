@@ -106,10 +106,17 @@ EXPERT_TOKENS = Family(
     ("model", "expert"),
     when="with at most `metrics.max_expert_series` experts in all models together",
 )
+EMPTY_SLOTS = Family(
+    "counter",
+    "slots_without_expert",
+    "slots whose id names no expert: -1 or num_experts, in a GPU's memory any outside 0 to num_experts - 1",
+    "slots",
+    ("model",),
+)
 FAILURES = Family("counter", "step_failures", "steps that failed", "steps", ("model",))
 FAMILIES = (
     QUEUE, COMPUTE, TOKENS, FLOPS, BYTES, BATCH_TOKENS, BATCH_REQUESTS, ACTIVATED, IMBALANCE, LOAD,
-    EXPERT_TOKENS, FAILURES,
+    EXPERT_TOKENS, EMPTY_SLOTS, FAILURES,
 )  # fmt: skip
 
 
@@ -131,6 +138,7 @@ class _Kept(NamedTuple):
     seconds: float
     count_tokens: Callable[[], NDArray[np.integer[Any]]]
     queue_seconds: Sequence[float]
+    empty_slots: int
 
 
 class _OfLayout:
@@ -152,7 +160,7 @@ class _OfModel:
         self.queue, self.batch_requests = Tally(QUEUE), Tally(BATCH_REQUESTS)
         self.activated, self.load = Tally(ACTIVATED), Tally(LOAD)
         self.expert_tokens: NDArray[np.int64] = np.zeros(shape.num_experts, np.int64)
-        self.failures = 0
+        self.empty_slots = self.failures = 0
         self.sums = StepSums()
 
 
@@ -173,7 +181,7 @@ class StepMetrics:
         of_model = self._models[model]
         kept = of_model.kept
         of_step = result.layout, result.num_tokens, result.compute_seconds, result.count_tokens
-        kept.append(_Kept(*of_step, queue_seconds))
+        kept.append(_Kept(*of_step, queue_seconds, result.empty_slots))
         of_model.sums.last_ms = time.time_ns() // 1_000_000
         if of_model.counting is not None or len(kept) >= _MOST_KEPT:
             self._count_some(of_model)
@@ -199,7 +207,9 @@ class StepMetrics:
         by_layout = [family.histogram() for family in (COMPUTE, BATCH_TOKENS, IMBALANCE)]
         counts = [family.counter() for family in (TOKENS, FLOPS, BYTES)]
         by_model = [family.histogram() for family in (QUEUE, BATCH_REQUESTS, ACTIVATED, LOAD)]
-        failures, expert_tokens = FAILURES.counter(), EXPERT_TOKENS.counter()
+        empty_slots, failures, expert_tokens = (
+            family.counter() for family in (EMPTY_SLOTS, FAILURES, EXPERT_TOKENS)
+        )
         for name, model in self._models.items():
             with self._counted(model):
                 for layout, series in model.layouts.items():
@@ -212,12 +222,13 @@ class StepMetrics:
                 tallies = model.queue, model.batch_requests, model.activated, model.load
                 for tally, histogram in zip(tallies, by_model, strict=True):
                     tally.add_to(histogram, name)
+                empty_slots.add_metric([name], model.empty_slots)
                 failures.add_metric([name], model.failures)
                 by_expert = model.expert_tokens
             if self._by_expert:
                 for expert, tokens in enumerate(by_expert.tolist()):
                     expert_tokens.add_metric([name, str(expert)], tokens)
-        yield from (*by_layout, *counts, *by_model, failures)
+        yield from (*by_layout, *counts, *by_model, empty_slots, failures)
         if self._by_expert:
             yield expert_tokens
 
@@ -270,8 +281,13 @@ def _counting(model: _OfModel) -> Iterator[None]:
     yield
     totals = by_expert.sum(axis=0)
     model.expert_tokens = model.expert_tokens + totals
-    if any_tokens := int(totals.sum()):
+    any_tokens = int(totals.sum())
+    if any_tokens:
         model.load.add(totals * len(totals) / any_tokens)
+    if model.shape.is_part:
+        model.empty_slots += sum(step.empty_slots for step in steps)
+    else:  # every slot with an expert has been computed
+        model.empty_slots += int(tokens.sum()) * model.shape.top_k - any_tokens
     for layout, series in model.layouts.items():
         yield
         of = [place for place, step in enumerate(steps) if step.layout is layout]

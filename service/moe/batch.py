@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.kernels import HiddenStates, Quantized, quantize_rows
 from expertd.service.moe.request import FP8, LayerRequest, row_bytes
+from expertd.service.moe.shape import LayerShape
 
 FLOATS = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
@@ -53,6 +56,22 @@ class Batch:
     def out_dtype(self) -> torch.dtype:
         """The dtype of all outputs; float32 if they differ."""
         return _common({request.output_datatype for request in self.requests})
+
+
+def count_named(shape: LayerShape, topk_ids: Tensor, offsets: Tensor) -> None:
+    """Write to the last of a step's offsets how many slots name an expert, if the layer is a part.
+
+    A whole layer's groups have all such slots, and the offsets before it count them. For `empty_slots`.
+
+    topk_ids  int32 [T, top_k]: experts, or -1
+    """
+    if shape.is_part:
+        offsets[-1:].copy_((topk_ids >= 0).sum(dtype=torch.int32).view(1), non_blocking=True)
+
+
+def empty_slots(shape: LayerShape, num_tokens: int, routed: bool, offsets: NDArray[np.int32]) -> int:
+    """The `StepResult.empty_slots` of a step; routed: the layer has routed all tokens."""
+    return num_tokens * shape.top_k - int(offsets[-1]) if shape.is_part and not routed else 0
 
 
 def _common(datatypes: set[str]) -> torch.dtype:

@@ -21,7 +21,7 @@ from torch import Tensor
 from expertd.kernels import HiddenStates, Quantized, as_floats, values_of
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch, joined, rows_of
+from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots, joined, rows_of
 from expertd.service.moe.capture import is_current, synchronize
 from expertd.service.moe.copies import Copies
 from expertd.service.moe.recurring import RecurringSteps
@@ -129,6 +129,8 @@ class DeviceSteps:
         if stages is not None and topk_ids is not None and batch.needs_router:
             stages.mark("router")
         out = self._out(batch, slot)
+        if topk_ids is not None and batch.with_routing:
+            count_named(self._layer.shape, topk_ids, slot.offsets)
         offsets = slot.offsets[: self._layer.shape.num_groups + 1]
         compute: Callable[..., Tensor] = partial(
             self._layer, hidden_states, topk_ids, topk_weights, num_sms, out, offsets
@@ -217,6 +219,7 @@ class DeviceSteps:
             num_tokens=batch.num_tokens,
             count_tokens=partial(self._layer.tokens_per_expert, offsets),
             compute_seconds=seconds,
+            empty_slots=empty_slots(self._layer.shape, batch.num_tokens, not batch.with_routing, offsets),
         )
 
     def _bytes_of(self, output: Tensor) -> bytes:
@@ -292,7 +295,8 @@ class DeviceSteps:
         for request, part in zip(batch.requests, batch.parts, strict=True):
             if is_on_gpu(request.topk_ids) and is_on_gpu(request.topk_weights):
                 dtype = INTEGERS[request.topk_ids_datatype]
-                ids[part] = as_int32(_view(request.topk_ids, dtype, ids.shape[1]))
+                given_ids = _view(request.topk_ids, dtype, ids.shape[1])
+                ids[part] = without_outside(given_ids, self._layer.shape.num_experts)
                 weights[part] = _view(request.topk_weights, torch.float32, ids.shape[1])
         if batch.needs_router:
             routed_ids, routed_weights = self._layer.route(_floats(parts, batch))
@@ -374,10 +378,9 @@ class _CudaArray:
         }
 
 
-def as_int32(ids: Tensor) -> Tensor:
-    """Ids of experts as int32; -1 for those that do not fit."""
-    narrow = ids.to(torch.int32)
-    return torch.where(narrow == ids, narrow, -1)
+def without_outside(ids: Tensor, num_experts: int) -> Tensor:
+    """Ids of experts, of any integer dtype; -1 for all that name none."""
+    return torch.where(ids.clamp(0, num_experts - 1) == ids, ids, -1)
 
 
 def _view(memory: Span, dtype: torch.dtype, columns: int) -> Tensor:

@@ -19,7 +19,7 @@ from expertd.layout import Layout
 from expertd.limits import MAX_GROUPS
 from expertd.service.memory import Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch
+from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots
 from expertd.service.moe.capture import GraphPool, is_current, synchronize
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
@@ -49,7 +49,7 @@ class _Tensors:
         self.host_topk_ids = PinnedRows(most, top_k * 8, copies)
         self.host_topk_weights = PinnedRows(most, top_k * 4, copies)
         self.host_out = PinnedRows(most, hidden_size * 4, copies)
-        self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
+        self.offsets = torch.zeros(MAX_GROUPS + 2, dtype=torch.int32, pin_memory=True)  # see `count_named`
         self.host_offsets = self.offsets.numpy()
         self.are_free = True  # for the host to write: no step uses them
         self.ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -169,7 +169,7 @@ class StepGraphs:
             self._tensors.ended,
             self._tensors.host_offsets,
             partial(self._ended, began),
-            partial(self._result, num_tokens, outputs),
+            partial(self._result, num_tokens, key[1], outputs),
         )
 
     def _ended(self, began: float) -> float:
@@ -195,7 +195,12 @@ class StepGraphs:
         )  # fmt: skip
 
     def _result(
-        self, num_tokens: int, outputs: Callable[[], list[Output]], offsets: NDArray[np.int32], seconds: float
+        self,
+        num_tokens: int,
+        routed: bool,
+        outputs: Callable[[], list[Output]],
+        offsets: NDArray[np.int32],
+        seconds: float,
     ) -> StepResult:
         return StepResult(
             outputs=outputs(),
@@ -203,6 +208,7 @@ class StepGraphs:
             num_tokens=num_tokens,
             count_tokens=partial(self._layer.tokens_per_expert, offsets),
             compute_seconds=seconds,
+            empty_slots=empty_slots(self._layer.shape, num_tokens, routed, offsets),
         )
 
     def _outputs(self, batch: Batch) -> list[Output]:
@@ -265,7 +271,9 @@ class StepGraphs:
             backend.gather_rows(step.table, hidden_states, None, None)
             topk_ids, topk_weights = self._layer.route(hidden_states, step.table.end_token)
         else:
-            backend.gather_rows(step.table, hidden_states, topk_ids, topk_weights)
+            shape = self._layer.shape
+            backend.gather_rows(step.table, hidden_states, topk_ids, topk_weights, shape.num_experts)
+            count_named(shape, topk_ids, step.offsets)
         self._layer(hidden_states, topk_ids, topk_weights, self._num_sms, out, offsets)
         backend.scatter_rows(out, step.table)
 

@@ -50,6 +50,7 @@ class HostSteps:
             num_tokens=batch.num_tokens,
             count_tokens=partial(self._layer.tokens_per_expert, offsets.numpy()),
             compute_seconds=time.perf_counter() - began,
+            empty_slots=0 if topk_ids is None or not self._layer.shape.is_part else int((topk_ids < 0).sum()),
         )
 
     def _hidden_states(self, batch: Batch) -> Tensor:

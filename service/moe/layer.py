@@ -159,7 +159,7 @@ class MoELayer:
 
         hidden_states  bfloat16, float16 or float32 [T, H]; or Quantized, which the experts multiply as it is,
                        and whose values (`as_floats`) are what the router, a gate and weights of inputs read
-        topk_ids       int32 [T, top_k], each from 0 to E - 1 (or -1: no expert; not in the masked layout), no
+        topk_ids       int32 [T, top_k], each from 0 to E - 1, or -1: no expert, whatever its weight is; no
                        expert twice in a row. Not checked, since that would read the device;
                        `LayerRunner.validate` does
         topk_weights   fp32 [T, top_k]. Pass both or neither; with neither, `route` chooses
@@ -206,8 +206,8 @@ class MoELayer:
 
     def _held(self, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor]:
         """Group (-1: none here) and weight of each (token, slot) of the routed experts."""
-        held = self.shape.held_experts
-        if len(held) < self.shape.num_experts:
+        if self.shape.is_part:
+            held = self.shape.held_experts
             inside = (topk_ids >= held.start) & (topk_ids < held.stop)
             topk_ids = torch.where(inside, topk_ids - held.start, -1)
         return topk_ids.contiguous(), topk_weights.contiguous()
@@ -245,7 +245,7 @@ class MoELayer:
 
 def _check_masked(shape: LayerShape, masked_max_tokens: int, plain: bool) -> None:
     """Raise ValueError unless the layer can have steps in the masked layout of so many tokens."""
-    part, plain = len(shape.held_experts) < shape.num_experts, plain and shape.has_whole_blocks
+    part, plain = shape.is_part, plain and shape.has_whole_blocks
     if masked_max_tokens < 0 or (masked_max_tokens > 0 and (part or not plain)):
         expected = (
             "0 with local_experts" if part else "at least 0" if plain else "0 with this rule of the experts"
@@ -257,6 +257,6 @@ def tokens_per_expert(shape: LayerShape, offsets: NDArray[np.int32]) -> NDArray[
     """Tokens of each expert [E], from the offsets [G + 1] of a call; 0 for experts held elsewhere."""
     held = shape.held_experts
     tokens = offsets[1 : len(held) + 1] - offsets[: len(held)]
-    if len(held) < shape.num_experts:
+    if shape.is_part:
         tokens = np.pad(tokens, (held.start, shape.num_experts - held.stop))
     return tokens

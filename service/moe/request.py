@@ -78,7 +78,8 @@ def zero_request(num_tokens: int, hidden_size: int) -> LayerRequest:
 class StepResult:
     """A step's result: each request's rows [num_tokens, H] in its output_datatype, and what metrics need.
 
-    An output is the request's own `output`, or else bytes.
+    An output is the request's own `output`, or else bytes. `empty_slots`: how many slots name no expert, if
+    the layer is a part; in a whole one they are those that no expert has computed.
     """
 
     outputs: list[Output]
@@ -86,6 +87,7 @@ class StepResult:
     num_tokens: int
     count_tokens: Callable[[], NDArray[np.integer[Any]]]
     compute_seconds: float
+    empty_slots: int = 0
 
     @property
     def tokens_per_expert(self) -> NDArray[np.integer[Any]]:

@@ -50,6 +50,11 @@ class LayerShape:
         return range(self.num_experts) if self.local_experts is None else self.local_experts
 
     @property
+    def is_part(self) -> bool:
+        """Whether some of the routed experts are held elsewhere."""
+        return len(self.held_experts) < self.num_experts
+
+    @property
     def expert_bytes(self) -> int:
         """Bytes of an expert's weights on a device: FP8 data and fp32 scales."""
         blocks = -(-self.hidden_size // SCALE_BLOCK) * (self.intermediate_size // SCALE_BLOCK)

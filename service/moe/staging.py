@@ -55,7 +55,7 @@ class Slot:
     def __init__(self, device: torch.device) -> None:
         self.host_in, self.host_out, self.host_routing = (Piece(None) for _ in range(3))
         self.device_in, self.device_out, self.device_routing = (Piece(device) for _ in range(3))
-        self.offsets = torch.zeros(MAX_GROUPS + 1, dtype=torch.int32, pin_memory=True)
+        self.offsets = torch.zeros(MAX_GROUPS + 2, dtype=torch.int32, pin_memory=True)  # see `count_named`
         self.host_offsets = self.offsets.numpy()
         self.copied_in, self.computed, self.copied_out = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
         self.pool: GraphPool | None = None  # of graphs that run in this slot

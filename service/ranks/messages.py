@@ -24,8 +24,8 @@ _NUMBER = struct.Struct("<Q")  # of a step
 _STEP = struct.Struct("<II")  # model, requests
 # tokens, datatypes of hidden_states, topk_ids and output, region and offset of the five tensors
 _REQUEST = struct.Struct("<IBBBx5I5Q")
-# number, seconds, layout, bytes of the error, experts
-_ENDED = struct.Struct("<QdIII4x")
+# number, seconds, layout, bytes of the error, experts, empty slots
+_ENDED = struct.Struct("<QdIIII")
 _LAYOUTS = tuple(Layout)
 
 
@@ -122,13 +122,17 @@ def step_bytes(max_requests: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """A step's end on one rank: an error (""; none), or its seconds and the tokens of each expert there."""
+    """A step's end on one rank: an error (""; none), or its seconds and the tokens of each expert there.
+
+    empty_slots  of the rank's own tokens; see `StepResult`
+    """
 
     number: int
     error: str
     seconds: float
     layout: Layout
     tokens_per_expert: NDArray[np.int64]
+    empty_slots: int = 0
 
     @classmethod
     def failed(cls, number: int, error: str) -> "StepEnd":
@@ -138,16 +142,17 @@ class StepEnd:
     def packed(self) -> bytes:
         error = self.error.encode()[:ERROR_BYTES]
         tokens = self.tokens_per_expert
-        head = _ENDED.pack(self.number, self.seconds, _LAYOUTS.index(self.layout), len(error), len(tokens))
+        sizes = len(error), len(tokens), self.empty_slots
+        head = _ENDED.pack(self.number, self.seconds, _LAYOUTS.index(self.layout), *sizes)
         return head + error + tokens.tobytes()
 
     @classmethod
     def unpacked(cls, data: bytes) -> "StepEnd":
-        number, seconds, layout, error_bytes, num_experts = _ENDED.unpack_from(data)
+        number, seconds, layout, error_bytes, num_experts, empty_slots = _ENDED.unpack_from(data)
         start = _ENDED.size + error_bytes
         error = data[_ENDED.size : start].decode(errors="replace")
         tokens = np.frombuffer(data[start : start + 8 * num_experts], np.int64)
-        return cls(number, error, seconds, _LAYOUTS[layout], tokens)
+        return cls(number, error, seconds, _LAYOUTS[layout], tokens, empty_slots)
 
 
 def end_bytes(max_experts: int) -> int:

@@ -244,7 +244,8 @@ class RankPart:
             result = running.step.finish()
             self._check_ranks()
             tokens = result.tokens_per_expert.astype(np.int64)
-            end = StepEnd(running.number, "", result.compute_seconds, result.layout, tokens)
+            of_step = result.compute_seconds, result.layout, tokens, result.empty_slots
+            end = StepEnd(running.number, "", *of_step)
         except Exception as error:
             self._fail(rings, running.number, error)
             return

@@ -137,4 +137,5 @@ class RankStep:
             num_tokens=self._staged.num_tokens,
             count_tokens=count,
             compute_seconds=max(end.seconds for end in ends),
+            empty_slots=sum(end.empty_slots for end in ends),
         )

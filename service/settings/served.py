@@ -149,7 +149,7 @@ class ModelSettings(Frozen):
     def _layer_is_possible(self) -> Self:
         shape = self.shape
         self.routing.rule.check(self.num_experts, self.top_k)
-        if self.masked_max_tokens and len(shape.held_experts) < self.num_experts:
+        if self.masked_max_tokens and shape.is_part:
             raise ValueError(
                 f"masked_max_tokens: expected 0 with local_experts, got {self.masked_max_tokens}"
             )

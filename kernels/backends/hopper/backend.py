@@ -203,11 +203,16 @@ class HopperBackend(Backend):
         return self._layer.route(on, _aligned(hidden_states), router, bias, top_k, routing, end_token)
 
     def gather_rows(
-        self, table: RequestTable, hidden_states: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | None
+        self,
+        table: RequestTable,
+        hidden_states: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        num_experts: int = 2**31 - 1,
     ) -> None:
         """See `Backend.gather_rows`; one launch."""
         on = current_stream(_current(hidden_states, "hidden_states"))
-        gather_rows(self._kernels, on, table, hidden_states, topk_ids, topk_weights)
+        gather_rows(self._kernels, on, table, hidden_states, topk_ids, topk_weights, num_experts)
 
     def scatter_rows(self, rows: Tensor, table: RequestTable) -> None:
         """See `Backend.scatter_rows`; one launch."""

@@ -350,11 +350,19 @@ async def test_routing_is_checked_and_64_bit_ids_become_32_bit_ones(tmp_path: Pa
             await Asked(engine, routed([[0, 3], [2, 1]], each)).output() for each in ("INT32", "INT64")
         ]
         assert outputs[0] == outputs[1]
-        refused = await Asked(engine, routed([[0, NUM_EXPERTS], [2, 1]], "INT32")).answer()
+        padded = routed([[-1, NUM_EXPERTS], [2, -1]], "INT64")
+        engine.validate("tiny", padded)
+        assert (
+            await Asked(engine, padded).output()
+            == await Asked(engine, routed([[-1, NUM_EXPERTS], [2, -1]], "INT32")).output()
+        )
+        refused = await Asked(engine, routed([[0, NUM_EXPERTS + 1], [2, 1]], "INT32")).answer()
         assert isinstance(refused, RequestRefusedError)
-        assert str(refused) == "topk_ids: expected 0 to 3, got 4 in token 0"
-        with pytest.raises(ValueError, match="topk_ids: expected 0 to 3, got 4294967296 in token 0"):
-            engine.validate("tiny", routed([[0, 2**32], [2, 1]], "INT64"))
+        expected = "topk_ids: expected 0 to 3, or for no expert -1 or 4, got"
+        assert str(refused) == f"{expected} 5 in token 0, slot 1"
+        for wrong in (2**32, 2**32 - 1):
+            with pytest.raises(ValueError, match=f"{expected} {wrong} in token 0, slot 1"):
+                engine.validate("tiny", routed([[0, wrong], [2, 1]], "INT64"))
 
 
 async def test_a_full_arena_refuses_what_needs_it(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ async def test_a_line_that_repeats_is_read_again(tmp_path: Path) -> None:
         for value in (1.0, 2.0, 3.0):
             hidden_states = np.full((2, HIDDEN), value, np.float32)
             assert np.array_equal(await asyncio.to_thread(peer.infer, hidden_states), hidden_states)
-        good, bad = np.array([[0, 1]], np.int32), np.array([[0, 4]], np.int32)
+        good, bad = np.array([[0, 1]], np.int32), np.array([[0, 5]], np.int32)
         weights = np.ones((1, TOP_K), np.float32)
         await asyncio.to_thread(peer.infer, rows(1), good, weights)
         with pytest.raises(ValueError, match="400: topk_ids: expected 0 to 3"):

@@ -138,9 +138,9 @@ async def test_routing_in_regions() -> None:
             np.testing.assert_array_equal(output_of(await server.infer(json_request(*inputs))), expected)
             mixed = json_request(inputs[0], json_input(ids, "topk_ids", "INT64"), inputs[2])
             np.testing.assert_array_equal(output_of(await server.infer(mixed)), expected)
-            file.write(np.array([NUM_EXPERTS]), ids_at)
+            file.write(np.array([NUM_EXPERTS + 1]), ids_at)
             text = error_of(await server.infer(json_request(*inputs)), 400)
-            assert text == "topk_ids: expected 0 to 3, got 4 in token 0"
+            assert text == "topk_ids: expected 0 to 3, or for no expert -1 or 4, got 5 in token 0, slot 0"
 
 
 class Validating(AddressRunner):

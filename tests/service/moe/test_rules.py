@@ -84,6 +84,20 @@ def test_the_rows_of_each_expert_are_counted(rule: str) -> None:
     assert counted.tolist() == ids.flatten().bincount(minlength=SHAPE.num_experts).tolist()
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_slots_without_an_expert_add_nothing(rule: str) -> None:
+    """Whatever their weights are; a shared expert is added to tokens without any."""
+    layer = MoELayer(SHAPE, gated_weights(), resolve_backend("reference"), rule=RULES[rule])
+    tokens = hidden_states()
+    ids, weights = layer.route(tokens)
+    empty = torch.rand(ids.shape, generator=fresh_generator()) < 0.5
+    empty[0], empty[1] = True, False
+    given = ids.masked_fill(empty, -1), weights.masked_fill(empty, torch.nan)
+    out = layer(tokens, *given)
+    wanted = expected(tokens, ids, weights.masked_fill(empty, 0), layer.weights, RULES[rule])
+    assert diff(out, wanted) < 1e-3
+
+
 def test_the_gate_is_that_of_the_shared_experts_in_the_masked_layout() -> None:
     weights, tokens = gated_weights(), hidden_states()
     masked = MoELayer(SHAPE, weights, resolve_backend("reference"), masked_max_tokens=TOKENS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expertd.kernels import resolve_backend
 from expertd.service.memory import host_view
-from expertd.service.moe.device_step import as_int32
+from expertd.service.moe.device_step import without_outside
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.moe.runner import LayerRunner
@@ -145,15 +145,18 @@ def test_invalid_routing_is_rejected(runner: LayerRunner) -> None:
     hidden_states, weights = _hidden_states(2), torch.ones(2, 2)
     infinite = weights.clone()
     infinite[1, 0] = math.inf
+    outside = "topk_ids: expected 0 to 7, or for no expert -1 or 8"
     cases = [
-        ([[0, 1], [8, 2]], weights, "topk_ids: expected 0 to 7, got 8 in token 1"),
-        ([[0, -1], [3, 2]], weights, "topk_ids: expected 0 to 7, got -1 in token 0"),
+        ([[0, 1], [9, 2]], weights, f"{outside}, got 9 in token 1, slot 0"),
+        ([[0, -2], [3, 2]], weights, f"{outside}, got -2 in token 0, slot 1"),
         ([[0, 1], [5, 5]], weights, r"topk_ids: expected distinct experts, got \[5, 5\] in token 1"),
-        ([[0, 1], [2, 3]], infinite, "topk_weights: expected finite numbers, got inf in token 1"),
-        ([[0, 1], [2, 3]], weights * math.nan, "topk_weights: expected finite numbers, got nan in token 0"),
+        ([[0, 1], [2, 3]], infinite, "topk_weights: expected finite numbers, got inf in token 1, slot 0"),
+        ([[0, 1], [2, 3]], weights * math.nan, "expected finite numbers, got nan in token 0, slot 0"),
+        ([[-1, 8], [8, 3]], weights * math.nan, "expected finite numbers, got nan in token 1, slot 1"),
         ([[0, 1], [2, 3]], None, "topk_ids and topk_weights: expected both or neither, got topk_ids alone"),
         (None, weights, "expected both or neither, got topk_weights alone"),
-        ([[0, 2**32], [2, 3]], weights, "topk_ids: expected 0 to 7, got 4294967296 in token 0"),
+        ([[0, 2**32], [2, 3]], weights, f"{outside}, got 4294967296 in token 0, slot 1"),
+        ([[0, 2**32 - 1], [2, 3]], weights, f"{outside}, got 4294967295 in token 0, slot 1"),
     ]
     for ids, topk_weights, message in cases:
         request = _request(
@@ -182,14 +185,21 @@ def test_one_invalid_id_is_found_among_many(runner: LayerRunner, num_tokens: int
         runner.validate(request)
 
     validate(ids)
-    for wrong in (8, -1, 2**32, ids[-1, 0]):
+    for none in (-1, 8):
+        changed = ids.copy()
+        changed[-1] = changed[0, 0] = none
+        validate(changed)
+    for wrong in (9, -2, 2**32, ids[-1, 0]):
         changed = ids.copy()
         changed[-1, 1] = wrong
         with pytest.raises(ValueError, match=f"in token {num_tokens - 1}"):
             validate(changed)
 
 
-def test_ids_that_do_not_fit_32_bits_name_no_expert() -> None:
-    ids = torch.tensor([[3, 2**32 + 3, -(2**32)], [-1, 2**31, -(2**31)]])
-    assert as_int32(ids).tolist() == [[3, -1, -1], [-1, -1, -(2**31)]]
-    assert as_int32(ids).dtype == as_int32(ids.to(torch.int32)).dtype == torch.int32
+def test_ids_in_a_gpus_memory_that_name_no_expert_are_all_the_same() -> None:
+    """Before they become int32."""
+    ids = torch.tensor([[3, 2**32 + 3, -(2**32)], [-1, 2**31, -(2**31)], [7, 8, 0]])
+    assert without_outside(ids, 8).tolist() == [[3, -1, -1], [-1, -1, -1], [7, -1, 0]]
+    narrow = torch.tensor([-(2**31), -2, -1, 0, 7, 8, 9, 2**31 - 1], dtype=torch.int32)
+    assert without_outside(narrow, 8).tolist() == [-1, -1, -1, 0, 7, -1, -1, -1]
+    assert without_outside(narrow, 8).dtype == torch.int32
