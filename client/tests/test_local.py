@@ -105,7 +105,8 @@ def test_no_tokens(client: AnyCaller) -> None:
 def test_slots_without_an_expert_add_nothing(client: AnyCaller, dtype: type, none: int) -> None:
     empty = RNG.random(IDS.shape) < 0.5
     empty[0], empty[1] = True, False
-    ids, weights = IDS.astype(dtype), WEIGHTS.copy()
+    ids: npt.NDArray[Any] = IDS.astype(dtype)
+    weights = WEIGHTS.copy()
     ids[empty], weights[empty] = none, np.nan
     out = client.infer(MODEL, X, ids, weights)
     np.testing.assert_allclose(out, client.infer(MODEL, X, IDS, np.where(empty, 0, WEIGHTS)), atol=1e-5)

@@ -39,9 +39,13 @@ def _kernels() -> tuple[Kernels, OnStream]:
     "shape", [(1, 1), (1, 8), (3, 5), (16, 8), (43, 3), (64, 9), (113, 9), (114, 9), (1000, 8), (4096, 9)]
 )
 def test_compute_permutation(shape: tuple[int, int], num_groups: int, num_sms: int | None) -> None:
+    """Ids that name no group are anything outside, and whole rows of them."""
+    generator = fresh_generator("cuda")
     group_ids = torch.randint(
-        0, num_groups + 1, shape, generator=fresh_generator("cuda"), device="cuda", dtype=torch.int32
+        -1, num_groups + 1, shape, generator=generator, device="cuda", dtype=torch.int32
     )
+    outside = torch.tensor([-1, num_groups, -(2**31), 2**31 - 1, num_groups + 1], dtype=torch.int32)
+    group_ids[::3] = outside.cuda()[torch.arange(shape[1]) % len(outside)]
     # Small blocks of memory are reused, so memory that the kernel does not write is not zero.
     poison = [torch.full((2, 2), 0x7F7F7F7F, dtype=torch.int32, device="cuda") for _ in range(64)]
     del poison
@@ -49,7 +53,9 @@ def test_compute_permutation(shape: tuple[int, int], num_groups: int, num_sms: i
     assert not tile_counters.any()
     permutation = compute_permutation(group_ids, num_groups)
     assert torch.equal(offsets, permutation.offsets)
-    there = group_ids < num_groups
+    there = (group_ids >= 0) & (group_ids < num_groups)
+    assert permutation.absent is not None
+    assert torch.equal(permutation.absent, ~there)
     assert torch.equal(rows[there].long(), permutation.inverse[there])
     assert (rows[~there] == -1).all()
 
@@ -237,6 +243,36 @@ def test_experts_that_are_not_local_add_nothing() -> None:
     assert (out[absent.all(1)] == 0).all()
     strided = layer._replace(hidden_states=layer.hidden_states.t().contiguous().t())
     assert torch.equal(strided.run(), out)
+
+
+@pytest.mark.parametrize("num_sms", [None, 1, 8])
+@pytest.mark.parametrize("tokens", [1, 20, 300, 2000])
+@pytest.mark.parametrize("kind", ["floats", "quantized", "biases"])
+def test_slots_without_an_expert_add_nothing(kind: str, tokens: int, num_sms: int | None) -> None:
+    """Whatever their weights are, in the same token as often as they come; with none at all, too."""
+    layer, generator = _layer(512, 256, 8, 4, tokens), fresh_generator("cuda")
+    biases = _biases(layer) if kind == "biases" else None
+    outside = torch.tensor([-1, 8, 9, -(2**31), 2**31 - 1], dtype=torch.int32, device="cuda")
+    ids = outside[torch.randint(0, 5, layer.topk_ids.shape, generator=generator, device="cuda")]
+    empty = torch.rand(ids.shape, generator=generator, device="cuda") < 0.5
+    empty[::3] = True
+    not_numbers = torch.where(ids == 8, torch.inf, torch.nan)
+    for none in (empty, torch.ones_like(empty)):
+        given = layer._replace(
+            topk_ids=torch.where(none, ids, layer.topk_ids),
+            topk_weights=torch.where(none, not_numbers, layer.topk_weights),
+        )
+        offsets = torch.full((9,), 9, dtype=torch.int32, device="cuda")
+        options: dict[str, Any] = {"biases": biases, "num_sms": num_sms, "offsets": offsets}
+        if kind == "quantized":
+            poisoned = torch.full(layer.hidden_states.shape, torch.nan, device="cuda")
+            out = fused_experts(quantize_rows(layer.hidden_states), *given[1:], out=poisoned, **options)
+        else:
+            out = given.run(**options)
+        expected = given.expected(SILU, biases)
+        assert diff(out, expected) < (4e-3 if tokens >= 16 else 2e-2)
+        assert not out[none.all(1)].any()
+        assert int(offsets[-1]) == int((~none).sum())
 
 
 @pytest.mark.parametrize("tokens", [20, 200])

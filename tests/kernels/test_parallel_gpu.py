@@ -52,6 +52,10 @@ CALLS: Sequence[tuple[tuple[int, int], str]] = (
     ((128, 128), "one expert"),
     ((128, 128), "one rank"),
     ((100, 28), "some none"),
+    ((5, 3), "outside"),
+    ((100, 28), "outside"),
+    ((MOST, 7), "outside"),
+    ((9, 300), "all outside"),
     ((MOST, MOST), "random"),
     ((MOST, 1), "random"),
 )
@@ -86,7 +90,14 @@ def routing(
         ids[:, 0] = 3
     elif kind == "some none":
         ids[::3] = -1
-    return ids.to(torch.int32), torch.rand(num_tokens, shape.top_k, generator=generator)
+    weights = torch.rand(num_tokens, shape.top_k, generator=generator)
+    if "outside" in kind:  # whole tokens without an expert, and weights that would be noticed
+        others = torch.tensor([-1, shape.num_experts, -(2**31), 2**31 - 1, shape.num_experts + 1])
+        none = torch.rand(ids.shape, generator=generator) < (1 if "all" in kind else 0.5)
+        none[::3] = True
+        ids[none] = others[torch.arange(int(none.sum())) % len(others)]
+        weights[none] = torch.nan
+    return ids.to(torch.int32), weights
 
 
 def join(rank: int, num_ranks: int, port: int) -> torch.device:

@@ -1,5 +1,6 @@
 """The permutation that brings the rows of each expert together."""
 
+import pytest
 import torch
 
 from expertd.kernels import Quantized, compute_permutation, permute_rows, quantize_rows
@@ -25,12 +26,17 @@ def test_the_permutation_has_every_pair_in_token_order() -> None:
         assert permutation.positions[own].tolist() == list(range(counts[expert]))
 
 
-def test_pairs_without_a_group_come_last() -> None:
-    group_ids = torch.tensor([[3, 0], [1, 3], [3, 3]], dtype=torch.int32)
+@pytest.mark.parametrize("none", [3, -1, 4, -(2**31), 2**31 - 1])
+def test_pairs_without_a_group_come_last(none: int) -> None:
+    group_ids = torch.tensor([[none, 0], [1, none], [none, -1]], dtype=torch.int32)
     permutation = compute_permutation(group_ids, num_groups=3)
     assert permutation.offsets.tolist() == [0, 1, 2, 2]
     assert permutation.token_ids[:2].tolist() == [0, 1]
+    assert permutation.group_ids.tolist() == [0, 1, 3, 3, 3, 3]
     assert sorted(permutation.inverse.flatten().tolist()) == list(range(6))
+    assert permutation.absent is not None
+    assert permutation.absent.tolist() == [[True, False], [False, True], [True, True]]
+    assert compute_permutation(torch.empty(0, 2, dtype=torch.int32), 3).offsets.tolist() == [0, 0, 0, 0]
 
 
 def test_rows_may_begin_anywhere_in_their_storage() -> None:

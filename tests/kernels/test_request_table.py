@@ -54,7 +54,7 @@ def test_more_requests_than_there_is_room_for_are_refused() -> None:
 @pytest.mark.parametrize("sizes", [[1], [3, 1, 40], [1] * MAX_REQUESTS, []])
 def test_rows_are_gathered_and_scattered(sizes: list[int]) -> None:
     """Rows of requests follow each other, padding stays as it was, and nothing else is written."""
-    h, top_k, most = 256, 5, MAX_REQUESTS + 3
+    h, top_k, num_experts, most = 256, 5, 1 << 19, MAX_REQUESTS + 3
     backend, table, generator = resolve_backend("hopper"), RequestTable(), fresh_generator()
     dtypes = [torch.bfloat16, torch.float16, torch.float32]
     requests, outs = [], []
@@ -85,10 +85,12 @@ def test_rows_are_gathered_and_scattered(sizes: list[int]) -> None:
     hidden_states = torch.full((most, h), 9, dtype=torch.bfloat16, device="cuda")
     topk_ids = torch.full((most, top_k), 9, dtype=torch.int32, device="cuda")
     topk_weights = torch.full((most, top_k), 9.0, device="cuda")
-    backend.gather_rows(table, hidden_states, topk_ids, topk_weights)
+    backend.gather_rows(table, hidden_states, topk_ids, topk_weights, num_experts)
     end = sum(sizes)
     for tensor, part in ((hidden_states, 0), (topk_ids, 1), (topk_weights, 2)):
         wanted = [request[0][part].cpu() for request in requests]
+        if part == 1:
+            wanted = [ids.where((ids >= 0) & (ids < num_experts), -1) for ids in wanted]
         assert torch.equal(
             tensor[:end].cpu(),
             torch.cat([w.to(tensor.dtype) for w in wanted]) if wanted else tensor[:0].cpu(),
@@ -106,15 +108,24 @@ def test_rows_are_gathered_and_scattered(sizes: list[int]) -> None:
 
 
 @pytest.mark.gpu
-def test_ids_that_do_not_fit_int32_name_no_expert() -> None:
-    table, ids = RequestTable(), torch.tensor([[1 << 32, (1 << 32) + 5, -(1 << 40), 6]]).cuda()
-    rows, weights = torch.zeros(1, 128, dtype=torch.bfloat16).cuda(), torch.ones(1, 4).cuda()
+@pytest.mark.parametrize(
+    ("dtype", "ids", "expected"),
+    [
+        (torch.int64, [1 << 32, (1 << 32) + 5, -(1 << 40), 6, (1 << 32) - 1, 8], [-1, -1, -1, 6, -1, -1]),
+        (torch.int64, [-1, -(1 << 63), (1 << 63) - 1, 7, 9, 0], [-1, -1, -1, 7, -1, 0]),
+        (torch.int32, [-1, -(1 << 31), (1 << 31) - 1, 7, 8, 0], [-1, -1, -1, 7, -1, 0]),
+    ],
+)
+def test_ids_outside_the_experts_name_none(dtype: torch.dtype, ids: list[int], expected: list[int]) -> None:
+    table, given = RequestTable(), torch.tensor([ids], dtype=dtype).cuda()
+    rows, weights = torch.zeros(1, 128, dtype=torch.bfloat16).cuda(), torch.full((1, 6), torch.nan).cuda()
     out = torch.empty_like(rows)
-    addresses = rows.data_ptr(), out.data_ptr(), out.dtype, ids.data_ptr(), weights.data_ptr()
-    table.write([RequestRows(1, *addresses, True)])
-    topk_ids = torch.empty(1, 4, dtype=torch.int32, device="cuda")
-    resolve_backend("hopper").gather_rows(table, torch.empty_like(rows), topk_ids, torch.empty_like(weights))
-    assert topk_ids.tolist() == [[-1, -1, -1, 6]]
+    addresses = rows.data_ptr(), out.data_ptr(), out.dtype, given.data_ptr(), weights.data_ptr()
+    table.write([RequestRows(1, *addresses, dtype == torch.int64)])
+    topk_ids = torch.full((1, 6), 99, dtype=torch.int32, device="cuda")
+    backend = resolve_backend("hopper")
+    backend.gather_rows(table, torch.empty_like(rows), topk_ids, torch.empty_like(weights), 8)
+    assert topk_ids.tolist() == [expected]
 
 
 @pytest.mark.gpu

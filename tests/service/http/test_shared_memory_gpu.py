@@ -2,6 +2,7 @@
 
 import base64
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from tests.service.gpus import devices_of_servers
 from tests.service.processes import ServerProcess, server_process
 from tests.service.regions import CUDA, SYSTEM, place, region_input, region_output
 from tests.service.shm import shm_file
+from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.gpu
 
@@ -212,8 +214,9 @@ def test_an_id_outside_the_range_names_no_expert(server: ServerProcess, http: ht
     hidden, (ids, weights) = tokens(7, "BF16"), routing(7)
     weights[:, 1] = 0
     expected = in_body(http, hidden, "BF16", (ids, weights))
+    before = slots_without_expert(http)
     for outside in (-1, EXPERTS, 2**31 - 1):
-        ids[:, 1], weights[:, 1] = outside, 1
+        ids[:, 1], weights[:, 1] = outside, np.nan
         data = hidden + ids.tobytes() + weights.tobytes()
         with (
             cuda_region(server, "in", data, 0),
@@ -224,6 +227,13 @@ def test_an_id_outside_the_range_names_no_expert(server: ServerProcess, http: ht
             got = torch.frombuffer(bytearray(contents(target, len(hidden))), dtype=torch.bfloat16)
         want = torch.frombuffer(bytearray(expected), dtype=torch.bfloat16)
         torch.testing.assert_close(got, want)
+    wait_for(lambda: slots_without_expert(http) == before + 3 * 7, "the slots are counted")
+
+
+def slots_without_expert(http: httpx.Client) -> int:
+    found = re.search(r"^expertd_slots_without_expert_total\{.*\} (.*)$", http.get("/metrics").text, re.M)
+    assert found is not None
+    return int(float(found[1]))
 
 
 def test_what_cannot_be_opened_is_refused(server: ServerProcess, http: httpx.Client) -> None:

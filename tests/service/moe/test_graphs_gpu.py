@@ -24,7 +24,7 @@ from expertd.service.moe.staging import Staging
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import forbid_host_sync, fresh_generator
 from tests.service.moe.reference_layer import assert_close, reference_layer
-from tests.service.moe.requests import layer_request, pinned, rows_of
+from tests.service.moe.requests import Place, as_bytes, layer_request, on_gpu, pinned, rows_of
 
 pytestmark = pytest.mark.gpu
 
@@ -235,6 +235,55 @@ def test_shared_experts_and_a_part_of_the_layer() -> None:
         expected = layer(tokens.cuda())
         out, _ = _replay(_graphs(layer), tokens)
         assert torch.equal(out, expected)
+
+
+SHAPES = [
+    SHAPE, replace(SHAPE, num_shared_experts=2), replace(SHAPE, local_experts=range(8, 20)),
+    replace(SHAPE, local_experts=range(5), num_shared_experts=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [as_bytes, pinned, on_gpu])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_slots_without_an_expert_add_nothing_and_are_counted(
+    shape: LayerShape, dtype: torch.dtype, place: Place
+) -> None:
+    """In graphs, and launch by launch; in a GPU's memory, whose ids nobody checks, any that name none."""
+    layer, generator = _layer(shape), fresh_generator()
+    runner = LayerRunner(layer, DEVICE)
+    runner.capture(GraphPool(DEVICE), at_once=False)
+    outside = [-1, shape.num_experts]
+    if place is on_gpu:
+        outside += [-2, shape.num_experts + 1, torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+        outside += [2**32 - 1, 2**32 + 9] if dtype == torch.int64 else []
+    others = torch.tensor(outside).to(dtype)
+    for count, datatype in ((1, "BF16"), (20, "BF16"), (20, "FP32"), (300, "BF16")):
+        tokens = _tokens(count)
+        ids = torch.rand(count, shape.num_experts, generator=generator).argsort(1)[:, : shape.top_k].to(dtype)
+        weights = torch.rand(count, shape.top_k, generator=generator)
+        empty = torch.rand(ids.shape, generator=generator) < 0.5
+        empty[1::3] = True
+        ids[empty] = others[torch.arange(int(empty.sum())) % len(others)]
+        weights[empty] = torch.nan
+        request = layer_request(tokens, datatype, (ids, weights), place, into=pinned)
+        runner.validate(request)
+        for _ in range(2):
+            result = runner.run([request])
+        expected = reference_layer(
+            tokens.cuda(), layer.weights, shape.top_k, topk_ids=ids, topk_weights=weights,
+            num_shared_experts=shape.num_shared_experts, held_experts=shape.held_experts,
+        )  # fmt: skip
+        rows = rows_of(result.outputs[0], "FP32", shape.hidden_size)
+        assert_close(rows, expected.cpu())
+        assert not rows[~expected.cpu().any(1)].any(), "exactly zero"
+        held = torch.tensor([expert in shape.held_experts for expert in range(shape.num_experts)])
+        named = ids[~empty].bincount(minlength=shape.num_experts)
+        assert list(result.tokens_per_expert) == (named * held).tolist()
+        assert result.empty_slots == (int(empty.sum()) if shape.is_part else 0)
+    assert runner.launches.graph == 4, "of 1 and 20 tokens in bf16"
+    routed = runner.run([layer_request(_tokens(20))])
+    assert routed.empty_slots == 0
 
 
 def test_layers_share_a_pool() -> None:
