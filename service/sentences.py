@@ -9,7 +9,8 @@ from pydantic_core import ErrorDetails
 
 _MAX_LISTED = 8  # names in a sentence
 _SHOULD_BE = re.compile(r"^Input should (be )?")
-_KINDS = {"model_type": "an object", "tuple_type": "a list"}  # others keep their Python names
+# Others keep their Python names.
+_KINDS = {"model_type": "an object", "dict_type": "an object", "tuple_type": "a list"}
 
 
 def shown(value: object, limit: int = 80) -> str:

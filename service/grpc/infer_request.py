@@ -140,7 +140,8 @@ class _Input:
         parameters = _parameters(message, self._where)
         self._told_size = parameters.pop(_SIZE, None)
         self.is_elsewhere = _REGION in parameters
-        if self.is_elsewhere and message.HasField("contents"):
+        self._contents = [field.name for field, _ in message.contents.ListFields()]  # that are not empty
+        if self.is_elsewhere and self._contents:
             raise OipError(400, f"{self._where}: expected {_REGION} alone, got contents too")
         self.entry: dict[str, Any] = {
             "name": message.name,
@@ -151,8 +152,7 @@ class _Input:
 
     def set_raw(self, size: int) -> None:
         """Have the input's data in a raw tensor of `size` bytes. Raises OipError (400)."""
-        message = self._message
-        if message.HasField("contents"):
+        if self._contents:
             raise OipError(400, f"{self._where}: expected contents or raw_input_contents, got both")
         if self._told_size not in (None, size):
             text = f"expected {size}, the bytes of its raw_input_contents, got {shown(self._told_size)}"
@@ -169,9 +169,8 @@ class _Input:
             text = f"expected raw_input_contents for {datatype}, which has no typed contents, got none"
             raise OipError(400, f"{self._where}: {text}")
         name, dtype = _CONTENTS.get(datatype, ("", "<f4"))  # that an unknown one is refused comes later
-        given = [field.name for field, _ in contents.ListFields()]
-        if name and given not in ([], [name]):
-            others = ", ".join(other for other in given if other != name)
+        if name and self._contents not in ([], [name]):
+            others = ", ".join(other for other in self._contents if other != name)
             text = f"expected only {name} for {datatype}, got {others}"
             raise OipError(400, f"contents of {self._where}: {text}")
         data = np.array(getattr(contents, name), dtype).tobytes() if name else b""
@@ -193,8 +192,9 @@ def _parameters(message: Any, where: str) -> dict[str, Any]:
     """Parameters as in JSON. Raises OipError (400) if they ask for outputs in another form than raw."""
     found = {}
     for name, value in message.parameters.items():
-        choice = value.WhichOneof("parameter_choice")
-        found[name] = None if choice is None else getattr(value, choice)
+        if (choice := value.WhichOneof("parameter_choice")) is None:
+            continue  # absent, as null is over HTTP
+        found[name] = getattr(value, choice)
         if name in _OUTPUTS and found.pop(name) is not True:
             text = "expected true or none over gRPC, where outputs are always raw_output_contents"
             raise OipError(400, f"parameter {name} of {where}: {text}")

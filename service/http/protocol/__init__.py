@@ -3,6 +3,7 @@
 from expertd.service.http.protocol.compression import accepts_gzip, compress, decompress, requested_encoding
 from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FP8S
 from expertd.service.http.protocol.errors import OipError, error_body
+from expertd.service.http.protocol.json_text import json_of
 from expertd.service.http.protocol.layer_request import SCALE
 from expertd.service.http.protocol.limits import BodyLimit, body_limit
 from expertd.service.http.protocol.places import NewUses, no_regions
@@ -26,6 +27,7 @@ __all__ = [
     "compress",
     "decompress",
     "error_body",
+    "json_of",
     "no_regions",
     "parse_request",
     "requested_encoding",

@@ -23,7 +23,7 @@ def place_of(parameters: dict[str, Any], where: str) -> Place | None:
     """The place that `parameters` of the tensor `where` name; None if none. Raises OipError (400)."""
     name = parameters.get(REGION)
     if name is None:
-        if alone := [other for other in (BYTE_SIZE, OFFSET) if parameters.get(other) is not None]:
+        if alone := [other for other in (BYTE_SIZE, OFFSET) if other in parameters]:
             raise OipError(400, f"parameters of {where}: expected {REGION} too, got {alone[0]} alone")
         return None
     if not isinstance(name, str) or not name:

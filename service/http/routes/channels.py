@@ -4,7 +4,6 @@ import base64
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
-from pydantic import ValidationError
 
 from expertd.service.channels.hub import ChannelHub, Entry
 from expertd.service.channels.layout import VERSION
@@ -13,6 +12,7 @@ from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.gate import Gate
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
+from expertd.service.http.routes.parsing import parsed
 from expertd.service.http.routes.schemas import (
     ChannelInfo,
     ChannelRequest,
@@ -20,7 +20,7 @@ from expertd.service.http.routes.schemas import (
     ChannelsResponse,
     SystemMemory,
 )
-from expertd.service.sentences import expected_and_got, shortened, shown
+from expertd.service.sentences import shown
 
 ChannelId = Annotated[str, Path(description="id of an open channel")]
 _BODY: dict[str, Any] = {
@@ -97,15 +97,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
 
 
 def _opening(body: bytes, caller: str) -> Opening:
-    try:
-        given = ChannelRequest.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = list(map(str, first["loc"]))
-        if path[:1] == ["memory"]:
-            del path[1:2]  # the name of the form
-        where = shortened(".".join(path)) or "body"
-        raise OipError(400, f"{where}: {expected_and_got(first)}") from error
+    given = parsed(ChannelRequest, body, invalid=400)
     memory: int | CudaMemory | None = None
     if isinstance(given.memory, SystemMemory):
         memory = given.memory.system.byte_size

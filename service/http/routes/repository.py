@@ -1,6 +1,5 @@
 """The model repository extension: the index of configured models, and calls that load and unload them."""
 
-import json
 from collections.abc import Collection
 from typing import Any
 
@@ -10,11 +9,11 @@ from expertd.service.engine.engine import Engine, Phase
 from expertd.service.engine.repository import READY
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import BodyReader, control_body
-from expertd.service.http.protocol import OipError
+from expertd.service.http.protocol import OipError, json_of
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.open_inference import ModelName
 from expertd.service.http.routes.schemas import ModelIndexEntry, ModelStateResponse
-from expertd.service.sentences import long_integer, shortened, shown
+from expertd.service.sentences import shortened, shown
 
 _DEPENDENTS = "unload_dependents"
 
@@ -92,15 +91,8 @@ def _check_parameters(body: bytes, known: Collection[str]) -> None:
 
 
 def _object(body: bytes, expected: str) -> dict[str, Any]:
-    """The JSON object in a body; an empty one if there is no body."""
-    if not body:
-        return {}
-    try:
-        given = json.loads(body)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise OipError(400, "body: expected JSON or nothing, got invalid JSON") from error
-    except ValueError as error:
-        raise OipError(400, f"body: {long_integer()}") from error
-    if not isinstance(given, dict):
+    """The JSON object in a body; an empty one if there is no body, or null."""
+    given = json_of(body, "body") if body else None
+    if given is not None and not isinstance(given, dict):
         raise OipError(400, f"body: {expected}, got {shown(given)}")
-    return given
+    return given or {}

@@ -2,15 +2,16 @@
 
 import base64
 import binascii
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import REF, errors
+from expertd.service.http.routes.parsing import parsed
 from expertd.service.http.routes.schemas import (
     CudaRegion,
     CudaRegionRequest,
@@ -18,9 +19,6 @@ from expertd.service.http.routes.schemas import (
     SystemRegionRequest,
 )
 from expertd.service.memory import Kind
-from expertd.service.sentences import expected_and_got, shortened
-
-T = TypeVar("T", bound=BaseModel)
 
 RegionName = Annotated[str, Path(description="name of a region")]
 
@@ -40,7 +38,7 @@ def shared_memory_router(shared_memory: SharedMemory, bodies: BodyReader) -> API
     )
     async def register_system(name: RegionName, request: Request) -> Response:
         """Register a file of /dev/shm as a region."""
-        asked = _parsed(SystemRegionRequest, await control_body(request, bodies))
+        asked = parsed(SystemRegionRequest, await control_body(request, bodies), invalid=400)
         await shared_memory.register_system(name, asked.key, asked.offset, asked.byte_size)
         return Response()
 
@@ -55,7 +53,7 @@ def shared_memory_router(shared_memory: SharedMemory, bodies: BodyReader) -> API
     )
     async def register_cuda(name: RegionName, request: Request) -> Response:
         """Register a GPU's memory, by the handle that cudaIpcGetMemHandle gave its owner."""
-        asked = _parsed(CudaRegionRequest, await control_body(request, bodies))
+        asked = parsed(CudaRegionRequest, await control_body(request, bodies), invalid=400)
         try:
             handle = base64.b64decode(asked.raw_handle.b64, validate=True)
         except (binascii.Error, ValueError) as error:
@@ -101,15 +99,6 @@ def _shown(shared_memory: SharedMemory, kind: Kind, name: str | None) -> list[di
         {"name": region.name, **region.details, "byte_size": region.num_bytes}
         for region in shared_memory.status(kind, name)
     ]
-
-
-def _parsed(schema: type[T], body: bytes) -> T:
-    try:
-        return schema.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = shortened(".".join(map(str, first["loc"]))) or "body"
-        raise OipError(400, f"{where}: {expected_and_got(first)}") from error
 
 
 def _body(schema: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,37 @@ async def test_parameters_of_http_that_agree_with_the_message_change_nothing() -
         np.testing.assert_array_equal(output_of(await calls.infer(message)), values)
 
 
+async def test_what_is_empty_is_absent() -> None:
+    """A parameter without a choice is what null is over HTTP; so are contents without values."""
+    values, message = rows(2), hidden_message(rows(2))
+    output = message.outputs.add(name="hidden_states")
+    for owner in (message, message.inputs[0], output):
+        for name in (
+            *("timeout", "priority", "binary_data", "binary_data_output", "binary_data_size", "datatype"),
+            *("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset", "sequence_id"),
+        ):
+            owner.parameters[name].SetInParent()
+    message.inputs[0].contents.SetInParent()
+    load = CLASSES["RepositoryModelLoadRequest"](model_name="tiny")
+    load.parameters["config"].SetInParent()
+    region = hidden_message(rows(2))
+    region.inputs[0].contents.SetInParent()
+    region.inputs[0].parameters["shared_memory_region"].string_param = "none"
+    region.inputs[0].parameters["shared_memory_byte_size"].int64_param = values.nbytes
+    del region.raw_input_contents[:]
+    async with grpc_serving(EchoRunner()) as calls:
+        np.testing.assert_array_equal(output_of(await calls.infer(message)), values)
+        of_lanes = refusal(calls.call("RepositoryModelLoad", load), grpc.StatusCode.FAILED_PRECONDITION)
+        assert (await of_lanes)[0].startswith("repository: "), "no parameter is refused"
+        text, _ = await refusal(calls.infer(region), INVALID)
+        assert text.startswith(
+            "parameter shared_memory_region of input hidden_states: expected none, got 'none'"
+        )
+        output.parameters["binary_data"].bool_param = False
+        text, _ = await refusal(calls.infer(message), INVALID)
+        assert text.startswith("parameter binary_data of output 'hidden_states': expected true or none")
+
+
 async def test_large_tensors_pass_through_the_arena() -> None:
     values = rows(64 * 4)  # more than 64 KiB
     settings = tiny_settings({"max_request_tokens": 256}, **ON)

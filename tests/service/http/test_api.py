@@ -19,8 +19,11 @@ from tests.service.apps import (
     output_of,
     rows,
     serving,
+    serving_runner,
     tiny_settings,
 )
+from tests.service.runners import EchoRunner
+from tests.service.sockets import INFER, connect, head, infer, listening, read_answer
 
 GOOD = hidden_request(rows(3))
 
@@ -151,6 +154,31 @@ async def test_zero_tokens_give_zero_rows() -> None:
         assert output_of(await server.infer(*hidden_request(rows(0)))).shape == (0, HIDDEN)
         assert output_of(await server.infer(json_request(json_input(rows(0))))).shape == (0, HIDDEN)
         assert output_of(await server.infer(b"", 0)).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+async def test_null_beside_binary_tensors_is_absent_however_the_body_comes(num_tokens: int) -> None:
+    """As KServe's REST client sends it: `"data": null`."""
+    values = rows(num_tokens)
+    entry = json_input(values) | {"data": None, "parameters": {"binary_data_size": values.nbytes}}
+    output = {"name": "hidden_states", "parameters": {"binary_data": None}}
+    nulls = {"binary_data_output": True, "timeout": None, "priority": None}
+    header = json_request(entry, id=None, parameters=nulls, outputs=[output])
+    body = header + values.tobytes()
+    packed, length = gzip.compress(body), f"Inference-Header-Content-Length: {len(header)}"
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:50], body[50:]))
+    chunked = head(f"POST {INFER} HTTP/1.1", length, "Transfer-Encoding: chunked") + chunks + b"0\r\n\r\n"
+    requests = [infer(body, len(header)), infer(packed, len(header), "Content-Encoding: gzip"), chunked]
+    settings = tiny_settings({"max_request_tokens": 300, "max_batch_tokens": 300})
+    async with serving(settings, serving_runner(EchoRunner())) as server, listening(server) as port:
+        with connect(port) as sock:
+            for data in requests * 2:  # the second time, with a kept plan
+                await asyncio.to_thread(sock.sendall, data)
+                answer = await asyncio.to_thread(read_answer, sock)
+                assert answer.status == 200, answer.body
+                assert (
+                    answer.body[int(answer.headers["inference-header-content-length"]) :] == values.tobytes()
+                )
 
 
 async def test_given_routing_is_used() -> None:

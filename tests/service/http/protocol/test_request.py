@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import OipError, parse_request
 from expertd.service.memory import host_view
+from expertd.service.moe.request import LayerRequest
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
 INPUTS = "hidden_states, hidden_states_scale, topk_ids or topk_weights"
@@ -103,7 +106,7 @@ def test_the_priority_is_128_unless_given(given: dict[str, int], expected: int) 
 
 def test_unknown_parameters_are_ignored() -> None:
     parse_request(request_body(ONE_ROW, parameters={"mine": 1, "sequence_id": 0}), None, SPEC)
-    tensor = ONE_ROW | {"parameters": {"content_type": "np", "timeout": None}}
+    tensor = ONE_ROW | {"parameters": {"content_type": "np"}}
     output = {"name": "hidden_states", "parameters": {"mine": {}}}
     parse_request(request_body(tensor, outputs=[output]), None, SPEC)
 
@@ -363,6 +366,70 @@ def test_a_raw_body_with_a_partial_row_is_refused() -> None:
         parse_request(bytes(24), 0, SPEC)
     expected = "body: expected rows of 16 bytes (4 FP32 values), without a JSON header, got 24 bytes"
     assert caught.value.message == expected
+
+
+KNOWN = (
+    *("id", "parameters", "inputs", "outputs", "name", "datatype", "shape", "data"),
+    *("timeout", "priority", "binary_data_output", "binary_data_size", "binary_data"),
+    *("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"),
+    *("sequence_id", "sequence_start", "sequence_end", "classification", "content_type"),
+)
+FULL = {
+    "id": "a",
+    "parameters": {"timeout": 7000, "priority": 3, "binary_data_output": True},
+    "inputs": [BINARY_ROW, IDS | {"parameters": {}}, WEIGHTS],
+    "outputs": [{"name": "hidden_states", "parameters": {"datatype": "BF16", "binary_data": False}}],
+}
+# As KServe's REST client sends it.
+NO_ROWS = BINARY_ROW | {"shape": [0, 4], "data": None, "parameters": {"binary_data_size": 0}}
+
+
+def objects_of(value: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from objects_of(each)
+
+
+def meaning_of(header: dict[str, Any], data: bytes) -> Any:
+    """What a request asks for, or why it is refused."""
+    text = json.dumps(header).encode()
+    try:
+        request = parse_request(text + data, len(text), SPEC)
+    except OipError as error:
+        return error.status, error.message, error.request_id
+    layer = request.layer
+    tensors = (layer.hidden_states, layer.topk_ids, layer.topk_weights)
+    parts = [None if tensor is None else bytes(host_view(tensor)) for tensor in tensors]
+    return replace(request, layer=LayerRequest(0, b"", "", None, "", None, "")), parts, layer.output_datatype
+
+
+@pytest.mark.parametrize(
+    ("header", "data"), [(FULL, bytes(16)), ({"inputs": [ONE_ROW]}, b""), ({"inputs": [NO_ROWS]}, b"")]
+)
+def test_null_is_absent_in_every_field(header: dict[str, Any], data: bytes) -> None:
+    expected, filled = meaning_of(header, data), deepcopy(header)
+    assert not isinstance(expected[0], int), expected
+    for found in list(objects_of(filled)):
+        found |= {name: None for name in KNOWN if name not in found}
+    assert meaning_of(filled, data) == expected
+    for index, found in enumerate(objects_of(header)):
+        for name in found:
+            without, nulled = deepcopy(header), deepcopy(header)
+            del list(objects_of(without))[index][name]
+            list(objects_of(nulled))[index][name] = None
+            assert meaning_of(nulled, data) == meaning_of(without, data), (index, name)
+
+
+def test_null_is_no_element_of_an_array() -> None:
+    for field, wrong in (("data", [1, None, 3, 4]), ("data", [[1, 2, 3, None]]), ("shape", [None, 4])):
+        with pytest.raises(OipError, match="null") as caught:
+            parse_request(request_body(ONE_ROW | {field: wrong}), None, SPEC)
+        assert caught.value.status == 400
+    for more in ({"inputs": [None]}, {"outputs": [None]}):
+        with pytest.raises(OipError, match=r"^(in|out)puts: expected an array of objects, got \[null\]$"):
+            parse_request(json.dumps({"inputs": [ONE_ROW], **more}).encode(), None, SPEC)
 
 
 def test_errors_contain_the_request_id() -> None:

@@ -117,7 +117,7 @@ async def test_without_a_gpu_there_is_no_cuda_memory() -> None:
         (b'{"key": "x", "byte_size": true}', "byte_size: expected a valid integer, got true"),
         (b'{"key": "x", "byte_size": 1, "offset": -1}', "offset: expected a number greater than or equal"),
         (b'{"key": "../x", "byte_size": 1}', "key: expected the name of a file in /dev/shm, got '../x'"),
-        (b'{"key": "\\ud800", "byte_size": 1}', "body: expected JSON, got invalid JSON: "),
+        (b'{"key": "\\ud800", "byte_size": 1}', "key: expected a valid string, got '\\ud800'"),
         (b'{"key": "expertd-none", "byte_size": 1}', "key: expected a file in /dev/shm that the server may"),
     ],
 )
