@@ -45,8 +45,9 @@ def expected_and_got(error: ErrorDetails) -> str:
         least, got = error["ctx"]["min_length"], error["ctx"]["actual_length"]
         return f"expected at least {least} {'entry' if least == 1 else 'entries'}, got {got or 'none'}"
     if error["type"] == "too_long":
-        got = error["ctx"]["actual_length"] or "more"  # pydantic does not count a mapping to its end
-        return f"expected at most {error['ctx']['max_length']} entries, got {got}"
+        most = error["ctx"]["max_length"]
+        got = error["ctx"]["actual_length"] or f"at least {most + 1}"  # mappings are not counted to their end
+        return f"expected at most {most} entries, got {got}"
     if error["type"] == "string_too_short":
         least = error["ctx"]["min_length"]
         return f"expected at least {least} character{'s' * (least > 1)}, got {shown(error['input'])}"

@@ -91,7 +91,7 @@ def why_full(limits: Limits, model: str, backlog: Backlog, num_tokens: int) -> Q
         text = f"{backlog.num_requests} requests of at most {limits.max_queue_requests} are waiting"
     else:
         text = f"{backlog.num_tokens} tokens of at most {limits.max_queue_tokens} are waiting"
-        text = text if num_tokens == 1 else f"{text}, and {num_tokens} more do not fit"
+        text = text if num_tokens == 1 else f"{text}, and at least {num_tokens} more do not fit"
     steps = math.ceil(backlog.num_tokens / (backlog.step_tokens or limits.max_batch_tokens)) + 1
     return full_error(limits, f"the queue of model {model} is full: {text}", steps * backlog.step_seconds)
 

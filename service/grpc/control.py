@@ -105,7 +105,7 @@ CALLS: dict[str, Control] = {
 
 async def answer(app: ExpertApp, name: str, data: bytes) -> bytes:
     """The serialized response to a call of CALLS that was admitted. Raises OipError."""
-    CONTROL_BODY.check(len(data))
+    CONTROL_BODY.check(len(data), is_whole=True)
     try:
         asked = CLASSES[f"{name}Request"].FromString(data)
     except DecodeError as error:

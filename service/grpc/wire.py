@@ -75,7 +75,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, int, int]]:
         yield key, start, position, end
         position = end
     if position < len(data):
-        raise ValueError(f"more than {_MAX_FIELDS} fields")
+        raise ValueError(f"at least {_MAX_FIELDS + 1} fields, expected at most {_MAX_FIELDS}")
 
 
 def _key(field: int) -> int:

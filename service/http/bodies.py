@@ -60,7 +60,7 @@ async def _read(receive: Receive, content_length: int | None, limit: BodyLimit) 
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body", False):
         body: bytes = message.get("body", b"")
-        limit.check(len(body))
+        limit.check(len(body), is_whole=True)
         return body
     chunks: list[bytes] = []
     size = 0
@@ -70,8 +70,7 @@ async def _read(receive: Receive, content_length: int | None, limit: BodyLimit) 
         chunk = message.get("body", b"")
         chunks.append(chunk)
         size += len(chunk)
-        if size + message.get(BYTES_AHEAD, 0) > limit.num_bytes:
-            raise limit.refusal()
+        limit.check(size + message.get(BYTES_AHEAD, 0))
         if not message.get("more_body", False):
             return b"".join(chunks)
         message = await receive()

@@ -210,7 +210,7 @@ class Connection(Receiving):
     def _check_head_bytes(self, size: int) -> None:
         limit = self._limits.max_header_bytes
         if size > limit:
-            text = f"request line and headers: expected at most {limit} bytes, got {size} or more"
+            text = f"request line and headers: expected at most {limit} bytes, got at least {size}"
             raise RefusedError(431, text)
 
     # Refusals.

@@ -62,8 +62,9 @@ class ChunkedBody:
     def _read_line(self, data: bytes, position: int) -> int:
         end = data.find(b"\n", position) + 1 or len(data)
         self._line += data[position:end]
-        if self._in_trailers and self._trailer_bytes + len(self._line) > self._max_trailers:
-            raise RefusedError(431, f"trailers: expected at most {self._max_trailers} bytes, got more")
+        if self._in_trailers and (size := self._trailer_bytes + len(self._line)) > self._max_trailers:
+            text = f"trailers: expected at most {self._max_trailers} bytes, got at least {size}"
+            raise RefusedError(431, text)
         if self._remaining and not b"\r\n".startswith(self._line):
             raise _invalid("bytes after a chunk")
         if not self._in_trailers and len(self._line) > _MAX_SIZE_LINE:

@@ -51,7 +51,7 @@ class InferCall(InferEnding):
             engine.check_capacity(head.model, head.caller)  # first: one that shuts down refuses all sizes
             head.read(engine.settings.limits)
             if (least := least_tokens(head, self._spec)) > 1:
-                check_tokens(least, self._spec)
+                check_tokens(least, self._spec, at_least="at least ")
                 engine.check_capacity(head.model, head.caller, least)
             if head.has_large_json:
                 self._endpoint.threads.check_json(engine.settings.limits, head.caller)

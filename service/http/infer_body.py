@@ -32,8 +32,7 @@ class InferBody:
 
     def expect(self, num_bytes: int) -> None:
         """Raise OipError (413) if this many more bytes exceed the limit."""
-        if self._size + num_bytes > self._limit.num_bytes:
-            raise self._limit.refusal()
+        self._limit.check(self._size + num_bytes)
 
     def write(self, piece: memoryview) -> None:
         """Append `piece`. Raises OipError (413; 503 if the arena is full)."""

@@ -44,7 +44,9 @@ def _inflate(body: Buffer, coding: str, limit: BodyLimit) -> bytes:
         if members and coding == "deflate":
             raise OipError(400, "body: expected one whole deflate stream, got bytes after its end")
         if members == _MAX_MEMBERS:
-            raise OipError(400, f"body: expected at most {_MAX_MEMBERS} gzip members, got more")
+            raise OipError(
+                400, f"body: expected at most {_MAX_MEMBERS} gzip members, got at least {members + 1}"
+            )
         decoder = zlib.decompressobj(_WINDOW_BITS[coding])
         # In pieces: zlib copies the bytes after the end of a member, and members may be tiny.
         while not decoder.eof:
@@ -52,8 +54,7 @@ def _inflate(body: Buffer, coding: str, limit: BodyLimit) -> bytes:
                 raise OipError(400, f"body: expected a whole {coding} stream, got a part of it")
             chunk = decoder.decompress(body[start : start + _PIECE_BYTES], room + 1)
             room -= len(chunk)
-            if room < 0:
-                raise limit.refusal(decompressed=True)
+            limit.check(limit.num_bytes - room, decompressed=True)
             chunks.append(chunk)
             start += _PIECE_BYTES
         start = min(start, len(body)) - len(decoder.unused_data)

@@ -44,10 +44,13 @@ def check_shape(name: str, shape: list[int], num_tokens: int, spec: LayerSpec) -
     check_tokens(num_tokens, spec)
 
 
-def check_tokens(num_tokens: int, spec: LayerSpec) -> None:
-    """Raise OipError (400) for more tokens than the model's requests may have."""
+def check_tokens(num_tokens: int, spec: LayerSpec, at_least: str = "") -> None:
+    """Raise OipError (400) for more tokens than the model's requests may have.
+
+    at_least  "at least " if there may be more than `num_tokens`
+    """
     if num_tokens > spec.max_request_tokens:
-        text = f"request: expected at most {spec.max_request_tokens} tokens, got {num_tokens}"
+        text = f"request: expected at most {spec.max_request_tokens} tokens, got {at_least}{num_tokens}"
         raise OipError(400, text, reason="too_many_tokens")
 
 

@@ -14,18 +14,16 @@ class BodyLimit:
     num_bytes: int
     is_json: bool = False
 
-    def check(self, num_bytes: int) -> None:
-        """Raise OipError (413) if a body of `num_bytes` is too large."""
-        if num_bytes > self.num_bytes:
-            raise self.refusal(str(num_bytes))
-
-    def refusal(self, got: str = "more", *, decompressed: bool = False) -> OipError:
-        """The error for a body that is too large."""
+    def check(self, num_bytes: int, *, is_whole: bool = False, decompressed: bool = False) -> None:
+        """Raise OipError (413) if a body of `num_bytes`, or more unless it `is_whole`, is too large."""
+        if num_bytes <= self.num_bytes:
+            return
         what = " when decompressed" if decompressed else ""
+        got = f"{num_bytes}" if is_whole else f"at least {num_bytes}"
         if not self.is_json:
-            return OipError(413, f"body: expected at most {self.num_bytes} bytes{what}, got {got}")
+            raise OipError(413, f"body: expected at most {self.num_bytes} bytes{what}, got {got}")
         text = f"JSON: expected at most {self.num_bytes} bytes{what}, got {got}; {_HINT}"
-        return OipError(413, text, reason="json_too_large")
+        raise OipError(413, text, reason="json_too_large")
 
 
 def body_limit(max_body_bytes: int, max_json_bytes: int, header_length: int | None) -> BodyLimit:

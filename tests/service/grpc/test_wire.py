@@ -44,8 +44,8 @@ def test_fields_of_other_types_stay() -> None:
         (b"\x79\x00", "cut off"),
         (b"\x0b", "wire type 3"),
         (b"\xff" * 11, "more than 10 bytes"),
-        (b"\x40\x00" * 1025, "more than 1024 fields"),
-        (b"\x3a\x00" * 1025, "more than 1024 fields"),
+        (b"\x40\x00" * 1025, "at least 1025 fields, expected at most 1024"),
+        (b"\x3a\x00" * 1025, "at least 1025 fields, expected at most 1024"),
     ],
 )
 def test_what_is_no_message_is_refused(data: bytes, text: str) -> None:

@@ -165,7 +165,8 @@ def test_heads_beyond_the_limits_get_431(server: ServerProcess) -> None:
     for request in (head("GET /v2 HTTP/1.1", f"X: {'y' * 65536}"), head(f"GET /{'y' * 65536} HTTP/1.1")):
         (answer,) = ask(server.port, request)
         assert answer.status == 431
-        assert answer.error.startswith("request line and headers: expected at most 65536 bytes, got 65")
+        text = "request line and headers: expected at most 65536 bytes, got (at least )?65[0-9]+"
+        assert re.fullmatch(text, answer.error)
         assert answer.headers["connection"] == "close"
 
 
@@ -273,9 +274,9 @@ def control_server(
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
-        (b"10001\r\n", 413, "body: expected at most 65536 bytes, got more"),
-        (b"fffffffffffffff\r\n", 413, "body: expected at most 65536 bytes, got more"),
-        (b"1\r\n \r\n10000\r\n", 413, "body: expected at most 65536 bytes, got more"),
+        (b"10001\r\n", 413, "body: expected at most 65536 bytes, got at least 65537"),
+        (b"fffffffffffffff\r\n", 413, f"body: expected at most 65536 bytes, got at least {16**15 - 1}"),
+        (b"1\r\n \r\n10000\r\n", 413, "body: expected at most 65536 bytes, got at least 65537"),
         (b"4\r\nabcd\r\n-1\r\n", 400, "a chunk size that is no number"),
         (b"4\r\nabcdef\r\n", 400, "bytes after a chunk"),
         (b"2\r\n{}\r\n0\r\nno header\r\n\r\n", 400, "a trailer that is no header"),

@@ -43,19 +43,22 @@ def post(*headers: str) -> bytes:
 @pytest.mark.parametrize(
     ("data", "got"),
     [
-        (post(f"Content-Length: {LIMIT + 1}"), f", got {LIMIT + 1}"),
-        (post("Content-Length: 900000"), ", got 900000"),
-        (post("Content-Length: 900000", "Content-Encoding: gzip"), ", got 900000"),
-        (post("Content-Length: 900000", f"Inference-Header-Content-Length: {LIMIT + 1}"), ", got 4001"),
+        (post(f"Content-Length: {LIMIT + 1}"), f", got at least {LIMIT + 1}"),
+        (post("Content-Length: 900000"), ", got at least 900000"),
+        (post("Content-Length: 900000", "Content-Encoding: gzip"), ", got at least 900000"),
+        (
+            post("Content-Length: 900000", f"Inference-Header-Content-Length: {LIMIT + 1}"),
+            ", got at least 4001",
+        ),
         (
             post("Content-Length: 9", "Content-Encoding: gzip", "Inference-Header-Content-Length: 900000"),
-            ", got 900000",
+            ", got at least 900000",
         ),
-        (post("Transfer-Encoding: chunked", "Inference-Header-Content-Length: 4001"), ", got 4001"),
-        (post("Transfer-Encoding: chunked") + b"%x\r\n" % (LIMIT + 1), ", got more"),
+        (post("Transfer-Encoding: chunked", "Inference-Header-Content-Length: 4001"), ", got at least 4001"),
+        (post("Transfer-Encoding: chunked") + b"%x\r\n" % (LIMIT + 1), ", got at least 4001"),
         (
             post("Transfer-Encoding: chunked") + b"%x\r\n%s\r\nfa1\r\n" % (LIMIT, bytes(LIMIT)),
-            ", got more",
+            ", got at least 8001",
         ),
     ],
 )
@@ -78,9 +81,7 @@ async def test_json_up_to_the_limit_is_parsed(encoding: str | None) -> None:
     async with serving(tiny_settings({"max_json_bytes": LIMIT})) as server:
         output_of(await server.infer(packed(one_token(LIMIT)), None, **headers))
         text = error_of(await server.infer(packed(one_token(LIMIT + 1)), None, **headers), 413)
-        assert (
-            text == TOO_LARGE + (" when decompressed, got more" if encoding else f", got {LIMIT + 1}") + HINT
-        )
+        assert text == f"{TOO_LARGE}{' when decompressed' * bool(encoding)}, got at least {LIMIT + 1}{HINT}"
         assert server.metric("refusals_total", model="tiny", reason="json_too_large") == 1
 
 
@@ -104,7 +105,7 @@ def test_a_bomb_is_stopped_while_it_is_inflated(is_json: bool) -> None:
     bomb = gzip.compress(bytes(100_000_000))
     tracemalloc.start()
     try:
-        with pytest.raises(OipError, match="when decompressed, got more"):
+        with pytest.raises(OipError, match="when decompressed, got at least 100001"):
             decompress(bomb, "gzip", BodyLimit(100_000, is_json))
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -109,7 +109,7 @@ def test_only_an_engine_behind_http_processes_believes_a_name() -> None:
 async def test_a_large_body_is_refused_here(tmp_path: Path) -> None:
     async with passed(tmp_path / "engine") as http:
         text = error_of(await http.post("/v2/repository/index", content=bytes(65537)), 413)
-        assert text == "body: expected at most 65536 bytes, got 65537"
+        assert text == "body: expected at most 65536 bytes, got at least 65537"
 
 
 async def test_a_client_that_leaves_ends_its_call(tmp_path: Path) -> None:

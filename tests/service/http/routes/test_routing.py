@@ -54,7 +54,7 @@ async def test_rows_are_of_the_models_datatype(datatype: str) -> None:
     [
         (b"", 400, "body: expected rows of 512 bytes (128 FP32), at least one, got 0 bytes"),
         (bytes(513), 400, "body: expected rows of 512 bytes (128 FP32), at least one, got 513 bytes"),
-        (bytes(65 * 1024), 413, "body: expected at most 65536 bytes, got 66560"),
+        (bytes(65 * 1024), 413, "body: expected at most 65536 bytes, got at least 66560"),
         (
             np.full(HIDDEN, np.nan, np.float32).tobytes(),
             400,
