@@ -1,11 +1,13 @@
 """The ASGI application: its routes around one engine, and one format for every error."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
@@ -47,6 +49,8 @@ from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
 from expertd.service.tracing import tracing_of
 
+_READY = "/v2/health/ready"
+_HEALTH = re.compile("/(live|ready)$")  # the paths of checks
 _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inference Protocol v2."
 
 
@@ -96,10 +100,11 @@ class ExpertApp(FastAPI):
         self.infer = InferEndpoint(self.engine, self.metrics, self.gate, tracing=self.tracing)
         self._infer_route = InferRoute(self.infer, self._bodies)
         page, self._feed = page_router(self.engine, self.metrics)
+        protocol = protocol_router(self.engine)
         routers = (
             statistics_router(self.engine, self.metrics),  # its /v2/models/stats is no model's metadata
             configuration_router(self.engine),
-            protocol_router(self.engine),
+            protocol,
             repository_router(self.engine, self._bodies),
             shared_memory_router(self.engine.shared_memory, self._bodies),
             partitions_router(self.engine, self._bodies),
@@ -112,9 +117,10 @@ class ExpertApp(FastAPI):
             swagger_router(self.title),
             *([page] if settings.page.enabled else ()),
         )
-        self._own_routes = [route for router in routers for route in router.routes]
         # As they are: `include_router` would build each once more, at the first request.
-        self.router.routes += self._own_routes
+        self.router.routes += [route for router in routers for route in router.routes]
+        routes = [route for route in protocol.routes if isinstance(route, APIRoute)]
+        self._health = [route for route in routes if _HEALTH.search(route.path)]
         self.add_exception_handler(EngineError, _engine_error)
         self.add_exception_handler(OipError, _oip_error)
         self.add_exception_handler(ClientGoneError, _client_gone)
@@ -137,9 +143,10 @@ class ExpertApp(FastAPI):
 
     def methods_of(self, scope: Scope) -> set[str]:
         """The methods that this API supports at the path of `scope`, which several routes may share."""
-        routes = [route for route in self._own_routes if route.matches(scope)[0] is not Match.NONE]
+        routes = [route for route in self.routes if route.matches(scope)[0] is not Match.NONE]
         methods = {method for route in routes for method in getattr(route, "methods", None) or ()}
-        return methods | {"HEAD"} if "GET" in methods else methods
+        methods |= {"HEAD"} if "GET" in methods else set()
+        return methods | {"OPTIONS"} if methods or scope["path"] == "/" else methods
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI scope."""
@@ -158,7 +165,25 @@ class ExpertApp(FastAPI):
             except OipError as error:
                 await _response_of(error)(scope, receive, send)
                 return
+            if scope["method"] == "OPTIONS" and (methods := self.methods_of(scope)):
+                await (await self._options(scope, methods))(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
+
+    async def _options(self, scope: Scope, methods: Collection[str]) -> Response:
+        """The methods of a path. Load balancers check health by OPTIONS: where GET does, this fails alike.
+
+        So does `/`, their usual path, as that of readiness.
+        """
+        asked = {**scope, "method": "GET", "path": _READY if scope["path"] == "/" else scope["path"]}
+        try:
+            for route in self._health:
+                match, found = route.matches(asked)
+                if match is Match.FULL:
+                    await route.endpoint(**found["path_params"])
+        except EngineError as error:
+            return _response_of(http_error(error))
+        return Response(headers={"Allow": ", ".join(sorted(methods))})
 
     async def answer_admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request other than infer whose key was checked."""
@@ -241,8 +266,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
         text = f"path: expected one of this API (see /docs), got {shown(request.url.path)}"
     headers = dict(error.headers or {})
     if error.status_code == 405:
-        # Sorted, because the framework's own routes name theirs in any order.
-        methods = sorted(request.app.methods_of(request.scope) or headers.get("Allow", "").split(", "))
+        methods = sorted(request.app.methods_of(request.scope))
         headers["Allow"] = ", ".join(methods)
         allowed = any_of(methods)
         text = f"method: expected {allowed} at {shown(request.url.path)}, got {shown(request.method)}"

@@ -121,8 +121,11 @@ class HeadParser:
         parser, headers = self._parser, self._headers
         version = parser.get_http_version()
         self._check(version)
-        raw_path, query = _path_and_query(self._target)
         method = parser.get_method().decode("ascii")
+        # OPTIONS * asks about the server (RFC 9110, 9.3.7), as OPTIONS / does here.
+        raw_path, query = _path_and_query(
+            b"/" if (method, self._target) == ("OPTIONS", b"*") else self._target
+        )
         length = next((value for name, value in headers if name == b"content-length"), None)
         expect = next((value for name, value in headers if name == b"expect"), b"")
         return RequestHead(
@@ -197,7 +200,7 @@ def decoded(raw_path: bytes) -> str:
 
 
 def _path_and_query(target: bytes) -> tuple[bytes, bytes]:
-    """Of a path with a query, a URL, or *, whose path is /. Raises RefusedError."""
+    """Of a path with a query, or of a URL. Raises RefusedError."""
     try:
         url = httptools.parse_url(target)
         path = url.path or b"/"

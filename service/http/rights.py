@@ -82,6 +82,6 @@ def rights_for(method: str, path: str) -> Collection[Right]:
 
     `path` is decoded. A call that does not exist needs a key, too, whatever its rights.
     """
-    method = "GET" if method == "HEAD" else method
+    method = "GET" if method in ("HEAD", "OPTIONS") else method
     found = [call.rights for pattern, call in _PATTERNS if call.method == method and pattern.match(path)]
     return found[0] if found else ANY

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
+from tests.service.keys import all_keys, key_of
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, connect, head, infer, listening, read_answer
+from tests.service.sockets import INFER, Answer, connect, head, infer, listening, read_answer, read_to_end
 
 GOOD = hidden_request(rows(3))
 
@@ -80,7 +82,7 @@ async def test_head_is_get_without_a_body(path: str) -> None:
         assert head.content == b""
         assert (await server.http.head("/metrics")).status_code == 200
         refused = await server.http.head("/v2/models/tiny/infer")
-        assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "OPTIONS, POST")
 
 
 async def test_head_reports_whether_the_server_is_ready() -> None:
@@ -89,6 +91,63 @@ async def test_head_reports_whether_the_server_is_ready() -> None:
         assert (await server.http.head("/v2/health/live")).status_code == 200
         for path in ("/v2/health/ready", "/v2/models/tiny/ready"):
             assert (await server.http.head(path)).status_code == 503
+
+
+OPTIONS = {
+    "/": "GET, HEAD, OPTIONS",
+    "*": "GET, HEAD, OPTIONS",
+    "/v2/health/live": "GET, HEAD, OPTIONS",
+    "/v2/health/ready": "GET, HEAD, OPTIONS",
+    "/v2/models/tiny/ready": "GET, HEAD, OPTIONS",
+    "/v2/models/tiny/versions/1/ready": "GET, HEAD, OPTIONS",
+    "/page/main.js": "GET, HEAD, OPTIONS",
+}
+OPTIONS_WITH_KEY = {
+    "/v1/channels": "GET, HEAD, OPTIONS, POST",
+    "/v1/live": "GET, HEAD, OPTIONS",
+    "/v1/channels/1": "DELETE, GET, HEAD, OPTIONS",
+    "/v2/models/tiny/infer": "OPTIONS, POST",
+    "/openapi.json": "GET, HEAD, OPTIONS",
+}
+
+
+async def test_options_tell_the_methods_and_check_health(tmp_path: Path) -> None:
+    """Load balancers ask so, as haproxy with a plain `option httpchk`, without Host or a key."""
+
+    async def asked(path: str, key: str = "") -> Answer:
+        with connect(port) as sock:
+            lines = [f"OPTIONS {path} HTTP/1.0", *([f"Authorization: Bearer {key_of(key)}"] if key else ())]
+            sock.sendall("\r\n".join([*lines, "", ""]).encode())
+            (answer,) = await asyncio.to_thread(read_to_end, sock)
+            return answer
+
+    settings = tiny_settings(keys=all_keys(tmp_path / "keys.yaml"))
+    async with serving(settings) as server, listening(server) as port:
+        for path, methods in (OPTIONS | OPTIONS_WITH_KEY).items():
+            right = "" if path in OPTIONS else "metrics" if path == "/v1/live" else "infer"
+            answer = await asked(path, right)
+            assert (answer.status, answer.headers.get("allow"), answer.body) == (200, methods.lower(), b""), (
+                path
+            )
+        assert {(await asked(path)).status for path in OPTIONS_WITH_KEY} == {401}
+        assert (await asked("/v1/live", "infer")).status == 403
+        for path, status in (("/v2/models/other/ready", 404), ("/v2/models/tiny/versions/2/ready", 404)):
+            assert (await asked(path)).status == status
+        server.app.engine.begin_drain()
+        statuses = {path: (await asked(path)).status for path in OPTIONS}
+    ready = dict.fromkeys((path for path in OPTIONS if "ready" in path or path in "/*"), 503)
+    assert statuses == {**dict.fromkeys(OPTIONS, 200), **ready}
+
+
+async def test_options_of_the_root_check_health_without_a_page() -> None:
+    async with serving(tiny_settings(page={"enabled": False})) as server:
+        answer = await server.http.options("/")
+        assert (answer.status_code, answer.headers["allow"]) == (200, "OPTIONS")
+        server.app.engine.begin_drain()
+        assert error_of(await server.http.options("/"), 503) == "the server is draining"
+        assert (
+            error_of(await server.http.get("/"), 404) == "path: expected one of this API (see /docs), got '/'"
+        )
 
 
 async def test_json_and_binary_give_the_same_output() -> None:

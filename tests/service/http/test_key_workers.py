@@ -45,7 +45,7 @@ def test_every_process_checks_every_call(server: ServerProcess) -> None:
             assert statuses == [200, 401, 403, 200]
     for _ in range(4):
         with httpx.Client(base_url=f"http://{server.url}") as http:
-            assert http.get("/v2/health/ready").status_code == 200
+            assert http.get("/v2/health/ready").status_code == http.options("/").status_code == 200
             for name, status in (("metrics", 200), ("infer", 403), ("nobody", 401)):
                 assert http.get("/metrics", headers=bearer(name)).status_code == status
             refused = http.put("/v1/partitions", headers=bearer("infer"), content=bytes(70_000))

@@ -108,7 +108,7 @@ def test_all_other_calls_are_passed_through(server: ServerProcess, single: Serve
         httpx.Client(base_url=f"http://{single.url}") as one,
     ):
         for path in (*same[1:], "/docs/swagger-ui.css", "/v1/partitions", "/v2/models/nobody"):
-            for method in ("GET", "HEAD", "DELETE"):
+            for method in ("GET", "HEAD", "DELETE", "OPTIONS"):
                 expected, got = one.request(method, path), many.request(method, path)
                 assert (got.status_code, got.content) == (expected.status_code, expected.content), path
                 assert got.headers.keys() == expected.headers.keys()
