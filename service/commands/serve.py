@@ -184,10 +184,12 @@ def exposure(settings: "Settings") -> str | None:
 
 
 def check_grpc(settings: "Settings") -> None:
-    """Raise ValueError if gRPC is on and its package is not installed."""
-    if settings.grpc.port is not None and find_spec("grpc") is None:
+    """Raise ValueError if gRPC is on and a package of it is not installed."""
+    packages = {"grpc": "grpcio", "grpc_health": "grpcio-health-checking"}
+    missing = [package for module, package in packages.items() if find_spec(module) is None]
+    if settings.grpc.port is not None and missing:
         expected = "the packages of expertd[grpc] (pip install 'expertd[grpc]')"
-        raise ValueError(f"grpc.port: expected {expected}, got no grpcio")
+        raise ValueError(f"grpc.port: expected {expected}, got no {missing[0]}")
 
 
 def check_tracing(settings: "Settings") -> None:

@@ -28,16 +28,18 @@ class OpenCalls:
         self._all_sent.set()
 
     @contextmanager
-    def one(self, context: Any) -> Iterator[OipError | None]:
+    def one(self, context: Any, is_sent: bool = True) -> Iterator[OipError | None]:
         """Count a call until it is answered and, beyond that, its answer until it is sent.
 
+        is_sent  False: nobody waits for it to be sent
         Gives why the call is refused, or None.
         """
         address = _address(context.peer())
         _count(self._unanswered, address, 1)
-        _count(self._unsent, address, 1)
-        self._all_sent.clear()
-        context.add_done_callback(lambda _: self._sent(address))
+        if is_sent:
+            _count(self._unsent, address, 1)
+            self._all_sent.clear()
+            context.add_done_callback(lambda _: self._sent(address))
         try:
             yield self._refusal(address)
         finally:

@@ -1,4 +1,4 @@
-"""The calls of `inference.GRPCInferenceService`: who may make them, how many at once, how they end."""
+"""The calls of both services, inference and health: who may make them, how many at once, how they end."""
 
 import asyncio
 import logging
@@ -10,6 +10,7 @@ import grpc
 
 from expertd.service.grpc.arrivals import Arrivals, Arrived
 from expertd.service.grpc.control import CALLS, answer
+from expertd.service.grpc.health import HEALTH, Health
 from expertd.service.grpc.infer import Infer
 from expertd.service.grpc.infer_request import request_id
 from expertd.service.grpc.open_calls import OpenCalls, client_of
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("uvicorn.access")  # as over HTTP
 
 _Work = Callable[[Arrived, Headers, Any], Awaitable[bytes | Refusal]]
+_StreamWork = Callable[[AsyncIterator[bytes], Any, OipError | None], Awaitable[Refusal | None]]
+_HEALTH_CALLS = ("Check", "Watch")  # which need no key
+_HEALTH_SECONDS = 1.0  # for a message of them to arrive
 
 
 class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -47,17 +51,22 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._calls = OpenCalls(settings.limits)
         most = max(1, settings.buffered_bytes // most_bytes)
         self._arrivals = Arrivals(most, settings.limits.body_timeout_seconds)
+        # Whatever is sent to the server, a probe waits for none of it.
+        self._probes = Arrivals(1, min(_HEALTH_SECONDS, settings.limits.body_timeout_seconds))
+        self._health = Health(app.engine, max(1, settings.limits.max_connections // 2))
         self._idle_seconds = max(settings.keep_alive_seconds, settings.limits.body_timeout_seconds)
         self._streams: set[Stream] = set()
         self._is_ending = False
         works: dict[str, _Work] = {name: partial(self._control, name) for name in CALLS}
         works["ModelInfer"] = self._infer
-        handlers = {
-            name: grpc.stream_unary_rpc_method_handler(partial(self._unary, name, work))
+        works["Check"] = self._check
+        self._handlers = {
+            _path(name): grpc.stream_unary_rpc_method_handler(partial(self._unary, name, work))
             for name, work in works.items()
         }
-        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
-        self._handlers = {f"/{SERVICE}/{name}": handler for name, handler in handlers.items()}
+        for name, streamed in (("ModelStreamInfer", self._streamed), ("Watch", self._watched)):
+            handler = grpc.stream_stream_rpc_method_handler(partial(self._stream, name, streamed))
+            self._handlers[_path(name)] = handler
 
     def service(self, handler_call_details: Any) -> Any:
         """The handler of a call; None if there is no such call."""
@@ -67,6 +76,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Receive no more, and wait `seconds` at most for the answers; how many are not sent by then."""
         self._is_ending = True
         self._arrivals.stop()
+        self._probes.stop()
+        self._health.end()
         for stream in self._streams:
             stream.end()
         return await self._calls.sent(seconds)
@@ -88,7 +99,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         if (refusal := self._refusal(name, authorization, crowded)) is not None:
             return refusal
         try:
-            message = await self._arrivals.message(messages)
+            message = await (self._probes if name == "Check" else self._arrivals).message(messages)
         except OipError as error:
             if name != "ModelInfer":
                 raise
@@ -102,10 +113,13 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         finally:
             message.free()
 
-    async def _stream(self, messages: AsyncIterator[bytes], context: Any) -> None:
-        with self._calls.one(context) as crowded:
-            ended = await self._guarded(self._streamed(messages, context, crowded), "ModelStreamInfer")
-        self._log("ModelStreamInfer", ended, context)
+    async def _stream(
+        self, name: str, work: _StreamWork, messages: AsyncIterator[bytes], context: Any
+    ) -> None:
+        # A client that does not read what it watches must not hold up the server's end.
+        with self._calls.one(context, is_sent=name != "Watch") as crowded:
+            ended = await self._guarded(work(messages, context, crowded), name)
+        self._log(name, ended, context)
         if isinstance(ended, Refusal):
             await context.abort(ended.code, ended.text, ended.trailers)
 
@@ -127,6 +141,16 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             self._streams.discard(stream)
         return refusal_of(_ending()) if stream.is_cut else None
 
+    async def _watched(
+        self, messages: AsyncIterator[bytes], context: Any, crowded: OipError | None
+    ) -> Refusal | None:
+        self._refusal("Watch", [], crowded)
+        message = await self._probes.message(messages)
+        data = message.take()
+        message.free()
+        await self._health.watch(data, context.write)
+        return None
+
     async def _part(self, authorization: Headers, context: Any, message: Arrived) -> bytes:
         """The answer to one message of a stream; errors are answers, too."""
         own_id = request_id(message.data)
@@ -147,8 +171,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         if self._access_log and not (self._logs_ends and name == "ModelInfer"):
             who, client = self._gate.name_of(_authorization(context)), client_of(context.peer())
             code, status = (result.code.name, result.status) if isinstance(result, Refusal) else ("OK", 200)
-            path = f"/{SERVICE}/{name}"
-            fields = with_fields(client=client, key=who, method="gRPC", path=path, status=status)
+            fields = with_fields(client=client, key=who, method="gRPC", path=_path(name), status=status)
             access_logger.info('%s %s "gRPC %s" %s', client, who, name, code, extra=fields)
 
     def _refusal(self, name: str, authorization: Headers, crowded: OipError | None) -> Refusal | None:
@@ -158,13 +181,21 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             raise crowded
         if name == "ModelInfer":
             return self._infer.refusal_of_unknown(authorization)
-        self._gate.admit(CALLS[name].method, CALLS[name].path, authorization)
+        if name not in _HEALTH_CALLS:
+            self._gate.admit(CALLS[name].method, CALLS[name].path, authorization)
         return None
 
     async def _control(self, name: str, message: Arrived, authorization: Headers, context: Any) -> bytes:
         data = message.take()
         message.free()
         return await answer(self._app, name, data)
+
+    async def _check(self, message: Arrived, authorization: Headers, context: Any) -> bytes:
+        return self._health.check(message.take())
+
+
+def _path(name: str) -> str:
+    return f"/{HEALTH if name in _HEALTH_CALLS else SERVICE}/{name}"
 
 
 def _ending() -> OipError:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from expertd.service.engine.loading import Loader
 from expertd.service.engine.steps import Runner
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.server import GrpcServer
@@ -52,10 +53,12 @@ class Calls:
 
 
 @asynccontextmanager
-async def grpc_serving(runner: Runner, settings: Settings | None = None) -> AsyncIterator[Calls]:
-    """The application of `settings` with this runner, over gRPC on a free port."""
+async def grpc_serving(
+    runner: Runner, settings: Settings | None = None, loader: Loader | None = None
+) -> AsyncIterator[Calls]:
+    """The application of `settings` with this runner, or what a loader loads, over gRPC on a free port."""
     used = tiny_settings(**ON) if settings is None else settings
-    async with serving(used, serving_runner(runner)) as served:
+    async with serving(used, loader or serving_runner(runner)) as served:
         server = GrpcServer(served.app, used)
         await server.start()
         try:

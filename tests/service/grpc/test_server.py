@@ -28,11 +28,16 @@ from tests.service.processes import clean_environment
 from tests.service.runners import EchoRunner
 
 
-def test_without_its_package_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "grpc", None)
+@pytest.mark.parametrize(
+    ("module", "package"), [("grpc", "grpcio"), ("grpc_health", "grpcio-health-checking")]
+)
+def test_without_its_packages_the_command_says_how_to_get_them(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
     check_grpc(tiny_settings())
     with pytest.raises(
-        ValueError, match=r"^grpc.port: expected the packages of expertd\[grpc\] .*no grpcio$"
+        ValueError, match=rf"^grpc.port: expected the packages of expertd\[grpc\] .*no {package}$"
     ):
         check_grpc(tiny_settings(**ON))
 
