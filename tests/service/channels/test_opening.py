@@ -123,7 +123,7 @@ async def test_a_server_without_the_setting_has_no_channels() -> None:
             400,
             "memory.cuda.device_id: expected a number greater than or equal to 0, got -1",
         ),
-        ({"memory": None}, 400, 'memory: expected "system", {"system": ...} or {"cuda": ...}, got null'),
+        ({"memory": 5}, 400, 'memory: expected "system", {"system": ...} or {"cuda": ...}, got 5'),
         ({"model": None, "models": []}, 400, "models: expected at least 1 entry, got none"),
         (
             {"max_tokens": 64, "num_slots": 100},

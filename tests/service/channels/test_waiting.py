@@ -160,7 +160,7 @@ def test_as_many_tokens_wait_as_the_limits_allow() -> None:
     waits = Waits(limits={"max_queue_tokens": 64})
     waits.put(num_tokens=60)
     waits.calls.check_capacity("tiny", 4, 0)
-    with pytest.raises(QueueFullError, match="60 tokens of at most 64 are waiting, and 5 more"):
+    with pytest.raises(QueueFullError, match="60 tokens of at most 64 are waiting, and at least 5 more"):
         waits.calls.check_capacity("tiny", 5, 0)
     with pytest.raises(QueueFullError):
         waits.put(num_tokens=5)

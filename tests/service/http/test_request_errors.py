@@ -29,8 +29,8 @@ GOOD = hidden_request(rows(3))
 @pytest.mark.parametrize(
     ("ids", "weights", "expected"),
     [
-        ([0, 4], [0.5, 0.5], "topk_ids"),
-        ([-1, 0], [0.5, 0.5], "topk_ids"),
+        ([0, 5], [0.5, 0.5], "topk_ids"),
+        ([-2, 0], [0.5, 0.5], "topk_ids"),
         ([1, 1], [0.5, 0.5], "topk_ids"),
         ([0, 1], [float("nan"), 0.5], "topk_weights"),
         ([0, 1], [float("inf"), 0.5], "topk_weights"),

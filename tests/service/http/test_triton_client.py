@@ -243,7 +243,7 @@ def test_concurrent_requests_get_their_own_rows(client: Any, runner: Runner) -> 
             "tiny",
             lambda: [
                 tensor(rows(1)),
-                tensor(np.array([[0, NUM_EXPERTS]], np.int32), "topk_ids", "INT32"),
+                tensor(np.array([[0, NUM_EXPERTS + 1]], np.int32), "topk_ids", "INT32"),
                 tensor(np.ones((1, TOP_K), np.float32), "topk_weights"),
             ],
             "400",
