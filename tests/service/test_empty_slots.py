@@ -174,13 +174,16 @@ def _shape(model: Mapping[str, Any]) -> LayerShape:
 
 
 def _expected(
-    model: Mapping[str, Any], values: NDArray[np.float32], ids: Ids, weights: Weights
+    model: Mapping[str, Any], values: NDArray[np.float32], ids: Ids, weights: Weights, device: str
 ) -> torch.Tensor:
-    """float64 [T, H]: the sum of the experts that are named and held here, and of the shared ones."""
+    """float64 [T, H]: the sum of the experts that are named and held here, and of the shared ones.
+
+    device  the server's: random weights depend on it
+    """
     shape = _shape(model)
-    held, experts = shape.held_experts, random_weights(shape, 0, "cpu")
+    held, experts = shape.held_experts, random_weights(shape, 0, device)
     gate_up, down = (
-        w.data.double() * w.scales.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+        (w.data.double() * w.scales.double().repeat_interleave(128, 1).repeat_interleave(128, 2)).cpu()
         for w in (experts.gate_up, experts.down)
     )
 
@@ -221,7 +224,8 @@ async def test_they_add_nothing_by_any_way_and_are_counted(
     model, values = MODELS[name], rows(len(ROUTING))
     ids = np.array([of_token for of_token, _ in ROUTING], np.int64)
     weights = np.array([of_token for _, of_token in ROUTING], np.float32)
-    expected = _expected(model, values, ids, weights)
+    device = "cuda" if "backend" in changes else "cpu"
+    expected = _expected(model, values, ids, weights, device)
     counted, held = 0, _shape(model).held_experts
     async with _server(tmp_path, model, **changes) as server:
         for way, infer in WAYS.items():
