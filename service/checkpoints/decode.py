@@ -1,4 +1,4 @@
-"""Decodes weights that are neither FP8 by blocks nor floats, to float32 [n, k]."""
+"""Decodes weights to float32 [n, k], and finds the scales of their blocks."""
 
 from collections.abc import Callable
 
@@ -6,23 +6,34 @@ import torch
 from torch import Tensor
 
 from expertd.limits import SCALE_BLOCK
-from expertd.service.checkpoints.encodings import Encoded, Encoding
+from expertd.service.checkpoints.encodings import Scales
 from expertd.service.checkpoints.files import Stored
+from expertd.service.checkpoints.layer import Matrix
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+Load = Callable[[Stored], Tensor]
+"""What a tensor has of the matrix's expert."""
 
 
-def decode(encoded: Encoded, load: Callable[[Stored], Tensor], device: torch.device) -> Tensor:
-    """The weight in float32 on `device`; `load` reads a tensor, or some of its rows."""
+def decode(matrix: Matrix, load: Load) -> Tensor:
+    """The matrix in float32 [n, k]."""
+    encoded, rows, columns = matrix.encoded, _slice(matrix.rows), _slice(matrix.columns)
+    values = load(encoded.weight)
+    values = values.flatten(1) if values.ndim == 3 else values
+    values = values.t() if encoded.layout.transposed else values
+    if values.shape[0] == encoded.shape[0]:
+        values = _numbers(values[rows])[:, columns]
+    else:  # numbers share bytes along n
+        values = _numbers(values.t()).t()[rows, columns]
+    return (values * scales_at(matrix, load, matrix.rows, matrix.columns)).contiguous()
+
+
+def scales_at(matrix: Matrix, load: Load, rows: range, columns: range) -> Tensor:
+    """What multiplies the weight's values at these rows and columns, in float32; [1, 1] if it is all one."""
+    encoded = matrix.encoded
     assert encoded.scales is not None
-    values, scales = load(encoded.weight).to(device), load(encoded.scales).to(device)
-    if encoded.encoding in (Encoding.NVFP4, Encoding.MXFP4):
-        values = _fp4(values)
-    elif encoded.encoding is Encoding.INT4:
-        values = _int4(values)
-    else:
-        values = values.to(torch.float32)
-    return values * _spread(_numbers(scales) * _whole(encoded, load, device), values)
+    scales = _spread(encoded.scales, matrix, load, rows, columns)
+    return scales if encoded.whole is None else scales * _spread(encoded.whole, matrix, load, rows, columns)
 
 
 def quantize_by_powers(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,38 +51,34 @@ def quantize_by_powers(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return data.view(n, k)[: size[0], : size[1]], scales
 
 
-def _fp4(packed: Tensor) -> Tensor:
-    """E2M1 numbers [n, k], two in a byte: the first in its low bits."""
-    codes = packed.view(torch.uint8)
-    values = [*_E2M1, *(-value for value in _E2M1)]
-    table = torch.tensor(values, dtype=torch.float32, device=packed.device)
-    return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()]
+def _numbers(values: Tensor) -> Tensor:
+    """The numbers that elements hold, before scales; those of four bits come lowest bits first."""
+    if values.dtype == torch.int32:  # from -8 to 7, with 8 added
+        shifts = torch.arange(0, 32, 4, device=values.device)
+        return ((values[..., None].long() >> shifts & 15) - 8).flatten(-2).to(torch.float32)
+    if values.dtype in (torch.uint8, torch.int8):
+        codes = values.contiguous().view(torch.uint8)
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=values.device)
+        return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()]
+    return values.to(torch.float32)
 
 
-def _int4(packed: Tensor) -> Tensor:
-    """Numbers from -8 to 7, with 8 added, eight in an int32: the first in its low bits."""
-    shifts = torch.arange(0, 32, 4, device=packed.device)
-    return ((packed[..., None].long() >> shifts & 15) - 8).flatten(-2).to(torch.float32)
+def _spread(scales: Scales, matrix: Matrix, load: Load, rows: range, columns: range) -> Tensor:
+    """The scale of each of these rows and columns of the weight."""
+    values = load(scales.stored)
+    if values.dtype == torch.uint8:  # an exponent
+        values = values.view(torch.float8_e8m0fnu)
+    grid = [-(-size // unit) for size, unit in zip(matrix.encoded.shape, scales.unit, strict=True)]
+    if matrix.encoded.layout.transposed:
+        values = values.reshape(grid[::-1]).t()
+    values = values.reshape(grid).to(torch.float32)
+    values = 1 / values if scales.divides else values
+    for dim, (part, unit) in enumerate(zip((rows, columns), scales.unit, strict=True)):
+        if grid[dim] > 1:
+            at = torch.arange(part.start, part.stop, part.step, device=values.device) // unit
+            values = values.index_select(dim, at)
+    return values
 
 
-def _numbers(scales: Tensor) -> Tensor:
-    """The scales in float32; a byte is an exponent."""
-    if scales.dtype == torch.uint8:
-        scales = scales.view(torch.float8_e8m0fnu)
-    return scales.to(torch.float32)
-
-
-def _whole(encoded: Encoded, load: Callable[[Stored], Tensor], device: torch.device) -> Tensor | float:
-    """What all scales are multiplied by."""
-    if encoded.whole is None:
-        return 1.0
-    whole = load(encoded.whole).to(device).to(torch.float32)
-    return 1 / whole if encoded.divides else whole
-
-
-def _spread(scales: Tensor, values: Tensor) -> Tensor:
-    """A scale for each value: they stand for a tensor, a row, or a group of columns each."""
-    if scales.numel() == 1:
-        return scales.reshape(1, 1)
-    scales = scales.view(values.shape[0], -1)
-    return scales.repeat_interleave(values.shape[1] // scales.shape[1], dim=1)
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop, part.step)

@@ -1,23 +1,26 @@
-"""How a checkpoint encodes a weight [n, k]: found by the names, dtypes and shapes of its tensors.
+"""How a checkpoint encodes weights [n, k]: found by the names, dtypes and shapes of their tensors.
 
-Sources: the quantizers of transformers 5.23, and checkpoints of NVIDIA's ModelOpt and of compressed-tensors.
+Sources: the quantizers of transformers 5.23, and the exporters of ModelOpt 0.47 and compressed-tensors 0.20.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import Stored
+from expertd.service.sentences import any_of
 
 FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32")
-SCALES = (*FLOATS, "F8_E8M0")
-_SCALE_NAMES = ("weight_scale_inv", "weight_scale", "scale")
 _EXPONENTS = ("F8_E8M0", "U8")  # 2**(byte - 127)
-UNUSED = ("input_scale", "input_global_scale", "weight_shape")
-"""Beside a weight, of no use here: activations are quantized by their own largest values."""
+_IN_ONE = {"U8": 2, "I8": 2, "I32": 8}  # numbers of four bits in an element of a weight
+_WEIGHTS = ("weight_packed", "blocks", "weight")
+_SCALES = ("weight_scale_inv", "weight_scale", "scale", "scales")
+UNUSED = ("input_scale", "input_global_scale", "input_scale_ub", "activation_scale", "weight_shape")
+"""Beside a quantized weight, of no use here: activations are quantized by their own largest values."""
 
 
 _NAMES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
@@ -36,30 +39,79 @@ class Encoding(StrEnum):
     INT4 = "int4"
 
     @property
-    def is_native(self) -> bool:
-        """Whether it is served without rounding FP8 or fewer bits once more."""
-        return self in (Encoding.FLOAT, Encoding.BLOCKS, Encoding.TENSOR)
-
-    @property
     def has_powers(self) -> bool:
         """Whether its scales are powers of two."""
         return self in (Encoding.MXFP8, Encoding.MXFP4)
 
 
 @dataclass(frozen=True)
+class Form:
+    """The tensors of an encoding: dtypes of values and of scales, and the [n, k] that a scale stands for.
+
+    unit  0: all of n, or k; -1: as many as the shape of the scales says
+    """
+
+    dtypes: tuple[str, ...]
+    scales: tuple[str, ...]
+    unit: tuple[int, int]
+
+
+FORMS = {
+    Encoding.BLOCKS: Form((FP8,), (*FLOATS, "F8_E8M0"), (SCALE_BLOCK, SCALE_BLOCK)),
+    Encoding.ROWS: Form((FP8,), FLOATS, (1, 0)),
+    Encoding.TENSOR: Form((FP8,), FLOATS, (0, 0)),
+    Encoding.MXFP8: Form((FP8,), _EXPONENTS, (1, 32)),
+    Encoding.NVFP4: Form(("U8", "I8"), (FP8,), (1, 16)),
+    Encoding.MXFP4: Form(("U8", "I8"), _EXPONENTS, (1, 32)),
+    Encoding.INT4: Form(("I32",), FLOATS, (1, -1)),
+}
+"""The first one that fits is it: a matrix of one block has one scale, and needs no other name."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How matrices [n, k] lie in tensors.
+
+    num_experts  how many of them, one after another; None: one matrix, without a dimension for it
+    transposed   each is [k, n]
+    """
+
+    num_experts: int | None = None
+    transposed: bool = False
+
+    def of_all(self, *shapes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The shapes of tensors of all experts, by those of one."""
+        yield from (shape if self.num_experts is None else (self.num_experts, *shape) for shape in shapes)
+
+    def is_of_all(self, stored: Stored) -> bool:
+        """Whether a tensor has a part for each expert."""
+        return self.num_experts is not None and stored.shape[:1] == (self.num_experts,)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a matrix; each stands for `unit` of its rows and columns, and multiplies or divides."""
+
+    stored: Stored
+    unit: tuple[int, int]
+    divides: bool = False
+
+
+@dataclass(frozen=True)
 class Encoded:
-    """A weight's tensors: values, scales, and NVFP4's scale of all scales, which `divides` or multiplies."""
+    """The tensors of a weight of `shape` [n, k]: values, scales, and NVFP4's scales of all scales."""
 
     encoding: Encoding
     weight: Stored
-    scales: Stored | None = None
-    whole: Stored | None = None
-    divides: bool = False
+    shape: tuple[int, int]
+    layout: Layout = Layout()
+    scales: Scales | None = None
+    whole: Scales | None = None
 
     @property
     def is_half_bytes(self) -> bool:
         """Whether a value has four bits."""
-        return self.encoding in (Encoding.NVFP4, Encoding.MXFP4, Encoding.INT4)
+        return self.weight.dtype in _IN_ONE
 
     @property
     def format(self) -> str:
@@ -67,84 +119,177 @@ class Encoded:
         return _NAMES[self.weight.dtype] if self.encoding is Encoding.FLOAT else self.encoding.value
 
 
-def find_encoded(
-    has: Callable[[str], bool], find: Callable[[str], Stored], name: str, shape: tuple[int, int]
-) -> Encoded:
-    """Find the tensors of the weight `name` (without .weight) of `shape`, by `has` and `find`.
+class WeightTensors:
+    """The tensors of the weight `name`, found by `has` and `find`.
 
-    Raises CheckpointError if one is missing, or has another shape or dtype than its encoding needs.
+    `name` is a module's, with NAME.weight and NAME.weight_scale, or with is_parameter the weight's, with
+    NAME_weight_scale (ModelOpt) or NAME_scale (transformers) beside it.
     """
-    if has(f"{name}.weight_packed"):
-        return _packed(find, name, shape)
-    weight = find(f"{name}.weight")
+
+    def __init__(
+        self,
+        has: Callable[[str], bool],
+        find: Callable[[str], Stored],
+        name: str,
+        *,
+        is_parameter: bool = False,
+    ) -> None:
+        self.name = name
+        self._has = has
+        self._find = find
+        self._is_parameter = is_parameter
+
+    def names(self, suffix: str) -> tuple[str, ...]:
+        """The names that the tensor `suffix` may have."""
+        if not self._is_parameter:
+            return (f"{self.name}.{suffix}",)
+        if suffix == "weight":
+            return (self.name,)
+        return f"{self.name}_{suffix}", f"{self.name}_{suffix.removeprefix('weight_')}"
+
+    def first(self, *suffixes: str) -> str | None:
+        """The name of the first of these tensors that is there."""
+        return next((name for suffix in suffixes for name in self.names(suffix) if self._has(name)), None)
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are values."""
+        return self.first(*_WEIGHTS) is not None
+
+    def weight(self) -> Stored:
+        """The values. Raises CheckpointError if there are none."""
+        return self._find(self.first(*_WEIGHTS) or self.names("weight")[0])
+
+    def scales(self, weight: Stored) -> Stored:
+        """The scales. Raises CheckpointError if there are none."""
+        name = self.first(*_SCALES)
+        if name is None:
+            names = (name.rpartition(".")[2] for suffix in _SCALES[:3] for name in self.names(suffix))
+            expected = f"scales beside it ({any_of(list(dict.fromkeys(names)))})"
+            raise CheckpointError(f"{weight.file}: {weight.name}: expected {expected}, got none")
+        return self._find(name)
+
+    def whole(self, weight: Stored) -> tuple[Stored, bool]:
+        """NVFP4's scales of all scales, and whether they divide. Raises CheckpointError if there are none."""
+        name = self.first("weight_scale_2", "weight_global_scale")
+        if name is None:
+            name = self.names("weight_global_scale" if weight.name.endswith("packed") else "weight_scale_2")[
+                0
+            ]
+        return self._find(name), name.endswith("global_scale")
+
+
+def find_encoded(tensors: WeightTensors, shape: tuple[int, int], layout: Layout, parts: int = 1) -> Encoded:
+    """Find how the weight of `shape` [n, k] is encoded in `layout`.
+
+    parts  equal parts of its rows, a gate and an up, that may have a scale each
+
+    Raises CheckpointError if a tensor is missing, or has another shape or dtype than its encoding needs.
+    """
+    weight = tensors.weight()
+    fits = weight.shape in stored_shapes(weight.dtype, shape, layout)
+    if not fits and weight.shape not in stored_shapes(FP8, shape, layout):
+        raise _wrong(weight, "shape", stored_shapes(weight.dtype, shape, layout), weight.shape)
+    if not fits or weight.dtype not in (FP8, *FLOATS, *_IN_ONE):
+        raise _wrong(weight, "dtype", (FP8, *FLOATS), weight.dtype)
     if weight.dtype in FLOATS:
-        check(weight, shape, FLOATS)
-        return Encoded(Encoding.FLOAT, weight)
-    scale = next((s for s in _SCALE_NAMES if has(f"{name}.{s}")), _SCALE_NAMES[0])
-    if weight.dtype in ("U8", "I8") and weight.shape == (shape[0], shape[1] // 2):
-        return _four_bits(find, name, weight, find(f"{name}.{scale}"), shape)
-    check(weight, shape, (FP8, *FLOATS))
-    scales = find(f"{name}.{scale}")
-    return Encoded(_of_fp8(scales, shape, scale), weight, scales)
+        return Encoded(Encoding.FLOAT, weight, shape, layout)
+    encoding, scales = _scales(weight, tensors.scales(weight), shape, layout, parts)
+    whole = None
+    if encoding is Encoding.NVFP4:
+        stored, divides = tensors.whole(weight)
+        check(stored, stored.shape, ("F32",))
+        units = _units(FORMS[Encoding.TENSOR], stored, shape, layout, parts)
+        whole = Scales(stored, _fitting(units, stored, shape, layout), divides)
+    return Encoded(encoding, weight, shape, layout, scales, whole)
 
 
-def _of_fp8(scales: Stored, shape: tuple[int, int], name: str) -> Encoding:
-    n, k = shape
-    if scales.shape in ((), (1,), (1, 1)) and shape != (SCALE_BLOCK, SCALE_BLOCK):
-        encoding = Encoding.TENSOR
-    elif scales.shape in ((n,), (n, 1)) and name != _SCALE_NAMES[0]:
-        encoding = Encoding.ROWS
-    elif scales.shape == (n, k // 32) and scales.dtype in _EXPONENTS:
-        return Encoding.MXFP8
+def stored_shapes(dtype: str, shape: tuple[int, int], layout: Layout) -> list[tuple[int, ...]]:
+    """The shapes that values of a weight of `shape` [n, k] may have: those of four bits share elements."""
+    (n, k), in_one = shape, _IN_ONE.get(dtype, 1)
+    if layout.transposed:
+        shapes: list[tuple[int, ...]] = [(k // in_one, n), (k, n // in_one)]
     else:
-        blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-        check(scales, blocks, SCALES)
-        return Encoding.BLOCKS
-    check(scales, scales.shape, FLOATS)
-    return encoding
+        shapes = [(n, k // in_one)]
+        if in_one == 2 and layout.num_experts is not None:
+            shapes.append((n, -(-k // 32), 16))  # gpt-oss: the bytes of each scale
+    return list(dict.fromkeys(layout.of_all(*shapes)))
 
 
-def _four_bits(
-    find: Callable[[str], Stored], name: str, weight: Stored, scales: Stored, shape: tuple[int, int]
-) -> Encoded:
-    n, k = shape
-    if scales.dtype == FP8:
-        check(scales, (n, k // 16), (FP8,))
-        whole = find(f"{name}.weight_scale_2")
-        check(whole, whole.shape if whole.shape in ((), (1,)) else (), ("F32",))
-        return Encoded(Encoding.NVFP4, weight, scales, whole)
-    check(scales, (n, k // 32), _EXPONENTS)
-    return Encoded(Encoding.MXFP4, weight, scales)
+def scale_shapes(unit: tuple[int, int], shape: tuple[int, int], layout: Layout) -> list[tuple[int, ...]]:
+    """The shapes that scales may have, if each stands for `unit` of a weight of `shape` [n, k]."""
+    rows, columns = (-(-size // of) for size, of in zip(shape, unit, strict=True))
+    if layout.transposed:
+        shapes: list[tuple[int, ...]] = [(columns, rows)]
+    else:
+        shapes = [(rows, columns), (rows, 1, columns, 1)]  # the latter: ModelOpt's FP8_PB_WO
+    if columns == 1:
+        shapes.append((rows,))
+        if layout.num_experts is not None:
+            shapes += [(rows, 1), (1, rows)]  # fbgemm's are not transposed with every weight
+    if rows == columns == 1:
+        shapes.append(())
+    shapes = list(layout.of_all(*shapes))
+    if rows == columns == 1 and layout.num_experts is not None:
+        shapes += [(), (1,)]  # one for all experts
+    return list(dict.fromkeys(shapes))
 
 
-def _packed(find: Callable[[str], Stored], name: str, shape: tuple[int, int]) -> Encoded:
-    """compressed-tensors' weights of 4 bits."""
-    n, k = shape
-    weight, scales = find(f"{name}.weight_packed"), find(f"{name}.weight_scale")
-    if weight.dtype == "U8":
-        check(weight, (n, k // 2), ("U8",))
-        if scales.dtype in _EXPONENTS:
-            check(scales, (n, k // 32), _EXPONENTS)
-            return Encoded(Encoding.MXFP4, weight, scales)
-        check(scales, (n, k // 16), (FP8,))
-        whole = find(f"{name}.weight_global_scale")
-        check(whole, whole.shape if whole.shape in ((), (1,)) else (1,), ("F32",))
-        return Encoded(Encoding.NVFP4, weight, scales, whole, divides=True)
-    check(weight, (n, k // 8), ("I32",))
-    groups = scales.shape[1] if len(scales.shape) == 2 else 0
-    if scales.shape[:1] != (n,) or groups < 1 or k % groups:
-        raise CheckpointError(
-            f"{scales.file}: {scales.name} shape: expected ({n}, a divisor of {k}), got {scales.shape}"
-        )
-    check(scales, scales.shape, FLOATS)
-    return Encoded(Encoding.INT4, weight, scales)
+def _scales(
+    weight: Stored, stored: Stored, shape: tuple[int, int], layout: Layout, parts: int
+) -> tuple[Encoding, Scales]:
+    forms = {encoding: form for encoding, form in FORMS.items() if weight.dtype in form.dtypes}
+    check(stored, stored.shape, tuple(dict.fromkeys(chain(*(form.scales for form in forms.values())))))
+    units: dict[tuple[int, int], Encoding] = {}
+    for encoding, form in forms.items():
+        is_inverse = stored.name.endswith("_inv")  # DeepSeek's, never of rows
+        if stored.dtype in form.scales and not (encoding is Encoding.ROWS and is_inverse):
+            for unit in _units(form, stored, shape, layout, parts):
+                units.setdefault(unit, encoding)
+    groups = f"scales of {shape[0]} rows and a divisor of {shape[1]} columns"
+    unit = _fitting(units, stored, shape, layout, groups if Encoding.INT4 in forms else None)
+    return units[unit], Scales(stored, unit)
+
+
+def _units(
+    form: Form, stored: Stored, shape: tuple[int, int], layout: Layout, parts: int
+) -> Iterator[tuple[int, int]]:
+    """The rows and columns that a scale of a weight of `shape` [n, k] may stand for."""
+    (n, k), (rows, columns) = shape, form.unit
+    if columns < 0:
+        yield from ((rows, k // groups) for groups in stored.shape if groups and k % groups == 0)
+        return
+    yield rows or n, columns or k
+    if not rows and parts > 1:
+        yield n // parts, k
+    if layout.transposed and rows == 1 and columns:
+        yield columns, rows  # ModelOpt: groups in the last dimension, whatever it is
+
+
+def _fitting(
+    units: Iterable[tuple[int, int]],
+    stored: Stored,
+    shape: tuple[int, int],
+    layout: Layout,
+    expected: str | None = None,
+) -> tuple[int, int]:
+    """The unit that scales of this shape have. Raises CheckpointError if they have another shape."""
+    shapes = {unit: scale_shapes(unit, shape, layout) for unit in units}
+    for unit, fitting in shapes.items():
+        if stored.shape in fitting:
+            return unit
+    possible = [fitting[0] for fitting in shapes.values()] if expected is None else [expected]
+    raise _wrong(stored, "shape", possible, stored.shape)
 
 
 def check(tensor: Stored, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     """Raise CheckpointError unless the tensor has this shape, and one of these dtypes."""
-    for what, got, good, expected in (
-        ("shape", tensor.shape, tensor.shape == shape, shape),
-        ("dtype", tensor.dtype, tensor.dtype in dtypes, " or ".join(dtypes)),
-    ):
-        if not good:
-            raise CheckpointError(f"{tensor.file}: {tensor.name} {what}: expected {expected}, got {got}")
+    if tensor.shape != shape:
+        raise _wrong(tensor, "shape", [shape], tensor.shape)
+    if tensor.dtype not in dtypes:
+        raise _wrong(tensor, "dtype", dtypes, tensor.dtype)
+
+
+def _wrong(tensor: Stored, what: str, expected: Iterable[object], got: object) -> CheckpointError:
+    text = " or ".join(map(str, expected))
+    return CheckpointError(f"{tensor.file}: {tensor.name} {what}: expected {text}, got {got}")

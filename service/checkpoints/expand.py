@@ -58,7 +58,7 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
     """
     directory = checkpoint.path.expanduser()
     requantize = checkpoint.requantize == "allow"
-    model = read_model(directory, requantize=requantize)
+    model = read_model(directory)
     held = range(model.num_experts)
     if checkpoint.experts is not None:
         requested = numbers(checkpoint.experts)

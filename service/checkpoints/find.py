@@ -1,16 +1,18 @@
 """Finds the tensors of one MoE layer of a checkpoint, and checks their names, shapes and dtypes."""
 
-from expertd.limits import SCALE_BLOCK
+from itertools import chain
+
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.encodings import (
     FLOATS,
-    FP8,
-    SCALES,
     UNUSED,
     Encoded,
     Encoding,
+    Layout,
+    WeightTensors,
     check,
     find_encoded,
+    stored_shapes,
 )
 from expertd.service.checkpoints.files import Stored, TensorFiles
 from expertd.service.checkpoints.layer import Biases, LayerSource, Matrix
@@ -18,8 +20,7 @@ from expertd.service.checkpoints.model import PREFIXES, MoEModel
 from expertd.service.checkpoints.unknown import check_names
 
 Group = tuple[Matrix, Matrix, Matrix]
-
-_BLOCKS = "_blocks"  # what follows the names of stacked matrices in MXFP4
+_SEPARATE = Layout()
 
 
 def present_layers(files: TensorFiles, model: MoEModel) -> list[int]:
@@ -71,8 +72,8 @@ class _Finder:
 
     def find(self, experts: range, num_shared_experts: int) -> LayerSource:
         model, names = self._model, self._model.names
-        stacked = any(self._has(f"{names.stacked[0]}{suffix}") for suffix in ("", _BLOCKS))
-        groups = self._stacked(experts) if stacked else self._separate(experts)
+        stacked = [self._weight(name) for name in names.stacked]
+        groups = self._stacked(stacked, experts) if stacked[0].exist else self._separate(experts)
         groups += self._shared(num_shared_experts)
         bias = None
         if names.router_bias is not None:
@@ -83,11 +84,19 @@ class _Finder:
             gate = self._vector(names.shared_gate, model.hidden_size)
         biases = self._biases(experts)
         check_names(self._files, model, self._start, self._used)
+        for matrix in chain.from_iterable(groups):
+            self._check_allowed(matrix)
         return LayerSource(router, bias, tuple(groups), gate, biases)
 
     def _separate(self, experts: range) -> list[Group]:
         """Experts with a tensor for each projection."""
         names, size = self._model.names, self._model.intermediate_size
+        first = f"{names.experts}.{experts[0]}.{names.projections[0]}"
+        if not self._weight(first).exist:
+            self._explain(first, None)
+            either = f"{self._start}{names.stacked[0]} or {self._start}{first}.weight"
+            expected = f"expected tensor {either}, got none with one of these names"
+            raise CheckpointError(f"{self._files.directory}: {expected}")
         return [
             self._group(f"{names.experts}.{expert}", names.projections, range(size), size)
             for expert in experts
@@ -113,73 +122,75 @@ class _Finder:
         )
 
     def _matrix(self, name: str, shape: tuple[int, int], rows: range, columns: range) -> Matrix:
-        encoded = find_encoded(self._has, self._find, name, shape)
-        if encoded.encoding not in (Encoding.FLOAT, Encoding.BLOCKS):
-            self._used.update(f"{self._start}{name}.{unused}" for unused in UNUSED)
-        self._check_allowed(encoded)
-        return Matrix(encoded, rows, columns)
+        return Matrix(self._encoded(self._weight(name), shape, _SEPARATE), rows, columns)
 
-    def _check_allowed(self, encoded: Encoded) -> None:
-        if not (encoded.encoding.is_native or self._requantize):
-            raise CheckpointError(
-                f"{encoded.weight.file}: {encoded.weight.name}: expected floats, or FP8 with a scale per "
-                f"128x128 block, got {encoded.encoding}; with requantize: allow, it is rounded to that FP8"
-            )
+    def _weight(self, name: str) -> WeightTensors:
+        """The tensors of a weight: of a module with that name, or of a stack that is a parameter."""
+        is_parameter = name in self._model.names.stacked and not name.endswith(".weight")
+        return WeightTensors(self._has, self._find, name.removesuffix(".weight"), is_parameter=is_parameter)
 
-    def _stacked(self, experts: range) -> list[Group]:
+    def _encoded(
+        self, tensors: WeightTensors, shape: tuple[int, int], layout: Layout, parts: int = 1
+    ) -> Encoded:
+        """How a weight is encoded, which config.json must not contradict."""
+        try:
+            encoded = find_encoded(tensors, shape, layout, parts)
+        except CheckpointError:
+            self._explain(tensors.name, None)
+            raise
+        self._explain(tensors.name, encoded)
+        if encoded.encoding is not Encoding.FLOAT:
+            self._used.update(f"{self._start}{name}" for unused in UNUSED for name in tensors.names(unused))
+        return encoded
+
+    def _explain(self, name: str, encoded: Encoded | None) -> None:
+        """Raise CheckpointError if what config.json says of the weight is why it cannot be served."""
+        self._model.quantization.check(f"{self._start}{name}", encoded)
+
+    def _check_allowed(self, matrix: Matrix) -> None:
+        """Raise CheckpointError if the matrix, which could be served, must not be rounded."""
+        if matrix.is_native or self._requantize:
+            return
+        weight, turns = matrix.encoded.weight, " of gates and ups in turns" if matrix.rows.step > 1 else ""
+        raise CheckpointError(
+            f"{weight.file}: {weight.name}: expected floats, or FP8 with a scale per 128x128 block or per "
+            f"tensor, got {matrix.encoded.encoding}{turns}; with requantize: allow, it is rounded to that FP8"
+        )
+
+    def _stacked(self, tensors: list[WeightTensors], experts: range) -> list[Group]:
         """Experts of which each tensor has all, one after another: gate and up in one, or in two."""
-        model, hidden, size = self._model, self._model.hidden_size, self._model.intermediate_size
-        fused = len(model.names.stacked) == 2
+        names, hidden, size = self._model.names, self._model.hidden_size, self._model.intermediate_size
+        fused = len(tensors) == 2
         sizes = [*([(2 * size, hidden)] if fused else [(size, hidden)] * 2), (hidden, size)]
-        transposed = False
-        if self._has(f"{model.names.stacked[0]}{_BLOCKS}"):
-            pairs = [self._in_blocks(*named) for named in zip(model.names.stacked, sizes, strict=True)]
-        else:
-            tensors = [self._find(name) for name in model.names.stacked]
-            transposed = [tensor.shape for tensor in tensors] == [(model.num_experts, k, n) for n, k in sizes]
-            pairs = []
-            for tensor, (n, k) in zip(tensors, sizes, strict=True):
-                shape = (model.num_experts, k, n) if transposed else (model.num_experts, n, k)
-                pairs.append(self._encoded(tensor, shape))
-        gate, up, down = [pairs[0], *pairs] if fused else pairs
+        layout, parts = self._layout(tensors, sizes), [1 if names.interleaved else 2, 1] if fused else [1] * 3
+        found = [
+            self._encoded(one, shape, layout, count)
+            for one, shape, count in zip(tensors, sizes, parts, strict=True)
+        ]
+        gate, up, down = [found[0], *found] if fused else found
         inner, outer = range(size), range(hidden)
         gates, ups = inner, range(size, 2 * size) if fused else inner
-        if model.names.interleaved:
+        if names.interleaved:
             gates, ups = range(0, 2 * size, 2), range(1, 2 * size, 2)
-        parts = (gate, gates, outer), (up, ups, outer), (down, outer, inner)
+        matrices = (gate, gates, outer), (up, ups, outer), (down, outer, inner)
 
         def group(expert: int) -> Group:
-            gate, up, down = (
-                Matrix(encoded, rows, columns, expert, transposed) for encoded, rows, columns in parts
-            )
+            gate, up, down = (Matrix(*matrix, expert) for matrix in matrices)
             return gate, up, down
 
         return [group(expert) for expert in experts]
 
-    def _encoded(self, weight: Stored, shape: tuple[int, int, int]) -> Encoded:
-        """Matrices of all experts: floats, or FP8 with a scale for each block."""
-        check(weight, shape, (FP8, *FLOATS))
-        if weight.dtype != FP8:
-            return Encoded(Encoding.FLOAT, weight)
-        if self._model.names.interleaved:
-            raise CheckpointError(f"{weight.file}: {weight.name}: expected floats or MXFP4, got FP8")
-        name = weight.name.removeprefix(self._start)
-        scale = next((s for s in ("_scale_inv", "_scale") if self._has(f"{name}{s}")), "_scale_inv")
-        scales = self._find(f"{name}{scale}")
-        n, k = (-(-size // SCALE_BLOCK) for size in shape[1:])
-        check(scales, (shape[0], n, k), SCALES)
-        return Encoded(Encoding.BLOCKS, weight, scales)
+    def _layout(self, tensors: list[WeightTensors], sizes: list[tuple[int, int]]) -> Layout:
+        """Whether matrices [n, k] of these sizes are transposed, by most of the shapes: some fit both."""
+        weights = [one.weight() for one in tensors]
 
-    def _in_blocks(self, name: str, size: tuple[int, int]) -> Encoded:
-        """Matrices [n, k] of all experts in MXFP4: 32 numbers in 16 bytes, with a scale."""
-        weight, scales = self._find(f"{name}{_BLOCKS}"), self._find(f"{name}_scales")
-        n, k = size
-        shape = self._model.num_experts, n, -(-k // 32)
-        check(weight, (*shape, 16), ("U8",))
-        check(scales, shape, ("U8",))
-        encoded = Encoded(Encoding.MXFP4, weight, scales)
-        self._check_allowed(encoded)
-        return encoded
+        def count(layout: Layout) -> int:
+            shapes = (
+                stored_shapes(one.dtype, size, layout) for one, size in zip(weights, sizes, strict=True)
+            )
+            return sum(one.shape in fitting for one, fitting in zip(weights, shapes, strict=True))
+
+        return max((Layout(self._model.num_experts, transposed) for transposed in (False, True)), key=count)
 
     def _biases(self, experts: range) -> Biases | None:
         model, names = self._model, self._model.names

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from expertd.service.checkpoints.encodings import Encoded
+from expertd.limits import SCALE_BLOCK
+from expertd.service.checkpoints.encodings import Encoded, Encoding
 from expertd.service.checkpoints.files import Stored
 
 _BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
@@ -13,15 +14,20 @@ _BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 class Matrix:
     """Part of a weight [n, k]: some rows, which may be every other one, and columns.
 
-    expert      where the matrix is in tensors of several experts' matrices; None: the tensors are matrices
-    transposed  the tensors' last two dimensions are [k, n]
+    expert  where the matrix is in tensors of several experts' matrices; None: the tensors are matrices
     """
 
     encoded: Encoded
     rows: range
     columns: range
     expert: int | None = None
-    transposed: bool = False
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it is served without rounding FP8 or fewer bits once more."""
+        if self.encoded.encoding is not Encoding.BLOCKS:
+            return self.encoded.encoding in (Encoding.FLOAT, Encoding.TENSOR)
+        return self.rows.step == 1 and not (self.rows.start % SCALE_BLOCK or self.columns.start % SCALE_BLOCK)
 
     @property
     def num_bytes(self) -> int:

@@ -2,11 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from expertd.service.checkpoints.expand import models_of
 from expertd.service.checkpoints.files import TensorFiles
-from expertd.service.checkpoints.find import find_layer, present_layers
+from expertd.service.checkpoints.find import present_layers
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.read import read_model
+from expertd.service.settings.served import CheckpointSettings
+from expertd.service.settings.spans import ALL, spans
 
 
 @dataclass(frozen=True)
@@ -18,16 +22,24 @@ class ListedLayer:
     num_bytes: int
 
 
-def list_layers(directory: Path) -> tuple[MoEModel, list[ListedLayer]]:
+def list_layers(
+    directory: Path, requantize: Literal["allow", "refuse"]
+) -> tuple[MoEModel, list[ListedLayer]]:
     """The checkpoint's sizes and MoE layers. Reads only headers.
 
-    Raises CheckpointError if the checkpoint cannot be served.
+    requantize  as in `CheckpointSettings`
+
+    Raises CheckpointError if the checkpoint cannot be served, with what `models_of` says.
     """
-    model = read_model(directory, requantize=True)
-    layers = []
+    model = read_model(directory)
     with TensorFiles(directory) as files:
-        for layer in present_layers(files, model):
-            source = find_layer(files, model, layer, range(model.num_experts), model.num_shared_experts, True)
-            form = " and ".join(source.formats)
-            layers.append(ListedLayer(layer, form, source.num_bytes))
-    return model, layers
+        layers = present_layers(files, model)
+    settings = CheckpointSettings(
+        path=directory, layers=spans(layers) or ALL, requantize=requantize, name="model"
+    )
+    sources = [each.source for each in models_of(settings)]
+    listed = [
+        ListedLayer(layer, " and ".join(source.formats), source.num_bytes)
+        for layer, source in zip(layers, sources, strict=True)
+    ]
+    return model, listed

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from expertd.activation import ExpertRule
+from expertd.service.checkpoints.quantization import Quantization
 
 PREFIXES = (
     "model.layers.",
@@ -54,7 +55,7 @@ class MoEModel:
     checkpoint stores them as one wide expert. next_token_layers are the ones in `layers` for multi-token
     prediction, which many checkpoints leave out. family is the model_type of config.json. rules has those of
     the layers whose experts do not follow the common one. refused says of layers that are MoE layers, but
-    not in `layers`, why they cannot be served.
+    not in `layers`, why they cannot be served. quantization is what is said of their weights.
     """
 
     layers: tuple[int, ...]
@@ -69,3 +70,4 @@ class MoEModel:
     family: str = ""
     rules: Mapping[int, ExpertRule] = field(default_factory=lambda: MappingProxyType({}))
     refused: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    quantization: Quantization = field(default_factory=Quantization, compare=False)

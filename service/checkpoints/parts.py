@@ -1,5 +1,7 @@
 """Reads tensors of a checkpoint's files, whole or in part."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -46,26 +48,31 @@ class PartReader:
             last = self._last[stored] = expert, out
         return last[1]
 
-    def part(self, stored: Stored, matrix: Matrix, unit: int = 1) -> Tensor:
+    def loader(self, matrix: Matrix) -> Callable[[Stored], Tensor]:
+        """What reads of a tensor of the matrix's weight, or of all experts', what its expert has."""
+        layout = matrix.encoded.layout
+        return lambda stored: self.of_expert(stored, matrix.expert if layout.is_of_all(stored) else None)
+
+    def part(self, matrix: Matrix) -> Tensor:
         """As `read_part`, to a new tensor."""
-        out = self._empty(stored, (len(matrix.rows) // unit, len(matrix.columns) // unit))
-        self.read_part(stored, matrix, out, unit)
+        out = self._empty(matrix.encoded.weight, (len(matrix.rows), len(matrix.columns)))
+        self.read_part(matrix, out)
         return out
 
-    def read_part(self, stored: Stored, matrix: Matrix, out: Tensor, unit: int = 1) -> None:
-        """Fill `out` with the matrix's part of a weight, or of scales for `unit` rows and columns."""
-        rows, columns = (_units(part, unit) for part in (matrix.rows, matrix.columns))
-        if matrix.transposed:
-            rows, columns = columns, rows
+    def read_part(self, matrix: Matrix, out: Tensor) -> None:
+        """Fill `out` with the matrix's values, as they are in the file."""
+        stored, transposed = matrix.encoded.weight, matrix.encoded.layout.transposed
+        rows, columns = (matrix.columns, matrix.rows) if transposed else (matrix.rows, matrix.columns)
         width = stored.shape[-1]
         if rows.step == 1 and len(columns) == width:
-            block = self._empty(stored, (len(rows), width)) if matrix.transposed else out
+            directly = out.is_contiguous() and not transposed
+            block = out if directly else self._empty(stored, (len(rows), width))
             row = (matrix.expert or 0) * stored.shape[-2] + rows.start
             self._read(stored, block, row * width * out.itemsize)
         else:
             block = self._around(stored, matrix.expert)[_slice(rows), _slice(columns)]
         if block is not out:
-            out.copy_(block.t() if matrix.transposed else block)
+            out.copy_(block.t() if transposed else block)
 
     def _around(self, stored: Stored, expert: int | None) -> Tensor:
         """A matrix of which others need the other columns or rows: it is read once for all of them."""
@@ -89,11 +96,6 @@ class PartReader:
 
     def _empty(self, stored: Stored, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=_DTYPES[stored.dtype], device=self.device)
-
-
-def _units(part: range, unit: int) -> range:
-    """The scales of a range that begins and ends with whole units; 1: the range itself."""
-    return part if unit == 1 else range(part.start // unit, part.stop // unit)
 
 
 def _slice(part: range) -> slice:

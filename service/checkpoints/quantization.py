@@ -1,55 +1,172 @@
-"""What config.json and hf_quant_config.json say of how a checkpoint's weights are quantized."""
+"""What config.json and hf_quant_config.json say of how the weights of modules are quantized.
 
-from collections.abc import Iterator, Mapping
+A weight is read as its tensors say. What is said of it explains why it cannot be read, and must not name
+other numbers than they have; what is said of other modules decides nothing. Sources: compressed-tensors 0.20,
+ModelOpt 0.47, transformers 5.23.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import translate
 from pathlib import Path
 from typing import Any
 
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError, Config, read_json_object
-from expertd.service.sentences import all_of, shown
+from expertd.service.checkpoints.encodings import Encoded, Encoding
+from expertd.service.sentences import all_of, any_of, shown
 
-_BLOCK = [SCALE_BLOCK, SCALE_BLOCK]
-_ALGORITHMS = {"FP8", "NVFP4", "W4A16_NVFP4", "MXFP8"}
-_MIXED = "MIXED_PRECISION"
 _FILE = "hf_quant_config.json"
-_HINT = "; with requantize: allow, weights are rounded to that FP8"
+_MIXED = "MIXED_PRECISION"
+_FP8 = frozenset({Encoding.BLOCKS, Encoding.ROWS, Encoding.TENSOR, Encoding.MXFP8})
+_NVFP4, _MXFP4, _INT4 = (frozenset({one}) for one in (Encoding.NVFP4, Encoding.MXFP4, Encoding.INT4))
+_NUMBERS = {(8, "float"): _FP8, (4, "float"): _NVFP4 | _MXFP4, (4, "int"): _INT4}
+_ALGORITHMS = {
+    **dict.fromkeys(
+        ("FP8", "FP8_PB_WO", "FP8_PB_REAL", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_BLOCK_SCALES"), _FP8
+    ),
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8"), _NVFP4),
+    **dict.fromkeys(("MXFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8"), _MXFP4),
+    "MXFP8": frozenset({Encoding.MXFP8}),
+}
+_METHODS = {"fp8": _FP8 | _MXFP4, "fbgemm_fp8": _FP8, "mxfp4": _MXFP4, "mxfp8": _FP8}
+_DTYPES = {"fp8_e4m3": _FP8, "fp4": _NVFP4 | _MXFP4}  # Quark's
+_EXPERTS = {"fp8": _FP8, "fp4": _MXFP4}
+_OTHERS = ("compressed-tensors", "modelopt", "quark")  # other keys say it
+_BLOCKS = ([SCALE_BLOCK, SCALE_BLOCK], f"{SCALE_BLOCK}x{SCALE_BLOCK}", [1, 32])
+_EXCLUDED = (
+    "ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude",
+    "llm_int8_skip_modules",
+)  # fmt: skip
+_IN_WEIGHTS = ("weight_input", "weight_output")  # the locations of transforms that are not made at run time
+_LAYER = re.compile(r"(?:^|\.)(layers\.\d+(?:\..*)?)$")
+_CLASS = re.compile(r"[A-Z]\w*")
+_PATTERN = re.compile(r"[\\^$+|]")  # transformers takes all names for patterns
 
 
-def check_quantization(configs: tuple[Config, ...], requantize: bool) -> None:
-    """Raise CheckpointError unless weights are FP8 with a scale per 128x128 block or per tensor, or floats.
+@dataclass(frozen=True)
+class Stated:
+    """What is said of a weight under a key; `allowed`: the encodings that it may mean."""
 
-    requantize: whether other encodings may be rounded to that FP8. Whether the tensors are as described
-    here is seen when they are found.
+    key: str
+    expected: str
+    got: str
+    allowed: frozenset[Encoding] = frozenset()
+
+
+class _Names:
+    """Modules by their names, parts of their names, patterns ("re:..." or with *), or classes.
+
+    Layers have other names in some descriptions than in the files: what is before their number is left out.
     """
-    for where, given in _described(configs):
-        if not isinstance(given, dict):
-            raise CheckpointError(f"{where}: expected an object, got {shown(given)}")
-        possible = _can_be_requantized(given)
-        if _is_native(given) or (requantize and possible):
-            continue
-        block, scheme = given.get("weight_block_size"), given.get("activation_scheme", "dynamic")
-        expected = f"{_in_words('fp8', _BLOCK, 'dynamic')}, or no such object"
-        hint = _HINT if possible else ""
-        raise CheckpointError(
-            f"{where}: expected {expected}, got {_in_words(_method(given), block, scheme)}{hint}"
+
+    def __init__(self, given: object) -> None:
+        given = [given] if isinstance(given, str) else given if isinstance(given, (list, dict)) else []
+        names = [name for name in given if isinstance(name, str)]
+        self._is_class = any(
+            _CLASS.fullmatch(name) and (name == "Linear" or "Expert" in name or "MoE" in name)
+            for name in names
         )
-    for config in configs:
-        if config.optional("expert_dtype") == "fp4" and not requantize:
-            raise config.error(f"expert_dtype: expected fp8, got fp4{_HINT}")
+        patterns = [name for name in names if name.startswith("re:") or _PATTERN.search(name)]
+        self._patterns = [re.compile(name.removeprefix("re:")) for name in patterns]
+        rest = [name for name in names if name not in patterns]
+        if globs := [translate(_shortened(name)) for name in rest if "*" in name]:
+            self._patterns.append(re.compile("|".join(globs)))
+        short = {_shortened(name) for name in rest if "*" not in name}
+        self._layers = {name for name in short if name.startswith("layers.")}
+        self._parts = [f".{name}." for name in short - self._layers]
+
+    def precision(self, module: str) -> int:
+        """How precisely they name a module: 3 by name, 2 by pattern, 1 by class; 0: not at all."""
+        short = _shortened(module)
+        if any(part in f".{short}." for part in self._parts) or not self._layers.isdisjoint(_parents(short)):
+            return 3
+        names = {module, short, f"model.{short}"} if self._patterns else ()
+        if any(pattern.match(name) for pattern in self._patterns for name in names):
+            return 2
+        return int(self._is_class)
 
 
-def _described(configs: tuple[Config, ...]) -> Iterator[tuple[str, Any]]:
-    """The descriptions, and where they are; a file of its own counts if config.json has none."""
-    found = False
-    for config in configs:
-        for name in ("quantization_config", "compression_config"):
-            given = config.optional(name)
-            if given is not None:
-                found = True
-                yield f"{config.path}: {name}", given
+@dataclass(frozen=True)
+class _Description:
+    """What is said of modules: by name, of the rest, and of those that are transformed but for others."""
+
+    excluded: _Names
+    named: tuple[tuple[_Names, Stated], ...]
+    rest: Stated | None
+    transforms: tuple[tuple[_Names, _Names, Stated], ...]
+
+    def of(self, module: str) -> Stated | None:
+        if self.excluded.precision(module):
+            return None
+        found = [(names.precision(module), stated) for names, stated in self.named]
+        most = max((precision for precision, _ in found), default=0)
+        if most == 0:
+            return self.rest
+        best = [stated for precision, stated in found if precision == most]  # each may be meant
+        return replace(best[0], allowed=best[0].allowed.union(*(one.allowed for one in best)))
+
+    def transform(self, module: str) -> Stated | None:
+        matches = (
+            stated
+            for names, others, stated in self.transforms
+            if names.precision(module) and not others.precision(module)
+        )
+        return next(matches, None)
+
+
+class Quantization:
+    """All that is said of a checkpoint."""
+
+    def __init__(self, descriptions: Collection[_Description] = ()) -> None:
+        self._descriptions = descriptions
+
+    def of(self, module: str) -> Stated | None:
+        """What is said of the weight of a module; None: nothing, or that it is not quantized."""
+        return next(filter(None, (one.of(module) for one in self._descriptions)), None)
+
+    def check(self, module: str, encoded: Encoded | None) -> None:
+        """Raise CheckpointError if what is said of a weight is why it cannot be served.
+
+        encoded  what its tensors say, which must not be anything else; None: nothing that is known
+        """
+        stated = next(filter(None, (one.transform(module) for one in self._descriptions)), None)
+        if stated is None and (encoded is None or encoded.encoding is not Encoding.FLOAT):
+            stated = self.of(module)
+        if stated is None or (stated.allowed if encoded is None else encoded.encoding in stated.allowed):
+            return
+        expected, got = stated.expected, f"{stated.got} for {module}"
+        if encoded is not None:
+            expected = encoded.format if stated.allowed else expected
+            got += f", whose tensors are {encoded.format}"
+        raise CheckpointError(f"{stated.key}: expected {expected}, got {got}")
+
+
+def read_quantization(configs: tuple[Config, ...]) -> Quantization:
+    """What is said of a checkpoint whose config.json has these objects. Raises CheckpointError."""
+    found = [
+        (f"{config.path}: {name}", config.optional(name))
+        for config in configs
+        for name in ("quantization_config", "compression_config")
+        if config.optional(name) is not None
+    ]
     path = configs[0].path.parent / _FILE
     if not found and _is_there(path):
-        yield f"{path}: quantization", read_json_object(path).get("quantization")
+        found.append((f"{path}: quantization", read_json_object(path).get("quantization") or {}))
+    dtypes = [(f"{config.path}: expert_dtype", config.optional("expert_dtype")) for config in configs]
+    descriptions = []
+    for where, given in found:
+        if not isinstance(given, dict):
+            raise CheckpointError(f"{where}: expected an object, got {shown(given)}")
+        try:
+            values = {key: value for key, value in given.items() if value is not None}
+            descriptions.append(_described(where, values, dtypes))
+        except re.error as error:
+            raise CheckpointError(
+                f"{where}: expected patterns of names, got {shown(error.pattern)}"
+            ) from error
+    return Quantization(descriptions)
 
 
 def _is_there(path: Path) -> bool:
@@ -59,59 +176,115 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _method(given: Mapping[str, Any]) -> Any:
-    method = given.get("quant_method")
-    return given.get("quant_algo") if method in (None, "modelopt") else method
+def _described(where: str, given: Mapping[str, Any], dtypes: Sequence[tuple[str, Any]]) -> _Description:
+    excluded = [name for key in _EXCLUDED for name in _listed(given.get(key))]
+    # GPTQModel names them in another way.
+    excluded += [f"re:{name[2:]}" for name in _object(given.get("dynamic")) if name.startswith("-:")]
+    return _Description(
+        _Names(excluded),
+        tuple(_named(where, given, dtypes)),
+        _of_the_rest(where, given),
+        tuple(_transforms(f"{where}.transform_config", given.get("transform_config"))),
+    )
 
 
-def _in_words(method: Any, block: Any, scheme: Any) -> str:
-    values = {"quant_method": method, "weight_block_size": block, "activation_scheme": scheme}
-    return all_of([f"{name} {shown(value)}" for name, value in values.items()])
+def _named(
+    where: str, given: Mapping[str, Any], dtypes: Sequence[tuple[str, Any]]
+) -> Iterator[tuple[_Names, Stated]]:
+    """What is said of modules that are named, the most decisive first."""
+    by_algorithm: dict[str, list[str]] = {}
+    for name, layer in _object(given.get("quantized_layers")).items():
+        if (algorithm := _object(layer).get("quant_algo")) is not None:
+            by_algorithm.setdefault(str(algorithm), []).append(name)
+    for algorithm, names in by_algorithm.items():
+        yield _Names(names), _known(f"{where}.quantized_layers.quant_algo", algorithm, _ALGORITHMS)
+    for name, layer in _object(given.get("layer_quant_config")).items():
+        if stated := _of_quark(f"{where}.layer_quant_config", layer):
+            yield _Names(name), stated
+    if given.get("quant_algo") in (None, _MIXED):  # else the groups say the same with fewer words
+        for name, group in _object(given.get("config_groups")).items():
+            weights = _object(_object(group).get("weights"))
+            if weights:
+                stated = _of_numbers(f"{where}.config_groups.{name}.weights", weights)
+                yield _Names(_object(group).get("targets") or "*"), stated
+    if given.get("quant_method") == "fp8":
+        for key, dtype in ((f"{where}.expert_dtype", given.get("expert_dtype")), *dtypes):
+            if dtype is not None:
+                yield _Names("experts"), _known(key, dtype, _EXPERTS)
 
 
-def _is_native(given: Mapping[str, Any]) -> bool:
-    if given.get("quant_method") == "compressed-tensors":
-        weights = list(_groups(given))
-        return bool(weights) and all(
-            _bits(group) == (8, "float")
-            and (group.get("block_structure") == _BLOCK or group.get("strategy") == "tensor")
-            for group in weights
-        )
-    if given.get("quant_method") in (None, "modelopt") and given.get("quant_algo") == "FP8":
-        return True  # a scale per tensor
-    if given.get("quant_algo") is not None:
-        return False  # beside FP8, other encodings
-    scheme = given.get("activation_scheme", "dynamic")
-    return (given.get("quant_method"), given.get("weight_block_size"), scheme) == ("fp8", _BLOCK, "dynamic")
+def _of_the_rest(where: str, given: Mapping[str, Any]) -> Stated | None:
+    """What is said of modules that are not named."""
+    algorithm, method, block = (given.get(key) for key in ("quant_algo", "quant_method", "weight_block_size"))
+    if algorithm not in (None, _MIXED):
+        return _known(f"{where}.quant_algo", algorithm, _ALGORITHMS)
+    if method == "quark":
+        return _of_quark(f"{where}.global_quant_config", given.get("global_quant_config"))
+    if block not in (None, *_BLOCKS):
+        return Stated(f"{where}.weight_block_size", shown(_BLOCKS[0]), shown(block))
+    if method is None or str(method).startswith(_OTHERS):  # modelopt_fp4 and others
+        return None
+    return _known(f"{where}.quant_method", method, _METHODS, _OTHERS)
 
 
-def _can_be_requantized(given: Mapping[str, Any]) -> bool:
-    """Whether `encodings` knows the form; other tensors, such as zero points, are refused when found."""
-    method, algorithm = given.get("quant_method"), given.get("quant_algo")
-    if method == "compressed-tensors":
-        known = {(8, "float"), (4, "float"), (4, "int")}
-        weights = list(_groups(given))
-        plain = given.get("transform_config") in (None, {})
-        return (
-            plain
-            and bool(weights)
-            and all(_bits(group) in known and group.get("symmetric", True) is True for group in weights)
-        )
-    if method in (None, "modelopt") or algorithm is not None:
-        layers = given.get("quantized_layers")
-        layers = layers if isinstance(layers, dict) else {}
-        used = {layer.get("quant_algo") for layer in layers.values() if isinstance(layer, dict)}
-        return algorithm in _ALGORITHMS or (algorithm == _MIXED and used <= _ALGORITHMS)
-    return method == "mxfp4" or (method == "fp8" and given.get("weight_block_size") in (None, _BLOCK))
+def _of_numbers(key: str, weights: Mapping[str, Any]) -> Stated:
+    """What a group of compressed-tensors says of its weights; null is its default."""
+    given = {name: value for name, value in weights.items() if value is not None}
+    block = given.get("block_structure", _BLOCKS[0])
+    if given.get("symmetric") is False:
+        return Stated(f"{key}.symmetric", "true", "false")
+    if block not in _BLOCKS:
+        return Stated(f"{key}.block_structure", shown(_BLOCKS[0]), shown(block))
+    numbers = given.get("num_bits", 8), given.get("type", "int")
+    allowed = next((allowed for known, allowed in _NUMBERS.items() if known == numbers), frozenset())
+    got = all_of([f"{name} {shown(given[name])}" for name in ("num_bits", "type") if name in given])
+    return Stated(key, "num_bits 8 and type 'float', or num_bits 4", got or "neither", allowed)
 
 
-def _groups(given: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What compressed-tensors says of the weights of each group of modules."""
-    groups = given.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else ():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        yield weights if isinstance(weights, dict) else {}
+def _of_quark(key: str, given: object) -> Stated | None:
+    weight = _object(given).get("weight")
+    dtype = _object(weight[0] if isinstance(weight, list) and len(weight) == 1 else weight).get("dtype")
+    return None if dtype is None else _known(f"{key}.weight.dtype", dtype, _DTYPES)
 
 
-def _bits(weights: Mapping[str, Any]) -> tuple[Any, Any]:
-    return weights.get("num_bits"), weights.get("type")
+def _known(
+    key: str, name: object, known: Mapping[str, frozenset[Encoding]], others: Sequence[str] = ()
+) -> Stated:
+    """What the name of a method, an algorithm or a dtype means; `others` are known, too, and mean nothing."""
+    allowed = {one.upper(): allowed for one, allowed in known.items()}.get(str(name).upper(), frozenset())
+    return Stated(key, any_of([*known, *others]), shown(name), allowed)
+
+
+def _transforms(where: str, given: object) -> Iterator[tuple[_Names, _Names, Stated]]:
+    """Transforms of activations at run time, which are not made."""
+    groups = _object(given).get("config_groups")
+    if given and not isinstance(groups, dict):
+        yield _Names("*"), _Names(None), Stated(where, "config_groups", shown(given))
+    for name, group in _object(groups).items():
+        for apply in _listed(_object(group).get("apply")):
+            location = _object(apply).get("location")
+            if location not in _IN_WEIGHTS:
+                key = f"{where}.config_groups.{name}.apply.location"
+                stated = Stated(key, any_of(_IN_WEIGHTS), shown(location))
+                yield _Names(_object(apply).get("targets")), _Names(_object(apply).get("ignore")), stated
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _shortened(name: str) -> str:
+    """A module's name from `layers.` and its number on, if it has one."""
+    found = _LAYER.search(name)
+    return found[1] if found else name
+
+
+def _parents(module: str) -> Iterator[str]:
+    """A module, and the modules that it is in."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]

@@ -8,17 +8,14 @@ from expertd.service.checkpoints.families import FAMILIES, describe
 from expertd.service.checkpoints.families.refused import REFUSED
 from expertd.service.checkpoints.hints import hint_of
 from expertd.service.checkpoints.model import MoEModel
-from expertd.service.checkpoints.quantization import check_quantization
+from expertd.service.checkpoints.quantization import read_quantization
 from expertd.service.sentences import shown
 
 _TEXT = "_text"  # what follows a model_type if config.json is only that of the language model
 
 
-def read_model(directory: Path, *, requantize: bool = False) -> MoEModel:
-    """The model described by config.json in `directory`. Raises CheckpointError if it cannot be served.
-
-    requantize: whether weights may be rounded once more (`CheckpointSettings.requantize`).
-    """
+def read_model(directory: Path) -> MoEModel:
+    """The model described by config.json in `directory`. Raises CheckpointError if it cannot be served."""
     if hint := hint_of(directory):
         raise CheckpointError(f"{directory}: {hint}")
     config = Config.read(directory / "config.json")
@@ -28,8 +25,8 @@ def read_model(directory: Path, *, requantize: bool = False) -> MoEModel:
     family = FAMILIES[name.removesuffix(_TEXT)]
     nested = family.inside and not name.endswith(_TEXT) and config.optional(family.inside[0]) is not None
     text = config.inside(*family.inside) if nested else config
-    check_quantization((config, text) if nested else (config,), requantize)
-    return replace(describe(text, family), family=name)
+    quantization = read_quantization((config, text) if nested else (config,))
+    return replace(describe(text, family), family=name, quantization=quantization)
 
 
 def _not_served(model_type: object) -> str:

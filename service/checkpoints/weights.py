@@ -1,7 +1,7 @@
 """Reads the weights of one MoE layer from a checkpoint's files."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -11,8 +11,7 @@ from torch import Tensor
 from expertd.kernels import ExpertBiases, Quantized, quantize_blocks
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints import CheckpointError, LayerSource, Matrix
-from expertd.service.checkpoints.decode import decode, quantize_by_powers
-from expertd.service.checkpoints.encodings import Encoding
+from expertd.service.checkpoints.decode import decode, quantize_by_powers, scales_at
 from expertd.service.checkpoints.files import OpenFiles, Stored
 from expertd.service.checkpoints.layer import Biases
 from expertd.service.checkpoints.parts import PartReader
@@ -74,16 +73,17 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
 def _read(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threading.Lock) -> None:
     encoded = matrix.encoded
     source = encoded.weight  # of the scales
-    if encoded.scales is None or not encoded.encoding.is_native:
+    if encoded.scales is None or not matrix.is_native:
         data, scales = _quantized(reader, matrix, out.data.shape, decoding)
         out.data.view(torch.uint8).copy_(data.view(torch.uint8))
     else:
-        source = encoded.scales
-        reader.read_part(encoded.weight, matrix, out.data)
-        if encoded.encoding is Encoding.TENSOR:
-            scales = reader.whole(encoded.scales).reshape(1, 1)
-        else:
-            scales = reader.part(encoded.scales, matrix, SCALE_BLOCK)
+        source = encoded.scales.stored
+        part = out.data[: len(matrix.rows), : len(matrix.columns)]
+        if part.shape != out.data.shape:
+            out.data.view(torch.uint8).zero_()
+        reader.read_part(matrix, part)
+        blocks = matrix.rows[::SCALE_BLOCK], matrix.columns[::SCALE_BLOCK]
+        scales = scales_at(matrix, reader.loader(matrix), *blocks)
     bits = out.data.view(torch.uint8)
     out.scales.copy_(scales.to(torch.float32))  # exact: fp32 can represent bf16 and e8m0 scales
     # e4m3 has no infinity, and two NaNs: the largest byte and the largest signed one. Reductions are fast.
@@ -102,28 +102,17 @@ def _read(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threadin
 def _quantized(
     reader: PartReader, matrix: Matrix, size: torch.Size, decoding: threading.Lock
 ) -> tuple[Tensor, Tensor]:
-    """Data, with zeros up to `size`, and scales of a matrix that is not FP8 by blocks in the file."""
-    encoded = matrix.encoded
-    is_native = encoded.encoding.is_native
-    found = () if is_native else (encoded.weight, encoded.scales, encoded.whole)
-    tensors = {stored: reader.of_expert(stored, matrix.expert) for stored in found if stored is not None}
-    values = reader.part(encoded.weight, matrix) if is_native else None
+    """Data, with zeros up to `size`, and scales of a matrix whose bits do not stay."""
+    encoded, load = matrix.encoded, reader.loader(matrix)
+    is_float = encoded.scales is None
+    found = encoded.weight, *(scales.stored for scales in (encoded.scales, encoded.whole) if scales)
+    tensors = {} if is_float else {stored: load(stored) for stored in found}
+    values = reader.part(matrix) if is_float else None
     with decoding:  # one at a time, for it needs several times the memory
-        values = _decoded(tensors, matrix, reader.device) if values is None else values
+        values = decode(matrix, tensors.__getitem__) if values is None else values
         n, k = values.shape
         padded = torch.nn.functional.pad(values, (0, size[1] - k, 0, size[0] - n))
         return quantize_by_powers(padded) if encoded.encoding.has_powers else quantize_blocks(padded)
-
-
-def _decoded(tensors: Mapping[Stored, Tensor], matrix: Matrix, device: torch.device) -> Tensor:
-    rows, columns = (slice(part.start, part.stop, part.step) for part in (matrix.rows, matrix.columns))
-    is_sparse = matrix.rows.step > 1  # then only those rows are decoded
-
-    def load(stored: Stored) -> Tensor:
-        return tensors[stored][rows] if is_sparse else tensors[stored]
-
-    values = decode(matrix.encoded, load, device)
-    return (values if is_sparse else values[rows])[:, columns].contiguous()
 
 
 def _biases(reader: PartReader, biases: Biases, intermediate: int) -> ExpertBiases:

@@ -28,8 +28,9 @@ def _powers(scales: Tensor) -> Tensor:
 
 def fp8_by_block(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     n, k = weight.shape
-    scales = weight.abs().view(n // 128, 128, k // 128, 128).amax((1, 3)) / 448
-    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    padded = torch.nn.functional.pad(weight.abs(), (0, -k % 128, 0, -n % 128))
+    scales = padded.view(-(-n // 128), 128, -(-k // 128), 128).amax((1, 3)) / 448
+    spread = scales.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     data = (weight / spread).to(torch.float8_e4m3fn)
     return {".weight": data, ".weight_scale": scales}, data.float() * spread
 

@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from expertd.service.checkpoints import CheckpointError, MoEModel, read_model
+from expertd.service.checkpoints.encodings import Encoding
 from expertd.service.settings.spans import spans
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
 BEGIN, END = "<!-- published -->", "<!-- /published -->"
 
 
-def understood(name: str, *, requantize: bool) -> MoEModel:
+def understood(name: str) -> MoEModel:
     """The layers of a published model. Raises CheckpointError."""
     with tempfile.TemporaryDirectory() as temporary:
         for file, values in PUBLISHED[name].items():
             (Path(temporary) / file).write_text(json.dumps(values))
         try:
-            return read_model(Path(temporary), requantize=requantize)
+            return read_model(Path(temporary))
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(f"{temporary}/", "")) from error
 
@@ -34,22 +35,25 @@ def report() -> str:
     rows, served = [], 0
     for name in sorted(PUBLISHED, key=str.lower):
         try:
-            model = understood(name, requantize=True)
+            model = understood(name)
         except CheckpointError as error:
             rows.append(f"| {name} | refused | {_shortened(str(error))} |\n")
             continue
         served += 1
-        rows.append(f"| {name} | {_how(name)} | {_what(model)} |\n")
+        rows.append(f"| {name} | {_how(model)} | {_what(model)} |\n")
     head = f"{served} of {len(PUBLISHED)} are understood.\n\n"
     return head + "| model | | layers, or the reason |\n|---|---|---|\n" + "".join(rows)
 
 
-def _how(name: str) -> str:
-    try:
-        understood(name, requantize=False)
-    except CheckpointError:
-        return "with `requantize: allow`"
-    return "understood"
+def _how(model: MoEModel) -> str:
+    return "with `requantize: allow`" if is_rounded(model) else "understood"
+
+
+def is_rounded(model: MoEModel) -> bool:
+    """Whether the experts have, by what is said of them, an encoding that has to be rounded."""
+    names = model.names
+    stated = model.quantization.of(f"layers.{model.layers[0]}.{names.experts}.0.{names.projections[0]}")
+    return stated is not None and stated.allowed.isdisjoint((Encoding.BLOCKS, Encoding.TENSOR))
 
 
 def _what(model: MoEModel) -> str:

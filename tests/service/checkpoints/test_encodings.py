@@ -104,21 +104,20 @@ def test_the_documented_losses_are_measured() -> None:
 @pytest.mark.parametrize("encoding", LOSSY)
 def test_rounding_has_to_be_allowed(encoding: str, tmp_path: Path) -> None:
     write(tmp_path / "model", encoding)
-    with pytest.raises(CheckpointError, match=r"expected .*; with requantize: allow,? .* FP8$") as refused:
-        load(tmp_path / "model", "refuse")
-    assert str(tmp_path) in str(refused.value)
-    edit_json(tmp_path / "model" / "config.json", quantization_config=...)
-    form = ENCODERS[encoding][1]
-    with pytest.raises(
-        CheckpointError, match=rf"experts\.0\.gate_proj\.\w+: expected floats, .*, got {form};"
-    ):
-        load(tmp_path / "model", "refuse")
+    expected = (
+        rf"experts\.0\.gate_proj\.\w+: expected floats, .*, got {ENCODERS[encoding][1]}; with requantize: "
+    )
+    for said in (ENCODERS[encoding][2], ...):
+        edit_json(tmp_path / "model" / "config.json", quantization_config=said)
+        with pytest.raises(CheckpointError, match=rf"{expected}allow, it is rounded to that FP8$") as refused:
+            load(tmp_path / "model", "refuse")
+        assert str(tmp_path) in str(refused.value)
 
 
 @pytest.mark.parametrize("encoding", ENCODERS)
 def test_encodings_are_listed(encoding: str, tmp_path: Path) -> None:
     write(tmp_path / "model", encoding)
-    _, (listed,) = list_layers(tmp_path / "model")
+    _, (listed,) = list_layers(tmp_path / "model", "allow")
     assert listed.format == ENCODERS[encoding][1]
     values = 3 * HIDDEN * INTERMEDIATE * (EXPERTS + 2)
     assert listed.num_bytes == values // (2 if "4" in listed.format else 1)
@@ -136,12 +135,12 @@ def test_parts_are_found(encoding: str, tmp_path: Path) -> None:
     [
         ("int4", "weight_zero_point", torch.zeros(1), "got .*weight_zero_point$"),
         ("int4", "weight_packed", torch.zeros(128, 8, dtype=torch.int32), r"shape: expected \(128, 32\)"),
-        ("int4", "weight_scale", torch.ones(128, 3), r"expected \(128, a divisor of 256\), got \(128, 3\)"),
+        ("int4", "weight_scale", torch.ones(128, 3), r"128 rows and a divisor of 256 columns, got "),
         ("nvfp4", "weight_scale_2", None, r"expected tensor .*weight_scale_2, got none"),
         ("nvfp4", "weight_scale", torch.ones(128, 8).to(torch.float8_e4m3fn), r"expected \(128, 16\)"),
         ("nvfp4", "pre_quant_scale", torch.ones(256), r"got .*pre_quant_scale$"),
-        ("mxfp4", "scale", torch.ones(128, 8), r"dtype: expected F8_E8M0 or U8, got F32"),
-        ("fp8 by row", "weight_scale", torch.ones(64, 1), r"shape: expected \(1, 2\), got \(64, 1\)"),
+        ("mxfp4", "scale", torch.ones(128, 8), r"dtype: expected F8_E4M3 or F8_E8M0 or U8, got F32"),
+        ("fp8 by row", "weight_scale", torch.ones(64, 1), r"shape: expected \(1, 2\) or .*, got \(64, 1\)"),
         ("fp8 by row", "weight", torch.ones(128, 256).to(torch.float8_e5m2), r"got F8_E5M2"),
         ("fp8 by tensor", "weight_scale", torch.ones((), dtype=torch.int32), r"dtype: expected BF16 or"),
     ],
@@ -164,45 +163,4 @@ def test_scales_that_are_not_finite_are_refused(bad: float, tmp_path: Path) -> N
     values[0] = bad
     edit_tensors(file, **{name: values})
     with pytest.raises(CheckpointError, match=r"experts\.1\.up_proj\.weight: expected (finite|scales up to)"):
-        load(tmp_path / "model")
-
-
-@pytest.mark.parametrize(
-    ("quantization", "possible"),
-    [
-        ({"quant_method": "awq", "bits": 4}, False),
-        ({"quant_method": "gptq"}, False),
-        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, False),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, False),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, False),
-        (ENCODERS["int4"][2] | {"transform_config": {"R1": {}}}, False),
-        ({"quant_method": "fp8"}, True),
-        ({"quant_method": "mxfp4"}, True),
-        ({"quant_algo": "NVFP4"}, True),
-        (ENCODERS["int4"][2], True),
-    ],
-)
-def test_what_config_json_says(quantization: dict[str, object], possible: bool, tmp_path: Path) -> None:
-    write(tmp_path / "model", "nvfp4")
-    edit_json(tmp_path / "model" / "config.json", quantization_config=quantization)
-    with pytest.raises(CheckpointError, match=r"quantization_config: expected") as refused:
-        load(tmp_path / "model", "refuse")
-    assert ("requantize: allow" in str(refused.value)) == possible
-    if possible:
-        load(tmp_path / "model")
-    else:
-        with pytest.raises(CheckpointError, match=r"quantization_config: expected"):
-            load(tmp_path / "model")
-
-
-def test_a_file_of_its_own_may_say_it(tmp_path: Path) -> None:
-    write(tmp_path / "model", "nvfp4")
-    edit_json(tmp_path / "model" / "config.json", quantization_config=...)
-    file = tmp_path / "model" / "hf_quant_config.json"
-    file.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
-    with pytest.raises(CheckpointError, match=rf"{file}: quantization: .*, got .*'NVFP4'.*requantize: allow"):
-        load(tmp_path / "model", "refuse")
-    load(tmp_path / "model")
-    file.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: quantization: .*'W4A8_AWQ'"):
         load(tmp_path / "model")

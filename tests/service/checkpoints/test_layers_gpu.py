@@ -10,10 +10,12 @@ from torch import Tensor
 
 from expertd.kernels import quantize_blocks, resolve_backend
 from expertd.service.checkpoints import models_of
+from expertd.service.checkpoints.weights import read_layer
 from expertd.service.engine.layers import layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.settings.served import CheckpointSettings
 from tests.kernels.helpers import fresh_generator
+from tests.service.checkpoints import layouts
 from tests.service.moe.reference_layer import assert_close, reference_layer
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +68,25 @@ def test_a_checkpoint_is_the_same_on_a_gpu(fp8: bool, tmp_path: Path) -> None:
         assert torch.equal(ours.scales, theirs.scales.cpu())
     hidden_states = torch.randn(40, HIDDEN, generator=fresh_generator()).to("cuda", torch.bfloat16)
     assert_close(there(hidden_states), reference_layer(hidden_states, there.weights, TOP_K))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "layout"),
+    [
+        ("nvfp4", "transposed"),
+        ("int4", "a tensor each"),
+        ("mxfp8", "three stacks"),
+        ("fp8 by row", "two stacks"),
+        ("fp8 by tensor", "in turns"),
+    ],
+)
+def test_other_encodings_are_the_same_on_a_gpu(encoding: str, layout: str, tmp_path: Path) -> None:
+    layouts.write(tmp_path, encoding, layout)
+    (model,) = models_of(CheckpointSettings(path=tmp_path, layers="0", requantize="allow"))
+    here, there = (read_layer(model.source, device, lambda _: None) for device in ("cpu", "cuda"))
+    for ours, theirs in ((here.gate_up, there.gate_up), (here.down, there.down)):
+        assert torch.equal(ours.data.view(torch.uint8), theirs.data.view(torch.uint8).cpu())
+        assert torch.equal(ours.scales, theirs.scales.cpu())
 
 
 def test_parts_of_a_layer_add_up_to_it(tmp_path: Path) -> None:

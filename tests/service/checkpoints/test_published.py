@@ -7,7 +7,7 @@ import pytest
 from expertd.service.checkpoints import CheckpointError
 from expertd.service.checkpoints.families.refused import REFUSED
 from tests.paths import ROOT
-from tests.service.checkpoints.published import PUBLISHED, replaced, report, understood
+from tests.service.checkpoints.published import PUBLISHED, is_rounded, replaced, report, understood
 
 
 def test_most_are_understood() -> None:
@@ -28,10 +28,10 @@ def test_the_others_are_refused_for_a_known_reason() -> None:
     for name, files in PUBLISHED.items():
         why = REFUSED.get(files["config.json"]["model_type"])
         if why is None:
-            understood(name, requantize=True)
+            understood(name)
             continue
         with pytest.raises(CheckpointError, match=f"{why}$"):
-            understood(name, requantize=True)
+            understood(name)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_others_are_refused_for_a_known_reason() -> None:
 def test_facts_of_published_models(
     name: str, layers: tuple[int, int], sizes: tuple[int, ...], routing: tuple[object, ...]
 ) -> None:
-    model = understood(name, requantize=True)
+    model = understood(name)
     assert (model.layers[0], model.layers[-1]) == layers
     got = model.hidden_size, model.intermediate_size, model.num_experts, model.top_k, model.num_shared_experts
     assert got == sizes
@@ -62,5 +62,4 @@ def test_facts_of_published_models(
 
 @pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V4-Flash", "nvidia/DeepSeek-V4-Pro-NVFP4"])
 def test_four_bits_in_some_tensors_have_to_be_allowed(name: str) -> None:
-    with pytest.raises(CheckpointError, match=r"with requantize: allow"):
-        understood(name, requantize=False)
+    assert is_rounded(understood(name))

@@ -49,7 +49,7 @@ def in_index(directory: Path, name: str, file: str) -> None:
         "experts.8.up_proj.weight",
         "experts.08.up_proj.weight",
         "experts.3.up_proj.bias",
-        "experts.3.up_proj.input_scale",
+        "experts.3.up_proj.pre_quant_scale",
         "gate.bias",
         "shared_expert_gate.weight",
         "shared_experts.up_proj.bias",
