@@ -27,6 +27,9 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         description="List the MoE layers of a checkpoint directory. Reads only headers.",
     )
     parser.add_argument("path", type=Path, help="the directory, as for serve --model")
+    parser.add_argument(
+        "--requantize", choices=("allow", "refuse"), default="refuse", help="as for serve (default: refuse)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)
 
@@ -38,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     path = arguments.path.expanduser()
     try:
-        model, layers = list_layers(path)
+        model, layers = list_layers(path, arguments.requantize)
     except CheckpointError as error:
         print(f"expertd layers: {error}", file=sys.stderr)
         return 2
