@@ -7,7 +7,6 @@ gives the sizes; without it, the model is a small DeepSeek-V3. Each layer is one
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -58,7 +57,11 @@ def _configure(made: Path, like: Path | None) -> MoEModel:
         (made / "config.json").write_text(json.dumps(SMALL, indent=1) + "\n")
         return read_model(made)
     model = read_model(like)
-    shutil.copy(like / "config.json", made)
+    config = json.loads((like / "config.json").read_text())
+    said = ("compression_config", "expert_dtype")  # of other tensors than those that are made
+    config = {key: value for key, value in config.items() if key not in said}
+    config["quantization_config"] = SMALL["quantization_config"]
+    (made / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return model
 
 

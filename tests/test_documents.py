@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from deploy import diagrams
 from deploy.documentation import pages
+from expertd.service.checkpoints import table as encodings
 from expertd.service.checkpoints.families import FAMILIES
 from expertd.service.checkpoints.families import table as families
 from expertd.service.http.app import ExpertApp
@@ -142,9 +143,13 @@ def test_the_api_table_matches_the_app() -> None:
 
 def test_the_table_of_families_matches_the_code() -> None:
     text = text_of("docs/checkpoints.md")
-    named = re.findall(r"^\|.*?\| `(\w+)` \|", families.replaced(text), re.M)
+    named = re.findall(r"^\|.*?\| `(\w+)` \|", families.families_table(), re.M)
     assert sorted(name for name in named if name != "model_type") == sorted(FAMILIES)
     assert families.replaced(text) == text, f"python -m {families.__name__} docs/checkpoints.md"
+
+
+def test_the_table_of_encodings_matches_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert encodings.main([str(ROOT / "docs" / "checkpoints.md"), "--check"]) == 0, capsys.readouterr().err
 
 
 def test_an_outdated_table_of_families_is_reported(
