@@ -3,11 +3,14 @@
 A server with one layer and random weights answers, through channels, a caller of decode steps (64 tokens, or
 1), which pauses for 0.5 ms after each, beside a caller that always has three requests of 4,096 tokens in
 flight. The ways to serve both: all in turns; prefill in chunks, in turns with decode or joined with it; two
-lanes on all SMs; two lanes that split the SMs, by a fixed split or by the server's choice (--targets). The
-columns: the median and the 99th percentile of a decode step as its caller sees it, and the prefill's rate as
-a share of its rate alone. Tensors are in the GPU's memory. With --http, both callers send theirs over HTTP,
-the second one on two connections. Without a GPU, the layer is a tiny one on the CPU. Rows that are not
-measured stay in the file.
+lanes on all SMs; two lanes that split the SMs. The columns: the median and the 99th percentile of a decode
+step as its caller sees it, and the prefill's rate as a share of its rate alone. Tensors are in the GPU's
+memory. With --http, both callers send theirs over HTTP, the second one on two connections. Without a GPU, the
+layer is a tiny one on the CPU. Rows that are not measured stay in the file.
+
+Then it prints the split that suits, as a line of a server's settings: of those with which at most 1% of
+decode steps take longer than --target, that with most prefill. Where decode steps have several numbers of
+tokens, the split's worst row counts.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 
 from benchmarks.callers import POWER_SECONDS, CallerProcess
 from benchmarks.lanes_server import Server
@@ -37,7 +41,6 @@ SLOTS = 3  # requests of prefill in flight
 CONNECTIONS = 2  # the same, over HTTP
 PAUSE_SECONDS = 0.5e-3
 LEAD_SECONDS = 0.3  # that both callers have been busy before what is measured
-CHOOSING_SECONDS = 8.0  # the same, for a server that chooses the split, and may try others first
 
 
 class Caller(CallerProcess):
@@ -78,10 +81,8 @@ class Callers(NamedTuple):
     slots: int = SLOTS  # of prefill
     lead: float | None = None
 
-    def lead_of(self, way: Way, beside: bool) -> float:
+    def lead_of(self, beside: bool) -> float:
         """Seconds for which the callers have been busy before what is measured."""
-        if way.target_ms is not None:
-            return CHOOSING_SECONDS
         return steady_after(self.device is not None, self.lead) if beside else LEAD_SECONDS
 
     def measure(
@@ -106,8 +107,7 @@ class Callers(NamedTuple):
             caller.read()
         now = time.perf_counter()
         for caller in reversed(busy):
-            caller.write({"begin": now, "start": now + lead, "seconds": self.seconds})
-            caller.write({})
+            caller.write({"start": now + lead, "seconds": self.seconds})
         return [caller.read() for caller in busy]
 
 
@@ -145,7 +145,7 @@ def measured(
             if way.split is not None:
                 split_sms(url, way.split)
             beside = way is not ALONE or not tokens
-            steps, rate = callers.measure(url, layer, tokens, beside, callers.lead_of(way, beside))
+            steps, rate = callers.measure(url, layer, tokens, beside, callers.lead_of(beside))
             alone = alone or rate
             yield row_of(name, way, tokens, steps, rate, alone)
 
@@ -193,6 +193,28 @@ def shown(rows: Sequence[Row], name: str) -> str:
     return table((name, "decode tokens", "steps", "p50, µs", "p99, µs", "prefill's share"), cells)
 
 
+def suiting(
+    rows: Sequence[Row], layer: Layer, splits: Sequence[Way], target_ms: float, total_sms: int
+) -> str:
+    """The settings of the split that suits, by the rows of one layer: a line of YAML."""
+    shares: dict[Way, float] = {}
+    for way in splits:
+        of = [row for row in rows if row["way"] == way.name]
+        if of and all(row["steps"] and row["p99_us"] <= 1e3 * target_ms for row in of):
+            shares[way] = min(row["prefill_share"] or 0.0 for row in of)
+    if not shares:
+        return f"# no split with which at most 1% of decode steps take longer than {target_ms:g} ms"
+    way = max(shares, key=shares.__getitem__)
+    assert way.split is not None
+    settings = {
+        "partitions": {"decode": way.split, "prefill": total_sms - way.split},
+        "lanes": settings_of(layer, way, Path())["lanes"],
+    }
+    line = yaml.safe_dump(settings, default_flow_style=True, sort_keys=False, width=sys.maxsize).strip()
+    # By a merge, two keys fit in one line of a file that has others.
+    return f"<<: {line}  # at most 1% of decode over {target_ms:g} ms, prefill at {shares[way]:.2f}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table for each layer, and write all rows to a file if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -202,13 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ways", nargs="+", default=[""], help="only ways that begin with one of these")
     parser.add_argument("--tokens", type=int, nargs="+", help="only decode steps of these")
     parser.add_argument("--splits", type=int, nargs="+", default=SPLITS, help="SMs of the decode lane")
-    parser.add_argument(
-        "--targets",
-        type=float,
-        nargs="+",
-        default=(),
-        help="ms for decode, for rows of a server that chooses the split",
-    )
+    parser.add_argument("--target", type=float, default=1.0, help="ms of a decode step, for the split")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each row")
     parser.add_argument("--lead", type=float, help="seconds of prefill before them; 0.3, on a GPU 2")
     parser.add_argument("--spin", type=int, help="the server's channels.spin_microseconds")
@@ -229,17 +245,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             layer = LAYERS[name]
             wanted = [
                 way
-                for way in ways(layer, given.splits if on_gpu else (), given.targets if on_gpu else ())
+                for way in ways(layer, given.splits if on_gpu else ())
                 if way.name.startswith(tuple(given.ways))
             ]
             decode = [tokens for tokens in layer.decode if not given.tokens or tokens in given.tokens]
             title = f"{name} over HTTP" if given.http else name
+            found: list[Row] = []
             for row in measured(title, layer, wanted, decode, callers, given.spin):
+                found.append(row)
                 put(rows, row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 if given.json:  # after each row, so that an interrupted run leaves some
                     given.json.write_text(json.dumps(result, indent=1) + "\n")
             print(shown(rows, title), flush=True)
+            if splits := [way for way in wanted if way.split is not None]:
+                sms = torch.cuda.get_device_properties(0).multi_processor_count
+                print(suiting(found, layer, splits, given.target, sms), flush=True)
     return 0
 
 

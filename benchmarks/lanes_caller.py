@@ -1,18 +1,17 @@
 """A caller through a channel, in a process of its own: decode steps with pauses, or prefill without end.
 
 It reads a line of JSON from stdin {url, model, tokens, slots, device, pause, spin}, opens a channel, and
-answers with a line once it has had some results. Then it reads windows {begin, start, seconds}. In each, it
-sends requests from `begin` until `seconds` after `start`, each as soon as its slot is free, and prints the
-stamps [sent, answered] of each request that was sent and answered from `start` on, in nanoseconds, those of
-what was sent in that time and answered after it, and the number of those answered in it. After an empty
-window, it reads the next line. Times are those of the machine's monotonic clock, which all processes share.
+answers with a line once it has had some results. Then it reads {start, seconds} and sends requests until
+`seconds` after `start`, each as soon as its slot is free. It prints the stamps [sent, answered] of each
+request that was sent and answered from `start` on, in nanoseconds, and the number of those answered in that
+time. Then it reads the next line. Times are those of the machine's monotonic clock, which all processes
+share.
 """
 
 import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.channel_caller import fill
@@ -26,7 +25,6 @@ def results(channel: Any, given: dict[str, Any], start: float, end: float) -> di
     answered, now_ns = 0, time.perf_counter_ns
     waiting: deque[tuple[int, Any, Any]] = deque()
     stamps: list[tuple[int, int]] = []
-    late: list[tuple[int, int]] = []
     for slot in channel.slots:
         waiting.append((now_ns(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
     while waiting:
@@ -34,19 +32,18 @@ def results(channel: Any, given: dict[str, Any], start: float, end: float) -> di
         channel.wait(ticket)
         now = now_ns()
         answered += start <= now / 1e9 <= end
-        if start <= sent / 1e9:
-            (stamps if now / 1e9 <= end else late).append((sent, now))
+        if start <= sent / 1e9 and now / 1e9 <= end:
+            stamps.append((sent, now))
         if now / 1e9 < end:
             pause(given["pause"])
             waiting.append((now_ns(), slot, channel.submit(slot, given["tokens"], synchronize=False)))
-    return {"stamps": stamps, "late": late, "answered": answered}
+    return {"stamps": stamps, "answered": answered}
 
 
-def windows() -> Iterator[tuple[float, float]]:
-    """Of stdin, up to an empty one: when each is counted from and until, once it has begun."""
-    while window := json.loads(sys.stdin.readline()):
-        time.sleep(max(0.0, window["begin"] - time.perf_counter()))
-        yield window["start"], window["start"] + window["seconds"]
+def window() -> tuple[float, float]:
+    """Of stdin: from and until when requests are counted."""
+    given = json.loads(sys.stdin.readline())
+    return given["start"], given["start"] + given["seconds"]
 
 
 def pause(seconds: float) -> None:
@@ -77,8 +74,7 @@ def main() -> None:
                 for slot in channel.slots:
                     channel.wait(channel.submit(slot, given["tokens"]))
             print(json.dumps("ready"), flush=True)
-            for start, end in windows():
-                print(json.dumps(results(channel, given, start, end)), flush=True)
+            print(json.dumps(results(channel, given, *window())), flush=True)
 
 
 if __name__ == "__main__":

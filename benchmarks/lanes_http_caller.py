@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.http_caller import Connection, infer_request
-from benchmarks.lanes_caller import WARM_REQUESTS, pause, windows
+from benchmarks.lanes_caller import WARM_REQUESTS, pause, window
 
 
 def repeat(connection: Connection, request: bytes, end: float, between: float) -> list[tuple[int, int]]:
@@ -54,8 +54,7 @@ def main() -> None:
             for connection in connections:
                 connection.call(request)
         print(json.dumps("ready"), flush=True)
-        for start, end in windows():
-            print(json.dumps(results(connections, request, given, start, end)), flush=True)
+        print(json.dumps(results(connections, request, given, *window())), flush=True)
         for connection in connections:
             connection.close()
 

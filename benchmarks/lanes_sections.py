@@ -6,7 +6,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks.lanes_loads_table import loads_table
 from benchmarks.markdown import paragraph, table
 
 Row = dict[str, Any]
@@ -30,12 +29,6 @@ def lanes(results: Path) -> str:
         return NOT_MEASURED
     rows: list[Row] = content["rows"]
     return "\n\n".join(layer_table(rows, name) for name in dict.fromkeys(row["layer"] for row in rows))
-
-
-def lanes_loads(results: Path) -> str:
-    """The server's choices on loads that change, beside fixed ones."""
-    file = results / "lanes_loads-h200.json"
-    return loads_table(json.loads(file.read_text())["rows"]) if file.exists() else NOT_MEASURED
 
 
 def layer_table(rows: list[Row], layer: str) -> str:

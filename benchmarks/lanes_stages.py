@@ -140,7 +140,7 @@ class Stages(NamedTuple):
             if way.split is not None and self.callers.device:
                 split_sms(url, way.split)
             beside = way.name.endswith(BESIDE)
-            lead = self.callers.lead_of(way, beside)
+            lead = self.callers.lead_of(beside)
             found = self.callers.results(url, LAYERS[name], tokens, beside, lead)[0]
         stamps = read_stamps(self.stamps)
         sent = [(begin, end) for begin, end in found["stamps"]]

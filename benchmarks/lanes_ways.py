@@ -38,8 +38,7 @@ SPLITS = (16, 32, 48, 64, 80)
 class Way(NamedTuple):
     """How decode and prefill are served.
 
-    split      the SMs of the decode lane; None: the lanes share all
-    target_ms  of decode, by which the server chooses the split; None: it does not
+    split  the SMs of the decode lane; None: the lanes share all
     """
 
     name: str
@@ -47,13 +46,12 @@ class Way(NamedTuple):
     joins: bool = False
     lanes: bool = False
     split: int | None = None
-    target_ms: float | None = None
 
 
 ALONE = Way("alone")
 
 
-def ways(layer: Layer, splits: Sequence[int], targets: Sequence[float] = ()) -> list[Way]:
+def ways(layer: Layer, splits: Sequence[int]) -> list[Way]:
     """All ways; those with the same settings follow each other. In turns without chunks comes first."""
     return [
         Way("turns"),
@@ -62,7 +60,6 @@ def ways(layer: Layer, splits: Sequence[int], targets: Sequence[float] = ()) -> 
         *(Way(f"joined, chunks of {chunk}", chunk, joins=True) for chunk in layer.chunks),
         Way("lanes on all SMs", lanes=True),
         *(Way(f"lanes, {split} SMs for decode", lanes=True, split=split) for split in splits),
-        *(Way(f"lanes, chosen for {target:g} ms", lanes=True, target_ms=target) for target in targets),
     ]
 
 
@@ -91,10 +88,8 @@ def settings_of(layer: Layer, way: Way, folder: Path, spin: int | None = None) -
     settings = {"models": [model], "limits": limits, "channels": channels}
     if way.lanes:
         lanes: dict[str, Any] = {"decode_max_tokens": max(layer.decode)}
-        if way.split is not None or way.target_ms is not None:
+        if way.split is not None:
             lanes |= {"decode_partition": "decode", "prefill_partition": "prefill"}
             settings["partitions"] = {"decode": 48, "prefill": 64}
-        if way.target_ms is not None:
-            lanes["decode_p99_ms"] = way.target_ms
         settings["lanes"] = lanes
     return settings

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grouped_gemm import PEAK_TFLOPS
-from benchmarks.lanes_sections import lanes, lanes_loads, lanes_machine
+from benchmarks.lanes_sections import lanes, lanes_machine
 from benchmarks.layer_problem import LAYERS, Layer
 from benchmarks.markdown import paragraph, percent, span, table
 from benchmarks.moe_layer import BANDS, means
@@ -257,7 +257,7 @@ SECTIONS: dict[str, Section] = {
         serving_headline, serving_machine, serving, serving_callers, serving_workers, steps, ping_pong,
         serving_cpu, serving_cpu_machine, serving_ranks, serving_ranks_callers, parallel_machine, parallel,
         parallel_headline, parallel_skewed, parallel_uneven, parallel_growth, parallel_expected,
-        parallel_overlap, lanes_machine, lanes, lanes_loads, open_loop, open_loop_machine, soak, soak_machine,
+        parallel_overlap, lanes_machine, lanes, open_loop, open_loop_machine, soak, soak_machine,
         soak_gpu, soak_gpu_machine, timeouts, timeouts_machine, beside, beside_machine, fuzz, weights,
         weights_machine,
     )

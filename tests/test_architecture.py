@@ -205,10 +205,9 @@ def test_only_the_loader_the_cache_and_the_heap_read_the_environment() -> None:
 
 def test_tests_and_benchmarks_do_not_import_each_other() -> None:
     names = (
-        "benchmarks", "callers_benchmark", "compare_benchmark", "lanes_benchmark", "lanes_loads_benchmark",
-        "layer_peers_benchmark", "make_checkpoint", "metrics_cost_benchmark", "overlap_benchmark",
-        "parallel_benchmark", "peers_benchmark", "power_benchmark", "report", "sweep_benchmark",
-        "weights_benchmark",
+        "benchmarks", "callers_benchmark", "compare_benchmark", "lanes_benchmark", "layer_peers_benchmark",
+        "make_checkpoint", "metrics_cost_benchmark", "overlap_benchmark", "parallel_benchmark",
+        "peers_benchmark", "power_benchmark", "report", "sweep_benchmark", "weights_benchmark",
     )  # fmt: skip
     of_benchmarks = {f"tests/test_{name}.py" for name in names}
     for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):

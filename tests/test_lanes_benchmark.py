@@ -1,6 +1,7 @@
 """`benchmarks.lanes`: its ways are settings of a server, it keeps rows by what they measure, and it runs."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,21 +11,22 @@ import pytest
 from benchmarks import lanes, lanes_sections, lanes_stages, pictures
 from benchmarks.lanes_ways import ALONE, LAYERS, SPLITS, Way, settings_of, ways
 from expertd.service.settings.lanes import lanes_of
+from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
 from tests.paths import ROOT
 from tests.service.processes import clean_environment
+from tests.service.settings.refusals import MODEL
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_way_is_a_servers_settings(tmp_path: Path, name: str) -> None:
     layer = LAYERS[name]
-    for way in ways(layer, SPLITS, [1.5]):
+    for way in ways(layer, SPLITS):
         settings = Settings.model_validate(settings_of(layer, way, tmp_path))
         assert settings.limits.join_chunks == way.joins
         assert settings.limits.prefill_chunk_tokens == way.chunk
         assert len(lanes_of(settings)) == (2 if way.lanes else 1)
-        assert bool(settings.partitions) == (way.split is not None or way.target_ms is not None)
-        assert settings.lanes.decode_p99_ms == way.target_ms
+        assert bool(settings.partitions) == (way.split is not None)
 
 
 def test_ways_of_one_server_follow_each_other(tmp_path: Path) -> None:
@@ -45,6 +47,47 @@ def test_rows_are_replaced_and_shown() -> None:
         "| turns | 8 | 3 | 2000 | 2000 | 0.50 |",
         "| alone | none | 0 |  |  | 1.00 |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("target_ms", "split"),
+    [
+        (0.3, None),  # 64 SMs would do but for a step without an answer, 48 but for those of 64 tokens
+        (0.5, 48),
+        (0.9, 48),  # 32 but for those of 64 tokens
+        (1.0, 32),  # exactly
+        (9.0, 16),
+    ],
+)
+def test_the_split_that_suits_can_be_pasted(tmp_path: Path, target_ms: float, split: int | None) -> None:
+    """Decode late in at most 1% of its steps, then most prefill; other ways do not count."""
+    layer = LAYERS["deepseek-v3"]
+    wanted = ways(layer, SPLITS)
+    p99_ms = {16: (5.0, 0.2), 32: (1.0, 0.2), 48: (0.4, 0.1), 64: (0.3, None), 80: (0.4, 0.1)}
+    rows = []
+    for way in wanted:
+        for tokens, late in zip(layer.decode, p99_ms.get(way.split or 0, (0.01, 0.01)), strict=True):
+            steps = [] if late is None else [0.01e-3] * 198 + [late * 1e-3] * 2
+            rate = 99.0 if way.split is None or tokens == 1 else 90.0 - way.split
+            rows.append(lanes.row_of("deepseek-v3", way, tokens, steps, rate, 100.0))
+    random.shuffle(rows)
+    splits = [way for way in wanted if way.split]
+    line = lanes.suiting(rows, layer, splits, target_ms, 132)
+    assert "\n" not in line
+    config = tmp_path / "expertd.yaml"
+    config.write_text(f"models: [{MODEL}]\n{line}\n")
+    settings = load_settings(config)
+    if split is None:
+        assert line == "# no split with which at most 1% of decode steps take longer than 0.3 ms"
+        assert not settings.partitions
+        return
+    assert line.endswith(
+        f"  # at most 1% of decode over {target_ms:g} ms, prefill at {0.9 - split / 100:.2f}"
+    )
+    assert settings.partitions == {"decode": split, "prefill": 132 - split}
+    decode, prefill = lanes_of(settings)
+    assert (decode.partition, prefill.partition) == ("decode", "prefill")
+    assert settings.lanes.decode_max_tokens == 64
 
 
 def test_the_stages_of_requests_are_those_of_the_stamps() -> None:
