@@ -44,14 +44,10 @@ GPU_SECONDS = 1.5  # as long as its callers keep it busy: its clock depends on t
 class Steps:
     """Observes the scheduler's steps."""
 
-    counts_tokens = False
-
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def step_done(
-        self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
-    ) -> None:
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         self.seconds.append(result.compute_seconds)
 
     def step_failed(self, model: str, num_requests: int) -> None:

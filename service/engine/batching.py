@@ -112,20 +112,10 @@ class Scheduler:
         other._delivery.leaves_reports = self._delivery.leaves_reports
         self.worker.take(other._work)
 
-    def set_limits(self, limits: Limits) -> None:
-        """Set the limits of further requests and steps."""
-        with self._lock:
-            self._queues.limits = limits
-
     def tell_changes(self, on_change: Callable[[str, int, Backlog], None]) -> None:
         """Call `on_change`, on any thread, with a model, the lane, and what waits, whenever that changes."""
         with self._lock:
             self._queues.on_change = lambda model, backlog: on_change(model, self.lane, backlog)
-
-    def tell_all(self) -> None:
-        """Call the `on_change` of `tell_changes` for each model."""
-        with self._lock:
-            self._queues.tell_all()
 
     def add_runner(self, model: str, runner: Runner, weight: float = 1.0) -> None:
         """Serve one more model."""

@@ -30,7 +30,6 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.gpu_sensors import GpuSensors
 from expertd.service.engine.idle_memory import give_back_idle
-from expertd.service.engine.lane_control import LaneControl, lane_control
 from expertd.service.engine.lanes import scheduler_of, spin_seconds_of
 from expertd.service.engine.layers import LoadCancelledError
 from expertd.service.engine.loading import Loaded, Loader, Partitions
@@ -88,7 +87,6 @@ class Engine:
         self._retries: dict[str, asyncio.Task[None]] = {}
         self._watchdog: Watchdog | None = None
         self._failure: str | None = None  # of the device, for good
-        self.lane_control: LaneControl | None = None
         about = self._num_steps, self._about, self._streams
         self._profiling = Profiling(
             self.scheduler, *about, lambda: self.loaded.recordings if self.loaded else None
@@ -250,8 +248,6 @@ class Engine:
     async def stop(self) -> None:
         """Stop the worker thread, waiting a few seconds at most for a step or compilation in progress."""
         self.begin_drain()
-        if self.lane_control is not None:
-            await self.lane_control.stop()
         self.repository.close()
         stopped = await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS)
         if self._watchdog is not None:
@@ -276,9 +272,6 @@ class Engine:
         sizes do not fit it, and NotReadyError during loading.
         """
         partitions = self.partitions()
-        if (target := self.settings.lanes.decode_p99_ms) is not None:
-            expected = "lanes.decode_p99_ms null, without which the server does not choose them itself"
-            raise PartitionsRefusedError(f"partitions: expected {expected}, got {target:g}")
         users = [(model.partition, f"model {model.name} runs") for model in self.settings.models]
         users += [(name, "a lane runs") for name in self.settings.lanes.partitions.values()]
         for name, who in users:
@@ -345,9 +338,6 @@ class Engine:
             partitions.apply(sizes)
         except ValueError as error:
             raise PartitionsRefusedError(str(error)) from error
-        self._prepare_steps()
-
-    def _prepare_steps(self, at_once: bool = True) -> None:
         assert self.loaded is not None
 
         def cancelled() -> bool:
@@ -355,10 +345,7 @@ class Engine:
             return self.phase is not Phase.READY
 
         try:
-            if at_once:
-                self.loaded.prepare_steps(cancelled)
-            else:
-                self.loaded.prepare_later()
+            self.loaded.prepare_steps(cancelled)
         except LoadCancelledError:
             return
         except Exception:  # the new partitions are in place, and steps still run
@@ -396,8 +383,6 @@ class Engine:
         self.repository.start(loaded)
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
-        prepare_later = partial(self._prepare_steps, at_once=False)
-        self.lane_control = lane_control(self.settings, self.scheduler, loaded, prepare_later)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
             logger.info(

@@ -41,8 +41,6 @@ def _ready_models(engine: "Engine") -> dict[str, bool]:
 def _lane_metrics(engine: "Engine") -> Iterator[Metric]:
     if isinstance(engine.scheduler, Lanes):
         yield from lane_queue_metrics(engine.scheduler.queue_states(engine.models))
-    if engine.lane_control is not None:
-        yield from engine.lane_control.metrics()
 
 
 def _use_metrics(engine: "Engine") -> Iterator[Metric]:

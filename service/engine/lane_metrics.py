@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -64,26 +64,13 @@ class _Series:
 
 
 class LaneMetrics:
-    """Counts the steps of lanes beside those of all steps; every series exists from the start, at 0.
-
-    on_step  is called with each step: its lane, its tokens, its seconds, those of its requests in the queue,
-             and the tokens of these requests
-    """
+    """Counts the steps of lanes beside those of all steps; every series exists from the start, at 0."""
 
     def __init__(self, models: Sequence[str], lanes: Sequence[str]) -> None:
-        self.on_step: Callable[[str, int, float, Sequence[float], Sequence[int]], None] = lambda *step: None
         self._series = {(model, lane): _Series() for model in models for lane in lanes}
 
-    def step_done(
-        self,
-        lane: str,
-        model: str,
-        result: StepResult,
-        queue_seconds: Sequence[float],
-        request_tokens: Sequence[int],
-    ) -> None:
+    def step_done(self, lane: str, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step of `lane`."""
-        self.on_step(lane, result.num_tokens, result.compute_seconds, queue_seconds, request_tokens)
         series = self._series[model, lane]
         series.kept.append((queue_seconds, result.compute_seconds, result.num_tokens))
         if len(series.kept) >= _MOST_KEPT:
@@ -104,16 +91,12 @@ class LaneMetrics:
 class LaneObserver:
     """Reports the steps of one lane to `every` and to `lanes`. Implements `StepObserver`."""
 
-    counts_tokens = True
-
     def __init__(self, lane: str, every: StepObserver, lanes: LaneMetrics) -> None:
         self._lane, self._every, self._lanes = lane, every, lanes
 
-    def step_done(
-        self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
-    ) -> None:
-        self._every.step_done(model, result, queue_seconds, request_tokens)
-        self._lanes.step_done(self._lane, model, result, queue_seconds, request_tokens)
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+        self._every.step_done(model, result, queue_seconds)
+        self._lanes.step_done(self._lane, model, result, queue_seconds)
 
     def step_failed(self, model: str, num_requests: int) -> None:
         self._every.step_failed(model, num_requests)

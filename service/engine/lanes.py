@@ -13,13 +13,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from expertd.service.engine.batching import Scheduler
-from expertd.service.engine.busy_time import BusyTime
 from expertd.service.engine.errors import QueueFullError
 from expertd.service.engine.jobs import JOB_SECONDS
-from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.queue_counts import Backlog
@@ -38,31 +36,17 @@ T = TypeVar("T")
 _GPU_SPIN, _CPU_SPIN = 1000, 50
 
 
-class Arrived(NamedTuple):
-    """The numbers of short and of long requests, and of their tokens."""
-
-    requests: list[int]
-    tokens: list[int]
-
-
 class Lanes:
     """Two lanes, with the methods of one `Scheduler`; a request is on the one that its tokens fit.
 
-    decode_max_tokens  of a request on the first lane; 0: all are on the second one
-    short_tokens       of a short request, which does not change
-    counts             of their steps
-    arrived            the numbers of short and long requests, and of their tokens; roughly
-    long               how long there were long requests, and how many of their tokens were computed
+    decode_max_tokens  of a request on the first lane
     """
 
     switch_seconds = 0.2e-3  # the threads of both lanes wait for each other, too
 
-    def __init__(self, decode: Scheduler, prefill: Scheduler, short_tokens: int, counts: LaneMetrics) -> None:
+    def __init__(self, decode: Scheduler, prefill: Scheduler, decode_max_tokens: int) -> None:
         self.lanes = (decode, prefill)
-        self.decode_max_tokens = self.short_tokens = short_tokens
-        self.counts = counts
-        self.arrived = Arrived([0, 0], [0, 0])
-        self.long = BusyTime()
+        self.decode_max_tokens = decode_max_tokens
         self._threads = [decode, prefill]  # lanes with a worker thread of their own
         decode.worker.leaves = lambda source: source.lane > 0 and not prefill.is_asleep
         prefill.worker.leaves = lambda source: source.lane == 0
@@ -123,20 +107,9 @@ class Lanes:
         return self.lanes[0].do_between_steps(between, may_take)
 
     def tell_changes(self, on_change: Callable[[str, int, Backlog], None]) -> None:
-        """See `Scheduler.tell_changes`. While both lanes are joined, that of short requests is the second."""
-        decode, prefill = self.lanes
-
-        def on_decode(model: str, lane: int, backlog: Backlog) -> None:
-            if self.decode_max_tokens:
-                on_change(model, lane, backlog)
-
-        def on_prefill(model: str, lane: int, backlog: Backlog) -> None:
-            on_change(model, lane, backlog)
-            if not self.decode_max_tokens:
-                on_change(model, decode.lane, backlog)
-
-        decode.tell_changes(on_decode)
-        prefill.tell_changes(on_prefill)
+        """See `Scheduler.tell_changes`."""
+        for lane in self.lanes:
+            lane.tell_changes(on_change)
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
         """Raise as `Scheduler.check_capacity` if every request of at least `num_tokens` would be refused."""
@@ -162,19 +135,9 @@ class Lanes:
 
         The event loop runs steps of the first lane only: the others' would delay its requests.
         """
-        is_long = request.num_tokens > self.short_tokens
-        self.arrived.requests[is_long] += 1
-        self.arrived.tokens[is_long] += request.num_tokens
-        lane = self._lane_of(request.num_tokens)
+        lane = self.lanes[request.num_tokens > self.decode_max_tokens]
         alone = alone and lane is self.lanes[0]
-        if not is_long:
-            return lane.submit(model, request, done, on_worker, alone, priority, caller, timeout)
-        done = self.long.begun(request.num_tokens, done)
-        try:
-            return lane.submit(model, request, done, on_worker, alone, priority, caller, timeout)
-        except Exception:
-            self.long.end()
-            raise
+        return lane.submit(model, request, done, on_worker, alone, priority, caller, timeout)
 
     def cancel(self, pending: Pending, error: Exception) -> bool:
         """Answer a queued request with `error`; see `Scheduler.cancel`."""
@@ -258,24 +221,6 @@ class Lanes:
         ended = [lane.stop(max(0.0, end - time.monotonic())) for lane in self.lanes]
         return all(ended)
 
-    def share(self, choice: Choice, settings: Settings) -> None:
-        """Have further requests on both lanes, or joined on the second one; see `lane_choice`."""
-        limits = settings.limits
-        self.decode_max_tokens = self.short_tokens if choice.decode_sms else 0
-        if not choice.decode_sms:
-            room = settings.lanes.decode_batch_tokens  # beside a whole long request
-            changes = {
-                "max_batch_tokens": limits.max_batch_tokens + room,
-                "prefill_chunk_tokens": choice.chunk_tokens,
-                "join_chunks": True,
-            }
-            limits = limits.model_copy(update=changes)
-        self.lanes[1].set_limits(limits)
-        self.lanes[0 if choice.decode_sms else 1].tell_all()
-
-    def _lane_of(self, num_tokens: int) -> Scheduler:
-        return self.lanes[num_tokens > self.decode_max_tokens]
-
 
 AnyScheduler = Scheduler | Lanes
 
@@ -299,7 +244,7 @@ def scheduler_of(settings: Settings, metrics: Metrics) -> AnyScheduler:
         Scheduler(lane.limits, LaneObserver(lane.name, metrics, counts), spin_seconds, number)
         for number, lane in enumerate(lanes)
     )
-    return Lanes(decode, prefill, settings.lanes.decode_max_tokens, counts)
+    return Lanes(decode, prefill, settings.lanes.decode_max_tokens)
 
 
 def _park(lane: Scheduler, resume: threading.Event) -> "Future[None]":

@@ -19,7 +19,6 @@ from expertd.service.engine.local_models import Held, LocalModels
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.profiling import RankRecordings
 from expertd.service.engine.rank_metrics import RankState
-from expertd.service.engine.runner_sets import first_sizes, set_split
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.device import (
@@ -86,20 +85,18 @@ class Loaded:
 
     memory returns (used, total) bytes of the device, None without a GPU. Call prepare_steps on the worker
     thread after partitions are replaced: it captures CUDA graphs again. It may raise LoadCancelledError or
-    fail; steps run in either case. prepare_later is much shorter: each graph is captured by the first step
-    that needs it. register makes host memory accessible to the device. register_files does so for files of
-    callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
+    fail; steps run in either case. register makes host memory accessible to the device. register_files does
+    so for files of callers, who may shrink them; None: the CPU copies. open_cuda opens GPU memory of other
     processes; None without a GPU. why_not says why no step can run at present, and they raise
     DeviceLostError. failure says after a step that failed why the device computes nothing any more: then the
     process has to end. ranks are those that share the layers. placements say which rank holds which experts;
     None: that never changes. models loads further ones, and unloads those; None: it is not supported. close
     ends what loading has started, after all steps. prefill_runners are those of the prefill lane; None: both
-    lanes have the same. Call prepare_thread on every thread that begins steps. set_split gives the decode
-    lane that number of SMs and the prefill lane the rest (0: all of them); call it as `Partitions.apply`.
-    None: no such lanes. use returns what steps have used, on any thread; gpus the UUIDs of the GPUs. route
-    says what a model's router chooses for a request, on the worker thread; None: the routers are elsewhere.
-    streams, on the worker thread, are those of steps and their copies, with names. recordings are of the
-    ranks, if steps run there. most_running steps may have begun at a time.
+    lanes have the same. Call prepare_thread on every thread that begins steps. use returns what steps have
+    used, on any thread; gpus the UUIDs of the GPUs. route says what a model's router chooses for a request,
+    on the worker thread; None: the routers are elsewhere. streams, on the worker thread, are those of steps
+    and their copies, with names. recordings are of the ranks, if steps run there. most_running steps may have
+    begun at a time.
     """
 
     backend: str
@@ -119,13 +116,11 @@ class Loaded:
     close: Callable[[], None] = lambda: None
     prefill_runners: Mapping[str, Runner] | None = None
     prepare_thread: Callable[[], None] = lambda: None
-    set_split: Callable[[int], None] | None = None
     use: Callable[[], StepUse] = lambda: NOTHING
     gpus: Callable[[], Sequence[str]] = tuple
     route: Route | None = None
     streams: Callable[[], Sequence[tuple[str, torch.cuda.Stream]]] = tuple
     recordings: RankRecordings | None = None
-    prepare_later: Callable[[], None] = lambda: None
     most_running: int = 2
 
     @property
@@ -163,7 +158,7 @@ def load(
     _warm_up(backend, cancelled)
     partitions = backend.partitions()
     if partitions is not None:
-        partitions.apply(first_sizes(settings, partitions))
+        partitions.apply(settings.partitions)
     elif settings.partitions:
         raise ValueError(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
@@ -172,9 +167,6 @@ def load(
     models = LocalModels(settings, backend, partitions, make_layer or packed_layer_of, meet, held)
     models.load_all([model for model in settings.models if model.load], cancelled)
     decode, prefill = models.sets[0], models.sets[-1]
-    split = None
-    if partitions is not None and settings.lanes.decode_p99_ms is not None:
-        split = partial(set_split, settings.lanes, prefill, partitions)
     return Loaded(
         backend.name,
         device_name(device),
@@ -189,12 +181,10 @@ def load(
         models=models if decode is prefill else None,
         prefill_runners=prefill.runners,
         prepare_thread=partial(prepare_thread, device),
-        set_split=split,
         use=models.use,
         gpus=lambda: gpu_uuids(device),
         route=models.route,
         streams=models.streams,
-        prepare_later=models.capture_later,
     )
 
 

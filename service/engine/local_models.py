@@ -154,19 +154,10 @@ class LocalModels:
 
     def capture(self, cancelled: Cancelled) -> None:
         """Capture the CUDA graphs of all models, again after partitions were replaced."""
+        runners = [runner for each in self.sets for runner in each.runners.values()]
+        captured = [runner for runner in runners if self._is_captured(runner)]
         self._pools = {}
-        self._pools = capture_graphs(self._captured(), self._device, cancelled, self._meet)
-
-    def capture_later(self) -> None:
-        """As `capture`, but each graph is captured by the first step that needs it: requests do not wait."""
-        captured = self._captured()
-        self._pools = {}
-        for runner in captured:
-            runner.release_graphs()
-        if captured:
-            _free_graphs()
-        for runner in captured:
-            _capture(runner, self._pools, self._device, at_once=False)
+        self._pools = capture_graphs(captured, self._device, cancelled, self._meet)
 
     def route(self, name: str, request: LayerRequest) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """What the router of a model chooses; see `LayerRunner.route`. Raises ModelUnloadedError."""
@@ -204,10 +195,6 @@ class LocalModels:
         outside = max(0, in_all[0] - torchs)
         return {"weights": weights, "staging": staging, "workspace": workspace, "outside": outside}
 
-    def _captured(self) -> list[LayerRunner]:
-        runners = [runner for each in self.sets for runner in each.runners.values()]
-        return [runner for runner in runners if self._is_captured(runner)]
-
     def _is_captured(self, runner: LayerRunner) -> bool:
         return self._device.type == "cuda" and runner.layer.is_capturable
 
@@ -241,7 +228,8 @@ def capture_graphs(
     for runner in runners:
         runner.release_graphs()
     gc.collect()  # graphs and streams that are unreachable
-    _free_graphs()
+    torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream that cuBLAS ran on
+    free_unused_memory()
     with progress_bar("graphs", len(runners), "layer") as advance:
         for runner in runners:
             stop_if(cancelled)
@@ -251,19 +239,11 @@ def capture_graphs(
     return pools
 
 
-def _free_graphs() -> None:
-    """Free the memory of those that were released."""
-    torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream that cuBLAS ran on
-    free_unused_memory()
-
-
-def _capture(
-    runner: LayerRunner, pools: dict[Staging, GraphPool], device: torch.device, at_once: bool = True
-) -> None:
+def _capture(runner: LayerRunner, pools: dict[Staging, GraphPool], device: torch.device) -> None:
     """Steps that use the same memory take turns, and so do their graphs, which share a pool."""
     if runner.staging not in pools:
         pools[runner.staging] = GraphPool(device)
-    runner.capture(pools[runner.staging], at_once)
+    runner.capture(pools[runner.staging])
 
 
 def _first_steps(runner: LayerRunner, model: ModelSettings, max_request_tokens: int) -> None:

@@ -49,7 +49,7 @@ def needs_of_models(settings: Settings, held: Sequence[tuple[ModelSettings, int]
         )
         weights = needs.weights
         steps += needs.steps
-        graphs += needs.graphs if lane.with_graphs else 0
+        graphs += 0 if lane.is_prefill else needs.graphs
         if on_gpu:
             steps += max((staging_of_model(lane.limits, model) for model, _ in held), default=0)
     return Needs(weights, steps, graphs)

@@ -10,7 +10,6 @@ from expertd.service import tables
 from expertd.service.engine import (
     gpu_sensors,
     key_counts,
-    lane_control_metrics,
     lane_metrics,
     metrics,
     placement_metrics,
@@ -30,7 +29,6 @@ FAMILIES: tuple[Family, ...] = (
     *use_metrics.FAMILIES,
     *gpu_sensors.FAMILIES,
     *lane_metrics.FAMILIES,
-    *lane_control_metrics.FAMILIES,
     *rank_metrics.FAMILIES,
     *placement_metrics.FAMILIES,
     *metrics.FAMILIES,

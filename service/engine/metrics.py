@@ -76,8 +76,6 @@ class JitStats(Protocol):
 class Metrics:
     """Records requests and steps; the other metrics are read when Prometheus scrapes."""
 
-    counts_tokens = False
-
     def __init__(self, version: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` series for each counter
         self.registry = CollectorRegistry()
@@ -124,13 +122,7 @@ class Metrics:
         """Count input that a connection refused with `status`, before the application received a request."""
         self.requests.connection_refused(status)
 
-    def step_done(
-        self,
-        model: str,
-        result: StepResult,
-        queue_seconds: Sequence[float],
-        request_tokens: Sequence[int] = (),
-    ) -> None:
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step whose requests had waited `queue_seconds`."""
         self._steps.add(model, result, queue_seconds)
 

@@ -218,11 +218,6 @@ class Queues:
         self._changed(model)
         return step
 
-    def tell_all(self) -> None:
-        """Call `on_change` for each model."""
-        for model in self._of:
-            self._changed(model)
-
     def _changed(self, model: str) -> None:
         if self.on_change is not None:
             self.on_change(model, self._of[model].backlog(self.limits.max_batch_tokens))

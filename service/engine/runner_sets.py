@@ -1,6 +1,6 @@
 """The runners of the layers whose steps take turns: all of a server's, or those of one lane."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +11,7 @@ from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.stages import StageTimer
 from expertd.service.moe.staging import Staging
 from expertd.service.moe.step_counts import HostCopies, Launches
-from expertd.service.settings.lanes import Lane, LaneSettings
-from expertd.service.settings.model import Settings
+from expertd.service.settings.lanes import Lane
 from expertd.service.settings.served import ModelSettings
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class RunnerSet:
         if device.type == "cuda":
             self.staging = Staging(device)
             self.host_copies = self.staging.host_copies
-            if lane.name:  # else the lanes' steps would be in one stream, without partitions
+            if lane.name and lane.partition is None:  # else the lanes' steps would be in one stream
                 self._stream = torch.cuda.Stream(device, priority=0 if lane.is_prefill else _FIRST)  # type: ignore[no-untyped-call]
 
     def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
@@ -60,7 +59,7 @@ class RunnerSet:
             self._lane.partition or model.partition,
             self.staging,
             self._stream,
-            with_graphs=self._lane.with_graphs,
+            with_graphs=not self._lane.is_prefill,
             timer=self._timer,
             launches=self.launches.setdefault(model.name, Launches()),
             copies=self.host_copies,
@@ -83,44 +82,3 @@ class RunnerSet:
             yield f"{lane}{where}", stream
         yield f"{lane}copies in", self.staging.copy_in
         yield f"{lane}copies out", self.staging.copy_out
-
-    def move(self, partition: str | None) -> None:
-        """Run further steps in this partition; None: on the whole device. Capture graphs again then."""
-        for runner in self.runners.values():
-            runner.partition = partition
-
-
-def first_sizes(settings: Settings, partitions: "SMPartitions") -> Mapping[str, int]:
-    """SMs of each partition at first: as in the settings, but for prefill where the server chooses the split.
-
-    It has all SMs that decode does not have, as later. Raises ValueError if the settings do not fit.
-    """
-    lanes = settings.lanes
-    if lanes.decode_p99_ms is None:
-        return settings.partitions
-    from expertd.kernels.partitions import plan  # which a server without partitions does not need
-
-    shares = plan(settings.partitions, partitions.supply)
-    decode = next(share.partition for share in shares if share.partition.name == lanes.decode_partition)
-    return split_sizes(lanes, partitions, decode.num_sms)
-
-
-def split_sizes(lanes: LaneSettings, partitions: "SMPartitions", decode_sms: int) -> dict[str, int]:
-    """SMs of the lanes' partitions: `decode_sms` for decode, the rest for prefill, which is alone if 0."""
-    decode_name, prefill_name = lanes.decode_partition, lanes.prefill_partition
-    assert decode_name is not None
-    assert prefill_name is not None
-    if not decode_sms:
-        return {decode_name: partitions.granularity}  # for what the decode lane has left
-    supply = partitions.supply
-    whole = supply.units * supply.unit_sms + supply.spare_sms  # not all SMs may fit partitions
-    return {decode_name: decode_sms, prefill_name: whole - decode_sms}
-
-
-def set_split(lanes: LaneSettings, prefill: RunnerSet, partitions: "SMPartitions", decode_sms: int) -> None:
-    """Give the decode lane `decode_sms` SMs and the prefill lane the rest; 0: all to the prefill lane.
-
-    Raises ValueError, and changes nothing, if the device cannot be split so. For a time when no step runs.
-    """
-    partitions.apply(split_sizes(lanes, partitions, decode_sms))
-    prefill.move(lanes.prefill_partition if decode_sms else None)

@@ -310,12 +310,8 @@ class Stepping:
         model = running.chunks[0].pending.model
         running.queue.note(running.num_tokens, result.compute_seconds)
         # A request in chunks counts in its first step.
-        firsts = [chunk.pending for chunk in running.chunks if not chunk.start]
-        waited = [running.began - pending.arrived for pending in firsts]
-        tokens: Sequence[int] = ()
-        if self._observer.counts_tokens:  # else the collector of garbage would have more to look at
-            tokens = [pending.request.num_tokens for pending in firsts]
-        self._delivery.report_later(partial(self._observer.step_done, model, result, waited, tokens))
+        waited = [running.began - chunk.pending.arrived for chunk in running.chunks if not chunk.start]
+        self._delivery.report_later(partial(self._observer.step_done, model, result, waited))
 
     def _failed(self, chunks: list[Chunk], error: Exception) -> None:
         if (why := self.failure()) is not None:

@@ -43,17 +43,10 @@ class Runner(Protocol):
 
 
 class StepObserver(Protocol):
-    """Notified of every step after its answers, on the event loop; on a GPU, also on the worker thread.
+    """Notified of every step after its answers, on the event loop; on a GPU, also on the worker thread."""
 
-    counts_tokens  whether it wants the tokens of a step's requests; else there are none
-    """
-
-    counts_tokens: bool
-
-    def step_done(
-        self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
-    ) -> None:
-        """Of each request whose first step this was: its time in the queue, and its tokens."""
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+        """queue_seconds: of each request whose first step this was, its time in the queue."""
 
     def step_failed(self, model: str, num_requests: int) -> None: ...
 

@@ -4,7 +4,6 @@ A graph's first launch reads the requests' rows where they lie, in pinned memory
 writes the outputs where they are wanted: for the host, a step is one launch and no copies.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,8 +24,6 @@ from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
 from expertd.service.moe.step_counts import HostCopies
-
-logger = logging.getLogger(__name__)
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
@@ -71,9 +68,6 @@ class StepGraphs:
 
     A step is bfloat16 hidden states with routing for all tokens, or for none. Padding tokens have no routed
     experts, and shared experts compute them.
-
-    at_once  captures all graphs now; otherwise each when a step first needs it, which adds 2 to 4 ms to it,
-             or twice that to the first one
     """
 
     def __init__(
@@ -83,29 +77,23 @@ class StepGraphs:
         num_sms: int | None,
         pool: GraphPool,
         staging: Staging,
-        at_once: bool = True,
     ) -> None:
         self._layer = layer
         self._stream = stream
         self._num_sms = num_sms
-        self._pool: GraphPool | None = pool
         self._staging = staging
         sizes = layer.shape.hidden_size, layer.shape.top_k
         self._tensors = staging.shared(sizes, lambda: _Tensors(*sizes, stream.device, staging.host_copies))
         self._owner = object()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._missing = {
-            (count, routed)
-            for count in TOKEN_COUNTS
-            if layer.layout(count) is Layout.CONTIGUOUS
-            for routed in ((True, False) if layer.shape.top_k <= MAX_GIVEN_TOP_K else (True,))
-        }
-        if at_once:  # largest first, so that the others reuse its memory in the pool
-            for key in sorted(self._missing, reverse=True):
-                self._capture(key)
+        self._tensors.table.write([])  # no requests: it still names those of another layer's last step
+        for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
+            if layer.layout(count) is Layout.CONTIGUOUS:
+                for routed in (True, False) if layer.shape.top_k <= MAX_GIVEN_TOP_K else (True,):
+                    self._graphs[count, routed] = self._capture(count, routed, pool)
 
     def fits(self, batch: Batch) -> bool:
-        """Whether `begin` supports this step on the current stream. May capture its graph."""
+        """Whether `begin` supports this step on the current stream."""
         return (
             batch.num_tokens <= TOKEN_COUNTS[-1]
             and self._tensors.are_free
@@ -113,7 +101,7 @@ class StepGraphs:
             and all(map(_fits, batch.requests))
             and len(batch.with_routing) in (0, len(batch.requests))
             and is_current(self._stream)
-            and self._is_captured((padded_tokens(batch.num_tokens), not batch.with_routing))
+            and self.has(padded_tokens(batch.num_tokens), not batch.with_routing)
         )
 
     def has(self, padded: int, routed: bool) -> bool:
@@ -228,37 +216,14 @@ class StepGraphs:
         return output
 
     def release(self) -> None:
-        """Free the graphs, and leave their pool; `fits` then returns False."""
+        """Free the graphs and their memory in the pool; `fits` then returns False."""
         self._owner = object()
-        self._missing.clear()
         self._graphs.clear()
-        self._pool = None
 
-    def _is_captured(self, key: tuple[int, bool]) -> bool:
-        """Whether the step has a graph; captures it if it is missing and the stream is idle."""
-        if key in self._graphs:
-            return True
-        if key not in self._missing or not self._stream.query():
-            return False
-        try:
-            if not self._graphs and self._missing:
-                self._capture(max(self._missing))  # so that the others reuse its memory
-            if key not in self._graphs:
-                self._capture(key)
-        except Exception:  # above all a lack of memory: such steps run launch by launch
-            self._missing.discard(key)
-            logger.warning("capturing a step of %d tokens failed", key[0], exc_info=True)
-            return False
-        return True
-
-    def _capture(self, key: tuple[int, bool]) -> None:
-        assert self._pool is not None
-        self._tensors.table.write([])  # no requests: it still names those of another layer's last step
-        with torch.inference_mode():
-            self._step(*key)  # creates what is created on first use, which a capture does not allow
-            self._stream.synchronize()
-            self._graphs[key] = self._pool.capture(lambda: self._step(*key), self._stream)
-        self._missing.discard(key)
+    def _capture(self, count: int, routed: bool, pool: GraphPool) -> torch.cuda.CUDAGraph:
+        self._step(count, routed)  # creates what is created on first use, which a capture does not allow
+        self._stream.synchronize()
+        return pool.capture(lambda: self._step(count, routed), self._stream)
 
     def _step(self, count: int, routed: bool) -> None:
         step, backend = self._tensors, self._layer.backend

@@ -33,7 +33,7 @@ class LayerRunner:
 
     staging      memory for steps on a GPU, shared by all layers whose steps take turns; None: made here
     stream       of the steps of a layer without a partition; None: the current one
-    partition    where steps run; may be set while none does, and graphs are captured again then
+    partition    where steps run; None: on the whole device
     with_graphs  whether small steps are graphs, once `capture` is called
     timer        of the steps whose requests want their stages timed; then layer is a MoELayer. None: of none
     launches     counts those of its steps; None: made here
@@ -151,18 +151,15 @@ class LayerRunner:
         """Run all requests as one step, and wait for the result."""
         return self.begin(requests).finish()
 
-    def capture(self, pool: GraphPool, at_once: bool = True) -> None:
+    def capture(self, pool: GraphPool) -> None:
         """Capture CUDA graphs of small steps, which `begin` replays until the partition changes.
 
         From now on, large steps that recur are captured, too.
-
-        at_once  otherwise each is captured when a step first needs it
         """
         stream = self._stream() or torch.cuda.current_stream(self._device)
         with torch.inference_mode(), torch.cuda.stream(stream):
             if self._with_graphs:
-                graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self.staging, at_once)
-                self._graphs = graphs
+                self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self.staging)
             self.staging.allow_graphs()
 
     def release_graphs(self) -> None:

@@ -33,15 +33,6 @@ class LaneSettings(Frozen):
         default=None, description="name of the SM partition of the prefill lane; null: the whole device"
     )
 
-    decode_p99_ms: float | None = Field(
-        default=None,
-        gt=0,
-        allow_inf_nan=False,
-        description="target for the p99 of requests on the decode lane, in ms: by what it measures, the "
-        "server changes the split, or joins the requests of both lanes; needs the partitions of both lanes, "
-        "and no others; null: the split stays as it is",
-    )
-
     @property
     def are_on(self) -> bool:
         """Whether there are lanes."""
@@ -57,17 +48,15 @@ class LaneSettings(Frozen):
 class Lane(NamedTuple):
     """One lane: the limits of its queues and steps, and the partition that it runs in.
 
-    name         "" if there is only this one
-    partition    of all models; None: each model's own
-    is_prefill   whether its steps are long
-    with_graphs  whether small steps are CUDA graphs
+    name        "" if there is only this one
+    partition   of all models; None: each model's own
+    is_prefill  whether its steps are long; a small one is rare, and has no CUDA graph, which takes memory
     """
 
     name: str
     limits: Limits
     partition: str | None = None
     is_prefill: bool = False
-    with_graphs: bool = True
 
 
 def lanes_of(settings: "Settings") -> tuple[Lane, ...]:
@@ -80,8 +69,7 @@ def lanes_of(settings: "Settings") -> tuple[Lane, ...]:
     short = limits.model_copy(update={"max_batch_tokens": batch, "prefill_chunk_tokens": 0})
     return (
         Lane(LANES[0], short, lanes.decode_partition),
-        # A small step is rare on this lane, and graphs take memory, unless it has all steps at times.
-        Lane(LANES[1], limits, lanes.prefill_partition, True, with_graphs=lanes.decode_p99_ms is not None),
+        Lane(LANES[1], limits, lanes.prefill_partition, is_prefill=True),
     )
 
 
@@ -91,9 +79,6 @@ def wrong_lanes(settings: "Settings") -> Iterator[str]:
     if not lanes.are_on:
         for setting, name in lanes.partitions.items():
             yield f"lanes.{setting}: expected null with lanes.decode_max_tokens 0, got {name!r}"
-        if lanes.decode_p99_ms is not None:
-            got = f"{lanes.decode_p99_ms:g}"
-            yield f"lanes.decode_p99_ms: expected null with lanes.decode_max_tokens 0, got {got}"
         return
     if settings.num_ranks > 1:
         yield f"lanes.decode_max_tokens: expected 0 with several ranks, got {lanes.decode_max_tokens}"
@@ -114,11 +99,6 @@ def wrong_lanes(settings: "Settings") -> Iterator[str]:
     if lanes.decode_partition is not None and lanes.decode_partition == lanes.prefill_partition:
         expected = "another one than decode_partition"
         yield f"lanes.prefill_partition: expected {expected}, got {lanes.prefill_partition!r}"
-    both = len(lanes.partitions) == 2 and {*settings.partitions} == {*lanes.partitions.values()}
-    if lanes.decode_p99_ms is not None and not both:
-        expected = "decode_partition and prefill_partition, and no other partitions"
-        got = ", ".join(settings.partitions) or "none"
-        yield f"lanes.decode_p99_ms: expected {expected}, got {got}"
     served = [(f"models.{number}", model.partition) for number, model in enumerate(settings.models)]
     served += [(f"checkpoints.{number}", each.partition) for number, each in enumerate(settings.checkpoints)]
     for key, partition in served:

@@ -3,8 +3,6 @@
 from types import SimpleNamespace
 
 from expertd.service.engine.gpu_sensors import GpuSensors
-from expertd.service.engine.lane_choice import Choice, Expected, State
-from expertd.service.engine.lane_control import LaneControl
 from expertd.service.engine.lane_metrics import LaneMetrics, lane_queue_metrics
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement_metrics import placement_metrics
@@ -36,11 +34,6 @@ def everything() -> Metrics:
     metrics.watch(lambda: placement_metrics(Given()))
     metrics.watch(LaneMetrics(["tiny"], ["decode", "prefill"]).collect)
     metrics.watch(lambda: lane_queue_metrics({"decode": {"tiny": QueueState(1, 2, 3)}}))
-    control = object.__new__(LaneControl)
-    control.state = State(Expected(Choice(32), 0.001, 0.9), "start")
-    control._measured, control._measured_ratio = 0.001, 0.85
-    control._changes = {"target": 1, "prefill": 0, "decode": 0}
-    metrics.watch(control.metrics)
     sensors = GpuSensors()
     metrics.watch(lambda: sensors.metrics(["GPU-a"]))
     return metrics

@@ -1,4 +1,4 @@
-"""Captures again and again: `python -m tests.service.engine.repeated_captures at_once|as_needed`.
+"""Captures again and again: `python -m tests.service.engine.repeated_captures`.
 
 It prints the bytes that each of three rounds of 20 changes has kept, of the host and of the GPU. It needs a
 process of its own: CUPTI, once loaded by a profile, keeps memory for each graph that is captured later.
@@ -6,14 +6,12 @@ process of its own: CUPTI, once loaded by a profile, keeps memory for each graph
 
 import ctypes
 import gc
-import sys
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from expertd.service.engine.loading import load
-from expertd.service.moe.request import zero_request
 from tests.service.apps import tiny_settings
 
 MODEL = {
@@ -46,7 +44,7 @@ def allocated_bytes() -> int:
     return int(mallinfo2().uordblks)
 
 
-def main(when: str) -> None:
+def main() -> None:
     """Print `host gpu` for each round."""
     given = tiny_settings(models=(MODEL, OTHER), backend="hopper")
     loaded = load(given, lambda: False)
@@ -55,11 +53,7 @@ def main(when: str) -> None:
 
     def change(times: int) -> tuple[int, int]:
         for _ in range(times):
-            if when == "at_once":
-                loaded.prepare_steps(lambda: False)
-            else:
-                loaded.prepare_later()
-                loaded.runners["tiny"].begin([zero_request(64, 2048)]).finish()
+            loaded.prepare_steps(lambda: False)
             models.add(given.models[1], other)
             models.remove("other")
             models.collect()
@@ -72,4 +66,4 @@ def main(when: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -30,18 +30,14 @@ T = TypeVar("T")
 
 
 class Observed:
-    counts_tokens = True
-
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
         self.failed: list[int] = []
-        self.requests: list[tuple[float, int]] = []  # seconds in the queue, and tokens
+        self.waited: list[float] = []  # seconds, by each request
 
-    def step_done(
-        self, model: str, result: StepResult, queue_seconds: Sequence[float], request_tokens: Sequence[int]
-    ) -> None:
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         assert all(seconds >= 0 for seconds in queue_seconds)
-        self.requests += zip(queue_seconds, request_tokens, strict=True)
+        self.waited += queue_seconds
         self.done.append((model, len(queue_seconds)))
 
     def step_failed(self, model: str, num_requests: int) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from expertd.service.engine.errors import QueueFullError, QueueTimeoutError, SchedulerClosedError
-from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lanes import Lanes, scheduler_of
 from expertd.service.engine.metrics import Metrics
 from tests.service.apps import tiny_settings
@@ -195,52 +194,19 @@ async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) 
         await answered(first, short, *others, *shorts)
 
 
-async def test_what_waits_is_told_by_lane_also_while_they_are_joined(one_thread: bool) -> None:
+async def test_what_waits_is_told_by_lane(one_thread: bool) -> None:
     told: dict[int, tuple[int, int]] = {}
-    settings = tiny_settings(LIMITS, lanes=LANES)
     async with running(one_thread=one_thread) as pair:
         pair.lanes.tell_changes(lambda _, lane, backlog: told.update({lane: backlog[:2]}))
-        first: tuple[Submitted, ...] = await pair.held(pair.decode), await pair.held(pair.prefill)
+        first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(2), pair.send(2), pair.send(9)]
         assert told == {0: (2, 4), 1: (1, 9)}
         pair.decode.gate.set()
         await answered(first[0], *others[:2])
         assert told == {0: (0, 0), 1: (1, 9)}
-        first += (await pair.held(pair.decode),)
-        others.append(pair.send(1))
-        assert told == {0: (1, 1), 1: (1, 9)}
-        pair.lanes.share(Choice(0, 8), settings)
-        assert told == {0: (1, 9), 1: (1, 9)}
-        pair.decode.gate.set()
-        await answered(first[2], others[3])
-        assert told == {0: (1, 9), 1: (1, 9)}, "not what is left on the lane of before"
-        others.append(pair.send(2))
-        assert told == {0: (2, 11), 1: (2, 11)}
-        pair.lanes.share(Choice(8, 8), settings)
-        assert told == {0: (0, 0), 1: (2, 11)}
         pair.prefill.gate.set()
-        await answered(first[1], *others[2:])
+        await answered(first[1], others[2])
     assert told == {0: (0, 0), 1: (0, 0)}
-
-
-async def test_the_time_with_long_requests_is_measured(one_thread: bool) -> None:
-    """From any queue, up to an answer of any kind; also where one is refused."""
-    async with running(one_thread=one_thread) as pair:
-        first = await pair.held(pair.prefill)
-        others = [pair.send(16), pair.send(16)]
-        with pytest.raises(QueueFullError):
-            pair.send(3)
-        await answered(pair.send(2))
-        assert pair.lanes.cancel(others[0].pending, QueueTimeoutError("late"))
-        with pytest.raises(QueueTimeoutError):
-            await others[0].answer
-        before, tokens = pair.lanes.long.so_far()
-        assert (before > 0, tokens) == (True, 0)
-        pair.prefill.gate.set()
-        await answered(first, others[1])
-        after, tokens = pair.lanes.long.so_far()
-        assert (after > before, tokens) == (True, 24)
-        assert pair.lanes.long.so_far()[0] == after, "there are none any more"
 
 
 async def test_requests_are_cancelled_on_their_lane(one_thread: bool) -> None:

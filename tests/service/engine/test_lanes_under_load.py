@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.errors import EngineError, QueueTimeoutError, StepFailedError
-from expertd.service.engine.lane_choice import Choice
 from expertd.service.engine.lanes import Lanes, scheduler_of
 from expertd.service.engine.metrics import Metrics
 from expertd.service.memory import host_view
@@ -134,13 +133,12 @@ async def test_every_request_is_answered_once_and_rightly(one_thread: bool, spin
             random.choice(bells).ring()
             await asyncio.sleep(random.choice([0, 0.2e-3, 1e-3, 5e-3, 20e-3]))
 
-    def change() -> None:
+    def look() -> None:
         assert not any(lane.is_running for lane in lanes.lanes)
-        lanes.share(Choice(random.choice([0, 8]), 8), settings)
 
     async def work_between_steps() -> None:
         while time.monotonic() < end:
-            await asyncio.wait_for(lanes.between_steps(change), 10)
+            await asyncio.wait_for(lanes.between_steps(look), 10)
             await asyncio.sleep(random.choice([0, 1e-3, 50e-3]))
 
     await asyncio.gather(*(call() for _ in range(4)), *(ring() for _ in range(4)), work_between_steps())

@@ -76,28 +76,10 @@ async def test_others_are_served_while_a_model_is_loaded() -> None:
             assert (await server.http.post("/v2/repository/models/other/unload")).status_code == 200
 
 
-def test_a_split_that_the_server_chooses_has_all_sms() -> None:
-    names = {"decode_partition": "decode", "prefill_partition": "prefill"}
-    lanes = {"decode_max_tokens": 64, "decode_p99_ms": 1.0, **names}
-    partitions = {"decode": 48, "prefill": 64}
-    loaded = load(
-        tiny_settings(models=[MODEL], backend="hopper", lanes=lanes, partitions=partitions), lambda: False
-    )
-    assert loaded.partitions is not None
-    prefill = loaded.partitions.total_sms - 48
-    assert {each.name: each.num_sms for each in loaded.partitions.partitions} == {
-        "decode": 48,
-        "prefill": prefill,
-    }
-    (runner,) = loaded.runners_of_lanes[1].values()
-    assert runner._num_sms() == prefill  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("when", ["at_once", "as_needed"])
-def test_captures_keep_no_memory(when: str) -> None:
+def test_captures_keep_no_memory() -> None:
     """Neither those of changed partitions nor those of a model that is loaded and unloaded."""
     result = subprocess.run(
-        [sys.executable, "-m", "tests.service.engine.repeated_captures", when],
+        [sys.executable, "-m", "tests.service.engine.repeated_captures"],
         capture_output=True,
         text=True,
         check=False,

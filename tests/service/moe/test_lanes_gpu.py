@@ -10,7 +10,7 @@ import torch
 from expertd.kernels import resolve_backend
 from expertd.kernels.partitions import SMPartitions
 from expertd.service.engine.local_models import capture_graphs
-from expertd.service.engine.runner_sets import RunnerSet, set_split
+from expertd.service.engine.runner_sets import RunnerSet
 from expertd.service.moe.device import prepare_thread
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
@@ -46,9 +46,8 @@ class Lanes:
         self.layer = MoELayer(SHAPE, weights, resolve_backend("hopper"))
         self.partitions = SMPartitions(0)
         self.partitions.apply(split)
-        self.settings = settings.lanes
-        self.sets = [RunnerSet(lane, DEVICE, self.partitions) for lane in lanes_of(settings)]
-        self.decode, self.prefill = (each.add(settings.models[0], self.layer) for each in self.sets)
+        sets = [RunnerSet(lane, DEVICE, self.partitions) for lane in lanes_of(settings)]
+        self.decode, self.prefill = (each.add(settings.models[0], self.layer) for each in sets)
         self.capture()
 
     def capture(self) -> None:
@@ -129,8 +128,8 @@ def test_changes_of_the_split_keep_the_bits_and_no_memory() -> None:
     cases = [(runner, _tokens(size)) for runner, size in ((lanes.decode, 5), (lanes.prefill, 512))]
     used = []
     for number in range(12):
-        decode = (16, 48, 0)[number % 3]  # 0: the prefill lane has all SMs
-        set_split(lanes.settings, lanes.sets[1], lanes.partitions, decode)
+        decode = (16, 48, 80)[number % 3]
+        lanes.partitions.apply({"decode": decode, "prefill": 132 - decode})
         lanes.capture()
         assert lanes.prefill._num_sms() == 132 - decode
         for runner, tokens in cases:
