@@ -14,8 +14,6 @@ from expertd_client import ExpertClient
 
 EXPERTD = Path(sys.executable).with_name("expertd")
 READY_SECONDS = 600.0  # kernels may have to be compiled, and weights read
-# Idle threads of OpenMP spin otherwise, and on a CPU they take the cores that this process needs.
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 
 
 class ServerError(Exception):
@@ -34,7 +32,7 @@ def run_server(
     command = [EXPERTD, "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "server.log"
-        own = {**_ENVIRONMENT, "EXPERTD_CHANNELS__SOCKET": f"{directory}/channels"}
+        own = {"EXPERTD_CHANNELS__SOCKET": f"{directory}/channels"}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, stderr=output, env={**own, **os.environ, **(environment or {})}

@@ -32,8 +32,30 @@ def _identity(path: Path) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_mtime_ns  # a new file may have the inode of a removed one
 
 
+def listen_at(path: Path, backlog: int) -> tuple[socket.socket, SocketFile]:
+    """A socket that listens at `path`, for this user only, and its file. Raises OSError, with a sentence."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    file: SocketFile | None = None
+    taken: str | None = None
+    try:
+        with _free_path(path) as taken:
+            if taken is not None:
+                raise FileExistsError
+            made.bind(str(path))
+            file = SocketFile(path)
+            path.chmod(0o600)  # before it listens, so that nobody else can connect
+            made.listen(backlog)
+    except OSError as error:
+        if file is not None:
+            file.remove()
+        made.close()
+        text = taken or f"expected a path for a new socket, got {path}: {error.strerror or error}"
+        raise OSError(text) from error
+    return made, file
+
+
 @contextmanager
-def free_path(path: Path) -> Iterator[str | None]:
+def _free_path(path: Path) -> Iterator[str | None]:
     """Remove a socket at `path` on which nobody listens; yields why the path is not free, None: it is.
 
     Until the end, no other server looks there: two that find a dead socket could remove each other's new one.

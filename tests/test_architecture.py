@@ -19,7 +19,17 @@ PACKAGES = {
     "moe": ("memory", "files"),
     "settings": ("moe", "files", "sentences", "tables"),
     "checkpoints": ("moe", "settings", "files", "sentences", "tables"),
-    "engine": ("memory", "moe", "settings", "checkpoints", "sentences", "terminal", "tables", "heap"),
+    "engine": (
+        "memory",
+        "moe",
+        "settings",
+        "checkpoints",
+        "files",
+        "sentences",
+        "terminal",
+        "tables",
+        "heap",
+    ),
     "tracing": ("moe", "settings", "engine"),
     "channels": ("memory", "moe", "settings", "engine", "sentences", "socket_files", "log_lines"),
     "http": (
@@ -29,13 +39,14 @@ PACKAGES = {
         "engine",
         "channels",
         "tracing",
+        "files",
         "sentences",
         "socket_files",
         "terminal",
         "log_lines",
         "heap",
     ),
-    "ranks": ("memory", "moe", "settings", "engine", "sentences", "terminal", "imports", "heap"),
+    "ranks": ("memory", "moe", "settings", "engine", "files", "sentences", "terminal", "imports", "heap"),
     "grpc": ("memory", "settings", "engine", "http", "tracing", "log_lines", "sentences"),
     "commands": (
         "moe",
@@ -47,6 +58,7 @@ PACKAGES = {
         "grpc",
         "tracing",
         "ranks",
+        "files",
         "sentences",
         "terminal",
         "imports",
@@ -64,6 +76,7 @@ PACKAGES = {
 }
 TORCH_FREE = (
     "expertd.backends",
+    "expertd.cpus",
     "expertd.limits",
     "expertd.routing",
     "expertd.service.channels.channel",
@@ -83,7 +96,12 @@ TORCH_FREE = (
     "expertd.service.moe.weights_file",
     "expertd.service.settings.loader",
 )
-READ_THE_ENVIRONMENT = {"kernels/jit/cache.py", "service/heap.py", "service/settings/sources.py"}
+READ_THE_ENVIRONMENT = {
+    "kernels/jit/cache.py",
+    "service/commands/cpus.py",
+    "service/heap.py",
+    "service/settings/sources.py",
+}
 
 
 def _module(path: Path) -> str:
@@ -191,7 +209,7 @@ def test_modules_that_run_before_torch_do_not_import_it(module: str) -> None:
     assert result.stdout.strip() == "False"
 
 
-def test_only_the_loader_the_cache_and_the_heap_read_the_environment() -> None:
+def test_only_the_loader_and_three_others_read_the_environment() -> None:
     readers = {
         str(FILES[module].relative_to(ROOT))
         for module, tree in TREES.items()
@@ -201,6 +219,16 @@ def test_only_the_loader_the_cache_and_the_heap_read_the_environment() -> None:
         )
     }
     assert readers == READ_THE_ENVIRONMENT
+
+
+def test_only_two_modules_write_temporary_files() -> None:
+    """All others would have to report a folder that is full or cannot be written to."""
+    users = {
+        str(FILES[module].relative_to(ROOT))
+        for module, tree in TREES.items()
+        if "tempfile" in _imports(tree, within_functions=True)
+    }
+    assert users == {"kernels/jit/cache.py", "service/files.py"}
 
 
 def test_tests_and_benchmarks_do_not_import_each_other() -> None:

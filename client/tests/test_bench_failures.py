@@ -1,6 +1,8 @@
 """What `expertd-client bench` says when it cannot measure, or no more."""
 
 import json
+import os
+import resource
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from expertd_client import ServerUnreachableError
 from expertd_client.bench.case import BenchError, Case, Result, Target
 from expertd_client.bench.load import Load
 from expertd_client.bench.processes import Processes
-from expertd_client.bench.report import row
+from expertd_client.bench.report import num_cpus, row, write_json
 from tests.expertd import RunningServer, running_server, sharing
 from tests.test_bench import Captured, bench
 
@@ -117,3 +119,38 @@ def test_a_server_that_goes_away(
     (error,) = capfd.readouterr().err.splitlines()  # and none of the processes that send
     assert error.startswith("expertd-client bench: ")
     assert error.endswith(" (for 1 s)")
+
+
+def test_a_file_is_not_made_before_there_is_something_to_write(capsys: Captured, tmp_path: Path) -> None:
+    (old := tmp_path / "old.json").write_text("old")
+    for file in (tmp_path / "new.json", old):
+        assert bench("--url", "http://127.0.0.1:1", "--json", str(file)) == 2
+        assert "expected a connection" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [old]
+    assert old.read_text() == "old"
+
+
+def test_no_part_of_a_file_is_left(tmp_path: Path) -> None:
+    target = Target("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
+    (tmp_path / "link.json").symlink_to("/dev/full")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, reason in (("new.json", "File too large"), ("link.json", "No space left on device")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            with pytest.raises(BenchError) as caught:
+                write_json(tmp_path / name, target, {}, [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert str(caught.value) == f"--json: expected room for {tmp_path / name}, got an error: {reason}"
+    assert [path.name for path in tmp_path.iterdir()] == ["link.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs an affinity mask")
+def test_only_the_cpus_of_this_process_count() -> None:
+    before = os.sched_getaffinity(0)
+    assert num_cpus() == len(before)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        assert num_cpus() == 1
+    finally:
+        os.sched_setaffinity(0, before)

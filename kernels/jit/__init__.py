@@ -1,7 +1,7 @@
 """Run-time compilation of the CUDA sources in kernels/csrc: files, options and a cache, but no GEMM."""
 
 from expertd.kernels.jit.build import build, build_all, find
-from expertd.kernels.jit.cache import BUNDLE, CACHE_DIR_VARIABLE, cache_directory
+from expertd.kernels.jit.cache import BUNDLE, CACHE_DIR_VARIABLE, cache_directory, check_writable
 from expertd.kernels.jit.compiler import (
     ARCHITECTURE,
     Binary,
@@ -27,6 +27,7 @@ __all__ = [
     "build",
     "build_all",
     "cache_directory",
+    "check_writable",
     "compile_source",
     "find",
     "stats",

@@ -1,11 +1,11 @@
 """Turns variants into binaries: from the disk cache, else compiled once and stored there."""
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from expertd.cpus import cpus
 from expertd.kernels.jit import cache, statistics
 from expertd.kernels.jit.cache import DiskCache, cache_directory
 from expertd.kernels.jit.compiler import Binary, compile_source, compiler_version
@@ -49,11 +49,11 @@ def build(source: Source, directory: Path | None = None) -> Binary:
 
 
 def build_all(sources: Sequence[Source], directory: Path | None = None) -> Iterator[tuple[Source, Binary]]:
-    """`build` all in parallel, one thread per processor; yields each as soon as it is ready.
+    """`build` all in parallel, by a thread for each CPU that may be used; yields each as soon as it is ready.
 
     An error, or closing the iterator early, cancels the builds that have not begun.
     """
-    pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="jit")
+    pool = ThreadPoolExecutor(cpus().count, thread_name_prefix="jit")
     try:
         jobs = {pool.submit(build, source, directory): source for source in sources}
         for job in as_completed(jobs):

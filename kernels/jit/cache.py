@@ -3,9 +3,10 @@
 import hashlib
 import logging
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -34,6 +35,18 @@ def cache_directory() -> Path:
         raise RuntimeError(
             f"{CACHE_DIR_VARIABLE}: expected a directory, got neither it nor a home"
         ) from error
+
+
+def check_writable(directory: Path) -> None:
+    """Raise OSError, with a sentence, unless entries can be stored in `directory`, made if it is missing."""
+    there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"written to see whether that is possible")
+            file.flush()
+    except OSError as error:
+        expected = "a folder that can be written to"
+        raise OSError(f"kernel cache: expected {expected}, got {directory}: {error.strerror}") from error
 
 
 class DiskCache:
@@ -69,6 +82,8 @@ class DiskCache:
             aside.replace(self.path(key))
         except OSError as error:
             logger.warning("%s is not kept for the next start: %s", self.path(key), error)
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _CLAIM_SECONDS = 10.0
 _GIVE_WAY_SECONDS = 1.0
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)  # the last one: above `ulimit -f`
 _RETRY_SECONDS = 1  # by then, unclaimed channels give way
 
 
@@ -97,7 +98,7 @@ class ChannelHub:
             return self._add(opening, memory)
         except BaseException as error:
             self.used_bytes -= geometry.data_bytes
-            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
                 text = f"channels: the server has no room for another one: {error.strerror}"
                 raise ChannelLimitError(text, _RETRY_SECONDS) from error
             raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from expertd.service.channels.channel import Channel
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.layout import GREETING, TOKEN_BYTES
-from expertd.service.socket_files import SocketFile, free_path
+from expertd.service.socket_files import SocketFile, listen_at
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,13 @@ class ChannelListener:
 
     def bind(self) -> None:
         """Listen, for this user only. Raises OSError, with a sentence, if that is not possible."""
-        if self._socket is None:
-            self._socket, self._file = listen_at(self._path)
+        if self._socket is not None:
+            return
+        try:
+            self._socket, self._file = listen_at(self._path, _BACKLOG)
+        except OSError as error:
+            raise OSError(f"channels.socket: {error}") from error
+        self._socket.setblocking(False)
 
     def start(self) -> None:
         """Accept connections, from now on; raises as `bind` does, unless that has been called."""
@@ -136,23 +141,3 @@ def _shut_down(connection: socket.socket) -> None:
     """End the connection; the task that waits for its end closes it."""
     with suppress(OSError):  # the owner is gone already
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def listen_at(path: Path) -> tuple[socket.socket, SocketFile]:
-    """A socket that listens at `path`, for this user only, and its file. Raises OSError, with a sentence."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    taken: str | None = None
-    try:
-        with free_path(path) as taken:
-            if taken is not None:
-                raise FileExistsError
-            made.bind(str(path))
-            file = SocketFile(path)
-            path.chmod(0o600)  # before it listens, so that nobody else can connect
-            made.listen(_BACKLOG)
-    except OSError as error:
-        made.close()
-        text = taken or f"expected a path for a new socket, got {path}: {error.strerror or error}"
-        raise OSError(f"channels.socket: {text}") from error
-    made.setblocking(False)
-    return made, file

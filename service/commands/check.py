@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
-from expertd.service.commands.devices import check_backend, check_partitions
+from expertd.service.commands.cpus import check_cpus, prepare_openmp
+from expertd.service.commands.devices import check_backend, check_partitions, check_sockets
 from expertd.service.commands.serve import (
     check_grpc,
     check_keys,
@@ -19,6 +20,7 @@ from expertd.service.commands.serve import (
     check_weights,
     exposure,
 )
+from expertd.service.files import UnwritableError, temporary_directory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -73,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     except SettingsError as error:
         results = [Result("settings", False, mistake) for mistake in error.mistakes]
     else:
+        prepare_openmp(settings)
         rows = list(_rows(settings.model_dump(mode="json"), values, ()))
         results = [Result("settings", True), *_checks(settings)]
     would_start = all(result.ok for result in results)
@@ -120,13 +123,9 @@ def _checks(settings: "Settings") -> Iterator[Result]:
 
 def _memory(settings: "Settings") -> Iterator[Result]:
     """What each device of this node holds, and the host, and whether it fits."""
-    from expertd.kernels import resolve_backend
     from expertd.service.ranks.shares import shares_here, size, what_would_do
 
-    try:
-        on_gpu = resolve_backend(settings.backend).device.type == "cuda"
-    except RuntimeError:  # another check says so; the plan for other machines is of use all the same
-        on_gpu = True
+    on_gpu = _is_on_gpu(settings)
     for rank, share, available in shares_here(settings, on_gpu):
         name = f"memory, rank {rank}" if settings.num_ranks > 1 else "memory"
         fits = available is None or share.num_bytes <= available
@@ -205,15 +204,52 @@ def _tls(settings: "Settings") -> str:
 
 
 def _channels(settings: "Settings") -> str:
-    from expertd.service.channels.listener import listen_at
+    from expertd.service.http.listening import listen_on_path
 
     path = settings.channels.socket
     if path is None:
         return "none"
-    listener, file = listen_at(path)
-    file.remove()
-    listener.close()
+    listen_on_path(path, "channels.socket").close()
     return f"{path} is free"
+
+
+def _temporary_folder(settings: "Settings") -> str:
+    from expertd.service.http.listening import engine_socket
+
+    check_sockets(settings)
+    if settings.http_workers > 1 and settings.node_rank == 0:
+        with engine_socket():
+            pass
+    try:
+        return str(temporary_directory("profiles"))
+    except UnwritableError as error:
+        return f"warning: {error}"
+
+
+def _cpus(settings: "Settings") -> str:
+    return check_cpus(settings, _is_on_gpu(settings))
+
+
+def _kernel_cache(settings: "Settings") -> str:
+    if not _is_on_gpu(settings):
+        return "none"
+    from expertd.kernels.jit import cache_directory, check_writable
+
+    directory = cache_directory()
+    try:
+        check_writable(directory)
+    except OSError as error:
+        return f"warning: {error}: what is compiled at a start is not kept for the next one"
+    return str(directory)
+
+
+def _is_on_gpu(settings: "Settings") -> bool:
+    from expertd.kernels import resolve_backend
+
+    try:
+        return resolve_backend(settings.backend).device.type == "cuda"
+    except RuntimeError:  # another check says so; the plan for other machines is of use all the same
+        return True
 
 
 # As serve makes them, in its order: the name, the check, and whether only node 0 makes it.
@@ -226,7 +262,10 @@ _CHECKS: list[tuple[str, "Callable[[Settings], str | None]", bool]] = [
     ("address", _address, True),
     ("rendezvous", _rendezvous, False),
     ("channels", _channels, True),
+    ("temporary folder", _temporary_folder, False),
     ("backend", check_backend, False),
+    ("kernel cache", _kernel_cache, False),
+    ("cpus", _cpus, False),
     ("partitions", check_partitions, False),
 ]
 

@@ -1,9 +1,14 @@
 """Whether this machine has the devices that the settings need: `check` and `serve` ask before they listen."""
 
+import os
 from typing import TYPE_CHECKING
+
+from expertd.service.files import temporary_directory
 
 if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
+
+_FOLDER_BYTES = 90  # a socket's path has at most 107 (unix(7)), and its name here 17: /symm_mem-4194304
 
 
 def check_backend(settings: "Settings") -> str:
@@ -44,11 +49,25 @@ def check_partitions(settings: "Settings") -> str:
 def check_before_listening(settings: "Settings") -> None:
     """What can be said before anything is loaded, with a context only on a GPU that this process will use.
 
-    Raises ValueError or RuntimeError.
+    Raises ValueError, RuntimeError or UnwritableError.
     """
     _check_devices(settings)
+    check_sockets(settings)
     if settings.devices is None and settings.partitions:  # else the ranks look at them
         check_partitions(settings)
+
+
+def check_sockets(settings: "Settings") -> None:
+    """See that ranks on GPUs of one host can have the sockets that torch makes for them.
+
+    Raises UnwritableError; ValueError if their paths would be too long.
+    """
+    if settings.devices is None or settings.nnodes > 1:
+        return
+    folder = temporary_directory("devices")
+    if (length := len(os.fsencode(folder))) > _FOLDER_BYTES:
+        expected = f"a path of at most {_FOLDER_BYTES} bytes of the folder for temporary files (TMPDIR)"
+        raise ValueError(f"devices: expected {expected}, for sockets, got {length}: {folder}")
 
 
 def _check_devices(settings: "Settings") -> None:

@@ -2,6 +2,7 @@
 connection may hold beside that: headers, a small body, or JSON.
 """
 
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,8 +84,15 @@ def host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
 
 
 def check_host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
-    """As `host_memory`. Raises MemoryError, with the numbers, if what is pinned at the start does not fit."""
+    """As `host_memory`. Raises MemoryError, with the numbers, if what is pinned at the start does not fit, or
+    a file of memory is larger than files may be.
+    """
     memory = host_memory(settings, on_gpu)
+    one, most = shares(settings), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    largest = channel_sizes(one)[1] if settings.http_workers > 1 else one.buffered_bytes
+    if most != resource.RLIM_INFINITY and most < largest:
+        expected = f"files of up to {size(largest)} ({_BUFFERED})"
+        raise MemoryError(f"host memory: expected {expected}, got a limit of {size(most)} (ulimit -f)")
     if (pinned := sum(memory.pinned.values())) > memory.free:
         listed = f"{size(pinned)} that a GPU needs pinned from the start ({_listed(memory.pinned)})"
         got = f"{size(memory.free)} free{_what_would_do(settings, memory.free)}"

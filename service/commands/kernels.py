@@ -5,11 +5,12 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from expertd.service.files import temporary_folder, write_whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -73,7 +74,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return 0, 1 if a kernel does not compile, or 2 for invalid arguments."""
     # Imported here because torch takes seconds to import, and `expertd --version` must be fast.
-    from expertd.kernels.jit import CompileError, CompilerMissingError
+    from expertd.kernels.jit import CompileError
 
     try:
         _check(arguments)
@@ -83,12 +84,12 @@ def run(arguments: argparse.Namespace) -> int:
             _list(arguments)
     except BrokenPipeError:
         raise  # whoever reads the output has ended, which is no error
-    except (KernelsCommandError, CompilerMissingError, OSError) as error:
-        print(f"expertd kernels: {error}", file=sys.stderr)
-        return 2
     except CompileError as error:
         print(f"expertd kernels: {error}", file=sys.stderr)
         return 1
+    except (KernelsCommandError, OSError, RuntimeError) as error:
+        print(f"expertd kernels: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -134,10 +135,12 @@ def _list(arguments: argparse.Namespace) -> None:
 def _build_all(directory: Path | None) -> BuildReport:
     """With `directory`, leaves nothing there but binaries. Raises KernelsCommandError if it lacks any."""
     from expertd.kernels.backends.hopper.variants import VARIANTS
-    from expertd.kernels.jit import build_all
+    from expertd.kernels.jit import build_all, cache_directory, check_writable, find
     from expertd.service.terminal import progress_bar
 
     sources = [variant.source for variant in VARIANTS]
+    if directory is None and any(find(source) is None for source in sources):
+        check_writable(cache_directory())
     start = time.perf_counter()
     compiled = 0
     with progress_bar("kernels", len(sources), "kernel") as advance:
@@ -146,9 +149,12 @@ def _build_all(directory: Path | None) -> BuildReport:
             advance(1, built.name)
     middle = time.perf_counter()
     from_cache = sum(binary.cached for _, binary in build_all(sources, directory))
+    if from_cache < len(sources):
+        target = f"cache: expected to write to {cache_directory()}"
+        if directory is not None:
+            target = f"bundle: expected to write to {directory}"
+        raise KernelsCommandError(f"{target}, which was refused")
     if directory is not None:
-        if from_cache < len(sources):
-            raise KernelsCommandError(f"bundle: expected to write to {directory}, which was refused")
         for lock in directory.glob("*.lock"):
             lock.unlink()
     return BuildReport(compiled, middle - start, from_cache, time.perf_counter() - middle)
@@ -196,10 +202,9 @@ def _dump(name: str, form: str) -> bytes:
 
 def _disassemble(cubin: bytes) -> bytes:
     tool = _disassembler()
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        result = subprocess.run([tool, "-c", file.name], capture_output=True, check=False)
+    with temporary_folder("--format sass") as folder:
+        (file := folder / "kernel.cubin").write_bytes(cubin)
+        result = subprocess.run([tool, "-c", file], capture_output=True, check=False)
     if result.returncode != 0:
         raise KernelsCommandError(f"{tool} failed: {result.stderr.decode(errors='replace').strip()}")
     return result.stdout
@@ -220,7 +225,7 @@ def _disassembler() -> str:
 
 def _write(content: bytes, output: Path | None) -> None:
     if output is not None:
-        output.write_bytes(content)
+        write_whole(output, content, "output")
         return
     if sys.stdout.isatty() and b"\0" in content:
         raise KernelsCommandError("output: expected a file for a cubin (-o FILE), got a terminal")

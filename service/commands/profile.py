@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
+from expertd.service.commands.cpus import prepare_openmp
 from expertd.service.commands.serve import check_weights
 from expertd.service.engine.profile_limits import MAX_SECONDS, MAX_STEPS, SECONDS, STEPS
+from expertd.service.files import UnwritableError, check_writable, temporary_directory, write_whole
 from expertd.service.imports import quick_imports
 
 if TYPE_CHECKING:
@@ -54,11 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
         check_weights(settings)
     except SettingsError as error:
         return _refuse(2, *error.mistakes)
-    except ValueError as error:
+    except (ValueError, UnwritableError) as error:
         return _refuse(2, error)
     from expertd.service.terminal import configure_logging
 
     configure_logging(settings.log_level, form=settings.log_format)
+    prepare_openmp(settings)
     with quick_imports():
         from expertd.service.engine.errors import EngineError
         from expertd.service.engine.loading import Loader, load
@@ -71,13 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = arguments.steps, arguments.tokens, arguments.seconds
     try:
         recording = asyncio.run(profile_steps(settings, *wanted, loader))
-        arguments.output.write_bytes(recording.trace)
-    except EngineError as error:
+        write_whole(arguments.output, recording.trace, "--output")
+    except (EngineError, UnwritableError) as error:
         return _refuse(1, error)
     except KeyboardInterrupt:
         return _refuse(130, f"interrupted: {arguments.output} is not written")
-    except OSError as error:
-        return _refuse(1, f"--output: {arguments.output}: cannot be written: {error.strerror or error}")
     print(
         f"{arguments.output}: {recording.steps} steps of {settings.models[0].name} in "
         f"{recording.seconds:.3f} s (tokens per step: {arguments.tokens}), {len(recording.trace)} bytes"
@@ -98,7 +99,7 @@ def _only(settings: "Settings", name: str | None) -> "Settings":
 
 
 def _check(settings: "Settings", arguments: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot be recorded."""
+    """Raise ValueError for what cannot be recorded, UnwritableError for what cannot be written."""
     if not 1 <= (steps := arguments.steps) <= MAX_STEPS:
         raise ValueError(f"--steps: expected 1 to {MAX_STEPS}, got {steps}")
     most = settings.limits.max_request_tokens
@@ -110,6 +111,8 @@ def _check(settings: "Settings", arguments: argparse.Namespace) -> None:
         raise ValueError(f"nnodes: expected one, got {settings.nnodes}")
     if (output := arguments.output).is_dir() or not output.parent.is_dir():
         raise ValueError(f"--output: expected a file in a directory that exists, got {output}")
+    check_writable(output, "--output")
+    temporary_directory("trace")
 
 
 def _refuse(code: int, *mistakes: object) -> int:

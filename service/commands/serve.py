@@ -10,7 +10,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
+from expertd.service.commands.cpus import prepare_openmp
 from expertd.service.commands.devices import check_before_listening
+from expertd.service.files import UnwritableError
 from expertd.service.imports import quick_imports
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     configure_logging(settings.log_level, form=settings.log_format)
     share_heap()
+    prepare_openmp(settings)
     # Imported after the settings are read: these take seconds, and invalid settings should fail at once.
     if settings.node_rank > 0:
         os.putenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # else its store traces the stack when the front end ends
@@ -78,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         check_before_listening(settings)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, UnwritableError) as error:
         return _refuse(error)
     try:
         if not is_valid:

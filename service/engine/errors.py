@@ -117,6 +117,14 @@ class ProfileRefusedError(EngineError):
     """The recording is too large."""
 
 
+class StorageUnavailableError(EngineError):
+    """What is written to a file meanwhile cannot be written; the text has the folder and the reason."""
+
+
+class StorageFullError(EngineError):
+    """The same, because there is no room for it."""
+
+
 class PlacementUnavailableError(EngineError):
     """The experts' placement cannot be changed; the text says why."""
 

@@ -27,6 +27,8 @@ from expertd.service.engine.errors import (
     SchedulerClosedError,
     SharedMemoryDisabledError,
     StepFailedError,
+    StorageFullError,
+    StorageUnavailableError,
     TooManyRequestsError,
     UnknownChannelError,
     UnknownModelError,
@@ -64,4 +66,6 @@ ANSWERS: dict[type[EngineError], tuple[int, Reason]] = {
     QueueFullError: (503, "queue_full"),
     QueueTimeoutError: (503, "queue_timeout"),
     SchedulerClosedError: (503, "shutting_down"),
+    StorageUnavailableError: (503, "internal_error"),
+    StorageFullError: (507, "internal_error"),
 }

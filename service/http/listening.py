@@ -5,10 +5,13 @@ import ipaddress
 import os
 import resource
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from expertd.service.files import UnwritableError, temporary_folder
 from expertd.service.settings.model import Settings
-from expertd.service.socket_files import SocketFile, free_path
+from expertd.service.socket_files import SocketFile, listen_at
 
 _BACKLOG = 2048
 
@@ -40,7 +43,7 @@ class Listener:
 def listen(settings: Settings) -> Listener:
     """Listen on `uds`, or else on `host` and `port`, beyond loopback only as allowed. Raises BindError."""
     if settings.uds is not None:
-        return _listen_on_path(settings.uds)
+        return listen_on_path(settings.uds, "uds")
     check_exposure(settings)
     listener = _listen_on_port(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
@@ -85,27 +88,29 @@ def _listen_on_port(host: str, port: int) -> socket.socket:
         raise BindError(text) from error
 
 
-def _listen_on_path(path: Path) -> Listener:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def listen_on_path(path: Path, setting: str) -> Listener:
+    """Listen at `path`, which `setting` is the reason for, for this user only. Raises BindError."""
     try:
-        with free_path(path) as taken:
-            if taken is not None:
-                raise BindError(f"uds: {taken}")
-            before = os.umask(0o177)  # only this user may connect, from the beginning on
-            try:
-                sock.bind(str(path))
-            finally:
-                os.umask(before)
-            file = SocketFile(path)
-            sock.listen(_BACKLOG)
-        return Listener(sock, f"unix:{path}", file)
-    except BindError:
-        sock.close()
-        raise
+        made, file = listen_at(path, _BACKLOG)
     except OSError as error:
-        sock.close()
-        reason = error.strerror or str(error)
-        raise BindError(f"uds: expected a path for a new socket, got {path}: {reason}") from error
+        raise BindError(f"{setting}: {error}") from error
+    return Listener(made, f"unix:{path}", file)
+
+
+@contextmanager
+def engine_socket() -> Iterator[tuple[Path, Listener]]:
+    """Listen for HTTP processes, in a folder that only this user may enter, until the block ends.
+
+    Raises BindError.
+    """
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(temporary_folder("http_workers")) / "engine"
+        except UnwritableError as error:
+            raise BindError(str(error)) from error
+        listener = listen_on_path(path, "http_workers")
+        stack.callback(listener.close)
+        yield path, listener
 
 
 def allow_files(count: int) -> int:

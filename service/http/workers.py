@@ -4,16 +4,13 @@ import asyncio
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from typing import IO
 
 from expertd.service.channels.hub import Entry
@@ -22,7 +19,7 @@ from expertd.service.channels.opening import Opening
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.certificates import Certificates
 from expertd.service.http.gate import KeyFile
-from expertd.service.http.listening import BindError, Listener, listen
+from expertd.service.http.listening import Listener, engine_socket
 from expertd.service.http.worker_setup import (
     DRAIN,
     FINISH,
@@ -56,24 +53,12 @@ class Workers:
     """
 
     def __init__(self, settings: Settings, public: Listener) -> None:
-        try:
-            self._directory = Path(tempfile.mkdtemp(prefix="expertd-"))  # only this user may enter it
-        except OSError as error:
-            expected = "a folder for temporary files, for the socket between the processes"
-            raise BindError(f"http_workers: expected {expected}, got none: {error.strerror}") from error
-        path = self._directory / "engine"
         self._keys = None if settings.keys is None else KeyFile(settings.keys)
         self._certificates = Certificates(settings.tls) if settings.tls.is_on else None
         self._public = public
         self._public.socket.setblocking(False)
         self._count = settings.http_workers
-        update = {"uds": path, "keys": None, "tls": TlsSettings()}
-        memory = {"max_buffered_bytes": shares(settings).buffered_bytes}
-        limits = settings.limits.model_copy(update=memory)
-        self.engine_settings = settings.model_copy(update={**update, "limits": limits})
-        self.engine_listener = listen(self.engine_settings)
         self._settings = shares(settings).model_copy(update={"models": _plain(settings)})
-        self._engine_path = path
         self._counts_file = os.memfd_create("expertd-counts", os.MFD_CLOEXEC)
         self._counts = SharedCounts(self._counts_file, self._count, len(settings.models))
         self._processes: dict[int, _Process] = {}  # by index
@@ -82,6 +67,13 @@ class Workers:
         self._is_ending = False
         self._finish_by: float | None = None
         self.succeeded = True  # no process has failed during the drain
+        # Last: if anything before fails, no folder is left.
+        self._stack = ExitStack()
+        self._engine_path, self.engine_listener = self._stack.enter_context(engine_socket())
+        update = {"uds": self._engine_path, "keys": None, "tls": TlsSettings()}
+        memory = {"max_buffered_bytes": self._settings.buffered_bytes}
+        limits = settings.limits.model_copy(update=memory)
+        self.engine_settings = settings.model_copy(update={**update, "limits": limits})
 
     def start(self, app: ExpertApp) -> None:
         """Start the processes, on the running event loop."""
@@ -134,8 +126,7 @@ class Workers:
         self._is_ending = True
         for process in self._processes.values():
             process.connection.close()
-        self.engine_listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._stack.close()
 
     def _tell(self, message: bytes) -> None:
         for process in list(self._processes.values()):

@@ -15,6 +15,7 @@ from expertd.kernels import Backend, Overlap, RankMemory, overlaps
 from expertd.service.engine.layers import Cancelled, rule_of, weights_of
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
+from expertd.service.files import temporary_directory
 from expertd.service.moe.base import Layer
 from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
 from expertd.service.moe.runner import LayerRunner
@@ -63,6 +64,8 @@ class RankPart:
             torch.set_num_threads(max(1, torch.get_num_threads() // setup.settings.ranks_per_node))
         else:
             _use_device(numbers(devices), setup.local_rank)
+            # Where torch makes a socket for memory that ranks share: it tries no other folder.
+            os.putenv("TMPDIR", str(temporary_directory("devices")))
         os.putenv("GLOO_SOCKET_IFNAME", setup.meeting.interface)
         store = setup.meeting.store(str(setup.generation))
         self._membership = Membership(setup, store)

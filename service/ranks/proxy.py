@@ -19,6 +19,7 @@ from expertd.service.ranks.link import Kind, Link
 from expertd.service.ranks.messages import StepCommand, StepEnd
 from expertd.service.ranks.moves import NO_STEP
 from expertd.service.ranks.packing import PackedStep, pack, unpack
+from expertd.service.ranks.recording import said
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.remote import region_of
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
@@ -125,7 +126,7 @@ class Proxy:
             with file:
                 file.write(trace.data)
         except OSError as error:
-            self._trace_error = f"the trace could not be written: {error}"
+            self._trace_error = said(error)
 
     def _finish(self, end: bytes, num_bytes: int) -> None:
         outputs = np.empty(num_bytes, np.uint8)

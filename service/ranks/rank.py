@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,7 +31,7 @@ class Rank:
     mapped   by region: an error, or ""; None: it has not answered yet
     closing  the regions that it has to forget, and has not yet
     answer   its last answer about partitions
-    recorded  its last answer about a recording: an error, or ""
+    recorded  its last answer about a recording: the kind of an error and its text, or ""
     moved    its last `MoveCommand`: number, seconds, and an error or ""
     met      the generation of the last group that it has met
     left     the digest of its placements, once it has left its group; see `placements.digest`
@@ -57,7 +56,7 @@ class Rank:
         bell, sizes = Bell(), RingSizes.of(setup.settings)
         memory = os.memfd_create("expertd-ring", os.MFD_CLOEXEC)
         try:
-            with theirs, tempfile.TemporaryFile() as setup_file:
+            with theirs, os.fdopen(os.memfd_create("expertd-setup"), "w+b") as setup_file:
                 os.ftruncate(memory, sizes.total_bytes)
                 self.rings = sizes.rings(memory, bell, end_bell)
                 setup.write(setup_file)

@@ -2,29 +2,34 @@
 
 import logging
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import IO, Any
 
-from expertd.service.engine.errors import ProfileRefusedError
+from expertd.service.engine.errors import (
+    ProfileRefusedError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 from expertd.service.engine.joint_trace import of_process
 from expertd.service.engine.loading import Loaded
-from expertd.service.engine.recorder import Recorder, check_size
+from expertd.service.engine.recorder import Recorder, check_size, import_profiler, storage_error
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.messages import ERROR_BYTES
 
 logger = logging.getLogger(__name__)
 
+_KINDS = {kind.__name__: kind for kind in (StorageFullError, StorageUnavailableError)}
+
 
 class RankRecorder:
     """For a rank: does what RECORD messages ask for, and answers them.
 
     do_between_steps  has the thread of the steps do something
-    say               tells the front end that it is done: an error, or ""
+    say               tells the front end that it is done: the kind of an error and its text, or ""
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class RankRecorder:
 
     def _begin(self) -> None:
         self.end()
+        import_profiler()
         self._recorder = Recorder()
         self._recorder.start(self._loaded.streams())
         self._is_recording = True
@@ -81,7 +87,7 @@ class RankRecorder:
             work()
         except Exception as error:
             logger.debug("recording failed", exc_info=error)
-            self._say((str(error) or type(error).__name__)[:ERROR_BYTES])
+            self._say(said(error))
         else:
             self._say("")
 
@@ -113,7 +119,7 @@ class RankRecordings:
         """What each rank has recorded; on any thread. Raises DeviceLostError, ProfileRefusedError."""
         assert self._group is not None
         with ExitStack() as stack:
-            files = {rank.number: stack.enter_context(tempfile.TemporaryFile()) for rank in self._group.ranks}
+            files = {rank.number: stack.enter_context(_memory_file()) for rank in self._group.ranks}
             numbers = {rank: file.fileno() for rank, file in files.items()}
             _refuse(self._group.record(numbers, words.RECORD, words.TRACE, base))
             check_size(sum(os.fstat(number).st_size for number in numbers.values()))
@@ -126,6 +132,16 @@ def write_trace(descriptor: int, trace: Callable[[], bytes]) -> None:
         file.write(trace())
 
 
+def said(error: Exception) -> str:
+    """An error for the front end."""
+    error = storage_error(error) if isinstance(error, OSError) else error
+    return f"{type(error).__name__}: {error}"[:ERROR_BYTES]
+
+
+def _memory_file() -> IO[bytes]:
+    return os.fdopen(os.memfd_create("expertd-trace"), "w+b")
+
+
 def _content(file: IO[bytes]) -> bytes:
     file.seek(0)
     return file.read()
@@ -134,4 +150,5 @@ def _content(file: IO[bytes]) -> bytes:
 def _refuse(errors: Mapping[int, str]) -> None:
     for rank, error in sorted(errors.items()):
         if error:
-            raise ProfileRefusedError(f"rank {rank}: {error}")
+            kind, _, text = error.partition(": ")
+            raise _KINDS.get(kind, ProfileRefusedError)(f"rank {rank}: {text or kind}")

@@ -35,7 +35,7 @@ MAPPED = "mapped"  # a region's number; a sentence instead of "" if it could not
 LEAVE = "leave"  # to a rank: forget all commands, and leave the group
 RECORD = "record"  # to a rank: BEGIN or END, between two steps, or TRACE, what times count from, and its file
 BEGIN, END, TRACE = "begin", "end", "trace"
-RECORDED = "recorded"  # the answer: an error or ""
+RECORDED = "recorded"  # the answer: the kind of an error and its text, or ""
 LEFT = "left"  # the answer: the digest of its placements
 
 

@@ -89,10 +89,11 @@ class Supervisor(PresentRanks):
         except LoadFailedError as error:
             self._note(failure=error)
         except Exception as error:
-            logger.exception("the ranks cannot be started")
-            self._note(
-                failure=LoadFailedError(str(error), False), why=f"the ranks cannot be started: {error}"
-            )
+            is_expected = isinstance(error, OSError)
+            if not is_expected:
+                logger.exception("the ranks cannot be started")
+            why = f"the ranks cannot be started: {error}"
+            self._note(failure=LoadFailedError(why, is_expected), why=why)
 
     def _run_all(self, nodes: Nodes | None) -> None:
         """Start all ranks, and run steps until all have to start again, or `stop`.

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from expertd.kernels import jit
 from expertd.kernels.jit import Source, cache
 from expertd.kernels.jit import source as source_module
 from expertd.kernels.jit.build import cache_key
+from tests.service.full import largest_file
 
 _HEADER = "#pragma once\nconstexpr float kScale = 2;\n"
 _OTHER = '#pragma once\n  #  include "scale.cuh"\nconstexpr float kTwice = kScale * 2;\n'
@@ -171,21 +173,56 @@ def test_a_directory_that_cannot_be_made_costs_only_time(
 
 
 def test_a_crash_between_writing_and_renaming_leaves_no_entry(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
 
-        def full(*_: object) -> None:
-            raise OSError(28, "No space left on device")
+        def crash(*_: object) -> None:
+            raise KeyboardInterrupt
 
-        patched.setattr(Path, "replace", full)
-        assert not jit.build(PLUS_1).cached
-    assert "No space left on device" in caplog.text
+        patched.setattr(Path, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            jit.build(PLUS_1)
     assert [path.suffix for path in cache_dir.iterdir() if path.suffix != ".lock"] == [".part"]
     assert jit.find(PLUS_1) is None
     assert not jit.build(PLUS_1).cached
     assert [path.suffix for path in cache_dir.iterdir() if path.suffix != ".lock"] == [".bin"]
     assert jit.build(PLUS_1).cached
+
+
+def test_a_full_disk_keeps_no_part_of_an_entry(cache_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with largest_file(1000):
+        assert not jit.build(PLUS_1).cached
+    assert "is not kept for the next start: [Errno 27] File too large" in caplog.text
+    assert [path.suffix for path in cache_dir.iterdir()] == [".lock"]
+    assert not jit.build(PLUS_1).cached
+    assert jit.build(PLUS_1).cached
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("cache", None),
+        ("missing/cache", None),
+        ("file", "Not a directory"),
+        ("file/cache", "Not a directory"),
+        ("/proc/expertd/cache", "No such file or directory"),
+    ],
+)
+def test_a_directory_is_tried_before_anything_is_compiled(
+    tmp_path: Path, place: str, reason: str | None
+) -> None:
+    (tmp_path / "file").touch()
+    before = list(tmp_path.iterdir())
+    if reason is None:
+        jit.check_writable(tmp_path / place)
+    else:
+        text = f"kernel cache: expected a folder that can be written to, got {tmp_path / place}: {reason}"
+        with pytest.raises(OSError, match=f"^{re.escape(text)}$"):
+            jit.check_writable(tmp_path / place)
+    assert list(tmp_path.iterdir()) == before
+    with largest_file(0), pytest.raises(OSError, match=r"File too large$"):
+        jit.check_writable(tmp_path)
 
 
 def test_a_lock_held_forever_is_ignored(

@@ -1,4 +1,4 @@
-"""Unreadable files are reported with their path, and with their owner if permissions are the reason."""
+"""Files that cannot be read or written are reported with their path and the reason."""
 
 import os
 import subprocess
@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd.service.files import check_readable, read_text
+from expertd.service.files import (
+    NO_ROOM,
+    UnwritableError,
+    check_readable,
+    check_writable,
+    read_text,
+    temporary_folder,
+    write_whole,
+)
 from expertd.service.moe.weights import random_weights, save_weights
 from tests.service.checkpoints.builders import Checkpoint
+from tests.service.full import REASONS, break_temporary_files, largest_file
 from tests.service.moe.test_weights import SHAPE
 
 UID = 65534 if os.geteuid() == 0 else os.geteuid()
@@ -101,3 +110,73 @@ def test_other_file_types_and_encodings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"latin: expected UTF-8, got .* at byte 3$"):
         read_text(tmp_path / "latin")
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_without_a_temporary_folder_the_reason_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = break_temporary_files(monkeypatch, kind, tmp_path)
+    expected = "it: expected a folder for temporary files (TMPDIR) that can be written to"
+    with pytest.raises(UnwritableError) as caught, temporary_folder("it"):
+        pass
+    assert str(caught.value) == f"{expected}, got {tried}: {REASONS[kind]}"
+    assert os.strerror(caught.value.errno or 0) == REASONS[kind]
+
+
+def test_a_temporary_folder_may_be_lost_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(UnwritableError, match=rf"got {tmp_path}/gone: No such file or directory$"):
+        temporary_folder("it").__enter__()
+
+
+def test_a_temporary_folder_is_private_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder("it") as folder:
+        assert folder.parent == tmp_path
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").touch()
+    with pytest.raises(KeyError), temporary_folder("it"):
+        raise KeyError
+    with temporary_folder("it") as folder:
+        folder.rmdir()  # as an HTTP process does when the server is gone
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("new", None),
+        ("old", None),
+        ("pipe", None),
+        ("missing/new", "No such file or directory"),
+        ("old/new", "Not a directory"),
+    ],
+)
+def test_a_file_is_tried_before_it_is_written(tmp_path: Path, name: str, reason: str | None) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    os.mkfifo(tmp_path / "pipe")
+    if reason is None:
+        check_writable(tmp_path / name, "it")
+    else:
+        with pytest.raises(UnwritableError, match=f"got {tmp_path / name}: {reason}$"):
+            check_writable(tmp_path / name, "it")
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "pipe"}
+    assert (tmp_path / "old").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name", ["new", "old", "link"])
+def test_no_part_of_a_file_is_left(tmp_path: Path, name: str) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("/dev/full")
+    with largest_file(1000), pytest.raises(UnwritableError) as caught:
+        write_whole(tmp_path / name, bytes(2000), "it")
+    assert caught.value.errno in NO_ROOM
+    assert str(caught.value).startswith(
+        f"it: expected a file that can be written to, got {tmp_path / name}: "
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "link"} - ({name} - {"link"})
+    write_whole(tmp_path / "new", bytes(2000), "it")
+    assert (tmp_path / "new").stat().st_size == 2000

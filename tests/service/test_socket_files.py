@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.channels.listener import listen_at
-from expertd.service.socket_files import SocketFile
+from expertd.service.socket_files import SocketFile, listen_at
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_a_file_that_is_gone_is_no_error(path: Path) -> None:
 def listen(path: Path, together: threading.Barrier, stack: ExitStack, refused: list[str]) -> None:
     together.wait()
     try:
-        made, file = listen_at(path)
+        made, file = listen_at(path, 1)
     except OSError as error:
         refused.append(str(error))
     else:

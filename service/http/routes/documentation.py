@@ -24,7 +24,8 @@ _STATUS_TEXTS = {
     429: "The queue is full (with Retry-After), and limits.queue_full_status is 429",
     500: "The server failed",
     503: "Not ready or shutting down, the queue or the memory is full (with Retry-After), the request's "
-    "timeout passed, or there are too many channels",
+    "timeout passed, there are too many channels, or no folder for temporary files",
+    507: "There is no room for a temporary file",
 }
 
 _KEY_SCHEME = {

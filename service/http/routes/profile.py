@@ -34,7 +34,7 @@ def profile_router(engine: Engine, bodies: BodyReader) -> APIRouter:
     @router.post(
         "/profile",
         response_class=Response,
-        responses={**_TRACE, **errors(400, 408, 409, 413, 415, 422, 503)},
+        responses={**_TRACE, **errors(400, 408, 409, 413, 415, 422, 503, 507)},
         openapi_extra=_BODY,
     )
     async def post_profile(request: Request) -> Response:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from expertd.service.cli import main
 from expertd.service.commands import serve
+from expertd.service.commands.devices import check_sockets
 from expertd.service.commands.serve import exposure
+from expertd.service.files import UnwritableError
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks import shares
 from expertd.service.tracing import tracing
 from tests.service.apps import tiny_settings
 from tests.service.certificates import FOLDER
+from tests.service.full import REASONS, break_temporary_files
 from tests.service.moe.test_weights import SHAPE
 
 Output = pytest.CaptureFixture[str]
@@ -112,12 +116,79 @@ def test_check_prints_every_setting_with_its_origin(
     assert rows["host"] == ("127.0.0.1", "default")
     assert [result["name"] for result in about["checks"]] == [
         "settings", "checkpoints", "weights", "grpc", "tracing", "keys", "tls", "address", "rendezvous",
-        "channels",
-        "backend",
+        "channels", "temporary folder", "backend", "kernel cache", "cpus",
         "partitions",
         "memory",
         "host memory",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_temporary_folder_is_found_missing_before_the_start(
+    kind: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Only HTTP processes cannot do without: they have a socket there."""
+    tried = break_temporary_files(monkeypatch, kind, tmp_path)
+    expected = "expected a folder for temporary files (TMPDIR) that can be written to"
+    text = f"{expected}, got {tried}: {REASONS[kind]}"
+    several = ("--config", config, "--http-workers", "2")
+    code, about = check(capsys, *several)
+    assert (code, failed(about)) == (2, {"temporary folder": f"http_workers: {text}"})
+    for ranks in ("1", "2"):
+        code, about = check(capsys, "--config", config, "--ranks", ranks)
+        details = {result["name"]: result["detail"] for result in about["checks"]}
+        assert (code, details["temporary folder"]) == (0, f"warning: profiles: {text}")
+
+
+def test_ranks_on_gpus_have_sockets_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpus = tiny_settings(backend="hopper", devices="0-1")
+    (long := tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ValueError, match=rf"^devices: expected a path of at most 90 bytes .*: {long}$"):
+        check_sockets(on_gpus)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(
+        UnwritableError, match=rf"^devices: expected a folder .*, got {tmp_path}/gone: No such f"
+    ):
+        check_sockets(on_gpus)
+    check_sockets(tiny_settings())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    check_sockets(on_gpus)
+    assert list(tmp_path.iterdir()) == [long]
+
+
+def test_a_socket_of_http_processes_needs_a_short_path(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    (long := tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    code, about = check(capsys, "--config", config, "--http-workers", "2")
+    assert code == 2
+    text = failed(about)["temporary folder"]
+    assert text.startswith(f"http_workers: expected a path for a new socket, got {long}/expertd-")
+    assert text.endswith(": AF_UNIX path too long")
+    assert list(long.iterdir()) == []
+
+
+@pytest.mark.parametrize(("place", "reason"), [("cache", ""), ("file/cache", "Not a directory")])
+def test_a_kernel_cache_that_cannot_be_written_is_a_warning(
+    place: str, reason: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EXPERTD_CACHE_DIR", str(tmp_path / place))
+    monkeypatch.setattr("expertd.service.commands.check._is_on_gpu", lambda _: True)
+    _, about = check(capsys, "--config", config)
+    (found,) = (result for result in about["checks"] if result["name"] == "kernel cache")
+    assert found["ok"]
+    if reason:
+        text = f"kernel cache: expected a folder that can be written to, got {tmp_path / place}: {reason}"
+        more = "what is compiled at a start is not kept for the next one"
+        assert found["detail"] == f"warning: {text}: {more}"
+    else:
+        assert found["detail"] == str(tmp_path / place)
+        assert not (tmp_path / place).exists()
 
 
 def test_check_as_a_table(config: Path, capsys: Output) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import resource
 from typing import Any
 
 import pytest
@@ -107,6 +108,21 @@ def test_what_a_gpu_needs_pinned_must_fit() -> None:
     assert found is not None, caught.value
     least = int(found[1])
     assert check_host_memory(tiny_settings({"max_buffered_bytes": least}), on_gpu=True).warning is None
+
+
+@pytest.mark.usefixtures("of_8_gb")
+@pytest.mark.parametrize(("workers", "largest"), [(1, "1.1 GB"), (2, "604.0 MB")])
+def test_files_of_memory_may_be_as_large(workers: int, largest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = tiny_settings(http_workers=workers)
+    for most, enough in ((resource.RLIM_INFINITY, True), (GIB, True), (1 << 20, False), (0, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, most=most: (most, most))
+        if enough:
+            check_host_memory(settings, on_gpu=False)
+            continue
+        with pytest.raises(MemoryError) as caught:
+            check_host_memory(settings, on_gpu=False)
+        expected = f"host memory: expected files of up to {largest} (limits.max_buffered_bytes)"
+        assert str(caught.value) == f"{expected}, got a limit of {most / 1e6:.1f} MB (ulimit -f)"
 
 
 @pytest.mark.usefixtures("of_8_gb")

@@ -16,6 +16,7 @@ import pytest
 from expertd.kernels import jit
 from expertd.kernels.backends.hopper import variants
 from expertd.service.cli import main
+from tests.service.full import break_temporary_files
 
 VARIANTS = variants.VARIANTS[:4]  # tests/kernels compiles them all
 NAMES = [variant.source.name for variant in VARIANTS]
@@ -147,6 +148,46 @@ def test_a_bundle_that_cannot_be_written_is_an_error(
     monkeypatch.setattr(variants, "VARIANTS", VARIANTS[-1:])
     assert main(["kernels", "--build", "--bundle"]) == 2
     assert f"bundle: expected to write to {tmp_path}/file/built" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is found before anything is compiled."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(jit.CACHE_DIR_VARIABLE, str(tmp_path / "file" / "cache"))
+    before = jit.stats()
+    assert main(["kernels", "--build"]) == 2
+    text = (
+        f"kernel cache: expected a folder that can be written to, got {tmp_path}/file/cache: Not a directory"
+    )
+    assert capsys.readouterr() == ("", f"expertd kernels: {text}\n")
+    assert jit.stats() == before
+
+
+@pytest.mark.usefixtures("use_full_cache")
+def test_a_disassembly_needs_a_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = break_temporary_files(monkeypatch, "a file", tmp_path)
+    assert main(["kernels", "--dump", NAMES[0], "--format", "sass"]) == 2
+    expected = "--format sass: expected a folder for temporary files (TMPDIR) that can be written to"
+    assert capsys.readouterr().err == f"expertd kernels: {expected}, got {tried}: Not a directory\n"
+
+
+def test_without_a_home_the_cache_needs_a_directory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (jit.CACHE_DIR_VARIABLE, "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert main(["kernels"]) == 2
+    text = f"expertd kernels: {jit.CACHE_DIR_VARIABLE}: expected a directory, got neither it nor a home\n"
+    assert capsys.readouterr().err == text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import yaml
 
 from expertd.service.cli import main
 from tests.service.apps import tiny_settings
+from tests.service.full import REASONS, break_temporary_files
 from tests.service.processes import expertd
 
 Output = pytest.CaptureFixture[str]
@@ -86,12 +87,40 @@ def test_what_does_not_load_is_reported(config: Path, tmp_path: Path) -> None:
         ),
         (["--output", "/"], "--output: expected a file in a directory that exists, got /"),
         (["-o", "/no/f"], "--output: expected a file in a directory that exists, got /no/f"),
+        (
+            ["-o", "/proc/f"],
+            "--output: expected a file that can be written to, got /proc/f: No such file or directory",
+        ),
     ],
 )
 def test_wrong_options_are_refused(config: Path, capsys: Output, options: list[str], text: str) -> None:
     named = ["--served-model", "tiny"] if options and "--served-model" not in options else []
     assert main(["profile", "--config", str(config), *named, *options]) == 2
     assert capsys.readouterr() == ("", f"expertd profile: {text}\n")
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_trace_needs_a_temporary_folder(
+    kind: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Which is found before a layer is loaded."""
+    tried = break_temporary_files(monkeypatch, kind, tmp_path)
+    file = tmp_path / "steps.json"
+    options = ["--config", str(config), "--served-model", "tiny", "--output", str(file)]
+    with monkeypatch.context() as patched:
+        patched.setattr("expertd.service.commands.profile.check_writable", lambda *_: None)
+        assert main(["profile", *options]) == 2
+    expected = "trace: expected a folder for temporary files (TMPDIR) that can be written to"
+    assert capsys.readouterr().err == f"expertd profile: {expected}, got {tried}: {REASONS[kind]}\n"
+    assert not file.exists()
+
+
+@pytest.mark.slow
+def test_a_trace_that_cannot_be_written_is_an_error(config: Path) -> None:
+    result = expertd("profile", "--config", config, "--served-model", "tiny", "-o", "/dev/full")
+    assert result.returncode == 1
+    text = "--output: expected a file that can be written to, got /dev/full: No space left on device"
+    assert result.stderr.splitlines()[-1] == f"expertd profile: {text}"
 
 
 def test_every_wrong_setting_is_reported(config: Path, capsys: Output) -> None:

@@ -2,6 +2,8 @@
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,22 @@ def test_serve_refuses_a_weights_file_before_it_listens(config: Path, tmp_path: 
     result = expertd("serve", "--config", config, "--set", f"models.0.weights={{path: {path}}}")
     assert result.returncode == 2
     assert result.stderr == f"expertd: {path}: cannot be read: No such file or directory\n"
+
+
+@pytest.mark.slow
+def test_serve_refuses_a_missing_temporary_folder_before_it_listens(config: Path) -> None:
+    program = (
+        "import sys, tempfile\n"
+        "tempfile._candidate_tempdir_list = lambda: ['/none']\n"
+        "from expertd.service.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", program, "serve", "--config", str(config), "--http-workers", "2"]
+    result = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, check=False, timeout=60
+    )
+    text = "http_workers: expected a folder for temporary files (TMPDIR) that can be written to, got /none: "
+    assert (result.returncode, result.stderr) == (2, f"expertd: {text}No such file or directory\n")
 
 
 @pytest.mark.slow

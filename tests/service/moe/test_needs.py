@@ -15,6 +15,7 @@ from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
+from tests.service.cgroups import V2, fake_groups
 
 SHAPE = LayerShape(hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4, num_shared_experts=1)
 
@@ -56,42 +57,32 @@ def test_layers_share_memory_for_steps_and_graphs() -> None:
     assert part.weights == each[0].weights - 12 * SHAPE.expert_bytes
 
 
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:    4000 kB\n")
-    assert free_host_bytes(meminfo, tmp_path) == 4_096_000
-    (tmp_path / "memory.current").write_text("3000000\n")
-    (tmp_path / "memory.stat").write_text("anon 7\ninactive_file 500000\n")
-    for most, free in (("max", 4_096_000), ("4000000", 1_500_000), ("2000000", 0), ("90000000", 4_096_000)):
-        (tmp_path / "memory.max").write_text(f"{most}\n")
-        assert free_host_bytes(meminfo, tmp_path) == free
-
-
 @pytest.mark.parametrize(
-    ("line", "folder", "version"),
+    ("own", "folder", "version"),
     [
-        ("0::/a.slice/b.service", "a.slice/b.service", 2),
-        ("0::/a.slice/b.service", "a.slice", 2),
-        ("0::/not/here", "", 2),
-        ("4:cpu,memory:/a/b", "memory/a/b", 1),
-        ("4:memory:/not/here", "memory", 1),
+        ("0::/\n", "", 2),
+        ("0::/a.slice/b.service\n", "a.slice/b.service", 2),
+        ("0::/a.slice/b.service\n", "a.slice", 2),
+        ("0::/not/here\n", "", 2),
+        ("7:cpuset:/\n4:cpu,memory:/a/b\n", "a/b", 1),
+        ("4:memory:/not/here\n", "", 1),
     ],
 )
-def test_the_limit_of_a_service_counts(tmp_path: Path, line: str, folder: str, version: int) -> None:
-    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
-    meminfo.write_text("MemAvailable:    4000 kB\n")
-    own.write_text(f"7:cpuset:/\n{line}\n")
-    assert free_host_bytes(meminfo, tmp_path, own) == 4_096_000
-    limited = tmp_path / folder
-    limited.mkdir(parents=True, exist_ok=True)
+def test_the_limit_of_a_container_or_service_counts(
+    tmp_path: Path, own: str, folder: str, version: int
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:    4000 kB\n")
     names = ("memory.max", "memory.current", "inactive_file")
     if version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    (limited / names[0]).write_text("4000000\n")
-    (limited / names[1]).write_text("3000000\n")
-    (limited / "memory.stat").write_text(f"{names[2]} 500000\n")
-    assert free_host_bytes(meminfo, tmp_path, own) == 1_500_000
-    assert free_host_bytes(meminfo, tmp_path, tmp_path / "none") == 4_096_000
+    group = f"cg/{folder}"
+    files = {f"{group}/{names[1]}": "3000000\n", f"{group}/memory.stat": f"anon 7\n{names[2]} 500000\n"}
+    mounts = [("/", "cg", V2 if version == 2 else ("cgroup", "rw,cpu,memory"))]
+    for most, free in (("max", 4_096_000), ("4000000", 1_500_000), ("2000000", 0), ("90000000", 4_096_000)):
+        proc = fake_groups(tmp_path, own, mounts, {**files, f"{group}/{names[0]}": f"{most}\n"})
+        assert free_host_bytes(meminfo, proc) == free
+    assert free_host_bytes(meminfo, tmp_path / "none") == 4_096_000
 
 
 def test_this_machine_has_free_memory() -> None:

@@ -6,15 +6,20 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import httpx
 import pytest
 
+from expertd.service.engine.errors import StorageFullError, StorageUnavailableError
 from expertd.service.engine.profile_run import profile_steps
 from expertd.service.ranks import recording
+from expertd.service.ranks import setup as words
+from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.recording import RankRecorder, RankRecordings
 from tests.service.apps import Serving, error_of, rows, tiny_settings
+from tests.service.full import REASONS, break_temporary_files
 from tests.service.ranks.nodes import agent, node_settings
 from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
 from tests.service.waiting import until
@@ -95,15 +100,36 @@ def full_disk() -> IO[bytes]:
     return Path("/dev/full").open("w+b")
 
 
+@pytest.mark.parametrize("kind", REASONS)
+def test_the_front_end_says_what_a_rank_cannot_write(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank without a temporary folder records nothing."""
+    said: list[str] = []
+    rank = RankRecorder(1, cast(Any, None), lambda job: job(), said.append)
+    with monkeypatch.context() as broken:
+        tried = break_temporary_files(broken, kind, tmp_path)
+        rank.handle([words.BEGIN], cast(Any, None))
+    rank.handle([words.END], cast(Any, None))
+    assert said[1] == ""
+    group = SimpleNamespace(record=lambda files, *message: {0: "", 1: said[0] * (message[1] == words.BEGIN)})
+    error = StorageFullError if kind == "full" else StorageUnavailableError
+    with pytest.raises(error) as caught:
+        RankRecordings(lambda: cast(RankGroup, group)).begin()
+    expected = "profile: expected a folder for temporary files (TMPDIR) that can be written to"
+    assert str(caught.value) == f"rank 1: {expected}, got {tried}: {REASONS[kind]}"
+
+
 async def test_ranks_of_other_nodes_record_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = node_settings(ranks=1)
     with agent(settings, tmp_path):
         async with serving_ranks(settings) as server:
             with monkeypatch.context() as full:
-                full.setattr(recording, "tempfile", SimpleNamespace(TemporaryFile=full_disk))
+                full.setattr(recording, "_memory_file", full_disk)
                 for _ in range(2):
-                    text = error_of(await record(server, steps=3, seconds=20), 422)
-                    assert "No space left on device" in text
+                    text = error_of(await record(server, steps=3, seconds=20), 507)
+                    room = "profile: expected room for the trace, got an error: No space left on device"
+                    assert text == f"rank 0: {room}"
             check(await recorded(server, steps=3, seconds=20), 2, 3)
 
 

@@ -94,6 +94,20 @@ def test_an_agent_whose_ranks_do_not_start_says_so_and_goes_on(monkeypatch: pyte
     assert reports == [(3, why)]
 
 
+def test_what_the_system_refuses_at_the_start_is_one_sentence(
+    supervising: Supervisor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(supervisor, "start_ranks", start)
+    supervising._run()
+    assert str(supervising._failure) == "the ranks cannot be started: [Errno 24] Too many open files"
+    assert supervising._failure is not None
+    assert supervising._failure.is_expected
+    assert "Traceback" not in caplog.text
+
+
 @pytest.mark.slow
 def test_a_signal_may_interrupt_an_agents_wait_anywhere() -> None:
     """With a lock that its handler waits for, it would hang."""

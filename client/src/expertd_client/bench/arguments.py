@@ -1,7 +1,6 @@
 """The arguments of `expertd-client bench`, and its run."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 from expertd_client.bench.case import BenchError, Case, Result, Target
 from expertd_client.bench.load import hidden_states
 from expertd_client.bench.processes import Processes
-from expertd_client.bench.report import heading, progress_bar, remarks, row, write_json
+from expertd_client.bench.report import heading, num_cpus, progress_bar, remarks, row, write_json
 from expertd_client.client import ExpertClient
 from expertd_client.errors import ExpertError
 from expertd_client.transport import ORDER
@@ -85,10 +84,13 @@ def _find(arguments: argparse.Namespace) -> tuple[Target, dict[str, object]]:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises BenchError."""
+    """Raises BenchError. Leaves no file."""
+    is_new = not path.exists()
     try:
         with path.open("a"):
             pass
+        if is_new:
+            path.unlink()
     except OSError as error:
         text = f"--json: expected a file that can be written to, got {path}: {error.strerror}"
         raise BenchError(text) from error
@@ -106,7 +108,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 def _measure(target: Target, cases: list[Case], processes: int | None, results: list[Result]) -> None:
     """Append what is measured to `results`. Raises BenchError."""
     most = max(case.connections for case in cases)
-    count = min(most, processes or max(1, (os.cpu_count() or 1) // 2))
+    count = min(most, processes or max(1, num_cpus() // 2))
     total = sum(case.seconds + case.warmup for case in cases)
     with Processes(target, count) as senders, progress_bar(total) as progress:
         progress.write(heading())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertd_client.bench.case import Result, Target
+from expertd_client.bench.case import BenchError, Result, Target
 from expertd_client.version import __version__
 
 _BUSY = 0.9  # of a core: Python threads of one process share about one
@@ -57,7 +57,7 @@ def remarks(results: list[Result]) -> Iterator[str]:
 
 
 def write_json(path: Path, target: Target, server: Any, results: list[Result]) -> None:
-    """Everything that was measured, and where."""
+    """Everything that was measured, and where. Raises BenchError, and leaves no part of it."""
     about = {
         "server": {"url": target.url, "name": server.get("name"), "version": server.get("version")},
         "model": {"name": target.model, "hidden_size": target.hidden_size, "datatype": target.datatype},
@@ -65,11 +65,23 @@ def write_json(path: Path, target: Target, server: Any, results: list[Result]) -
             "version": __version__,
             "transport": target.transport,
             "python": platform.python_version(),
-            "cpus": os.cpu_count(),
+            "cpus": num_cpus(),
         },
         "results": [result.as_json() for result in results],
     }
-    path.write_text(json.dumps(about, indent=2) + "\n")
+    try:
+        path.write_text(json.dumps(about, indent=2) + "\n")
+    except OSError as error:
+        if path.is_file() and not path.is_symlink():
+            path.unlink()
+        raise BenchError(f"--json: expected room for {path}, got an error: {error.strerror}") from error
+
+
+def num_cpus() -> int:
+    """Those that this process may use; of the machine, where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,16 @@ import asyncio
 import json
 import socket
 import struct
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from expertd.service.engine import profiling, recorder
 from tests.service.apps import (
@@ -22,6 +26,7 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
+from tests.service.full import REASONS, break_temporary_files, largest_file
 from tests.service.runners import EchoRunner
 from tests.service.sockets import connect, head, listening
 from tests.service.waiting import until
@@ -154,3 +159,65 @@ async def test_a_large_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_is_out_of_bounds_is_refused(body: dict[str, int]) -> None:
     async with serving(tiny_settings()) as server:
         error_of(await server.http.post("/v1/profile", json=body), 422)
+
+
+@pytest.mark.parametrize("kind", REASONS)
+async def test_nothing_is_recorded_without_a_temporary_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tiny_settings()) as server:
+        tried = break_temporary_files(monkeypatch, kind, tmp_path)
+        monkeypatch.setattr(profiling, "Recorder", None)  # it is not asked for one
+        text = error_of(await server.http.post("/v1/profile", json={}), 507 if kind == "full" else 503)
+        expected = "profile: expected a folder for temporary files (TMPDIR) that can be written to"
+        assert text == f"{expected}, got {tried}: {REASONS[kind]}"
+
+
+def cut_off(file: Path, export: Callable[[str], None]) -> None:
+    export(str(file))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def nothing(file: Path, export: Callable[[str], None]) -> None:
+    file.with_suffix(".tmp").symlink_to("/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("write", "status", "reason"),
+    [
+        (cut_off, 503, "Input/output error"),
+        (nothing, 507, "No space left on device"),
+    ],
+)
+async def test_a_trace_that_could_not_be_written_is_no_answer(
+    write: Callable[[Path, Callable[[str], None]], None], status: int, reason: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The profiler says nothing, and leaves the beginning of a trace, or none."""
+    export = torch.profiler.profile.export_chrome_trace
+    async with serving(tiny_settings()) as server:
+        with monkeypatch.context() as broken:
+            broken.setattr(tempfile, "tempdir", str(tmp_path))
+            broken.setattr(
+                torch.profiler.profile,
+                "export_chrome_trace",
+                lambda self, file: write(Path(file), partial(export, self)),
+            )
+            text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60), status)
+            assert text == f"profile: expected room for the trace, got {tmp_path}: {reason}"
+            assert list(tmp_path.iterdir()) == []
+        response = await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60)
+        assert "traceEvents" in json.loads(response.content)
+
+
+async def test_a_trace_above_the_limit_for_files_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = recorder.Recorder.trace
+
+    def limited(self: recorder.Recorder, threads: Mapping[int | None, str]) -> bytes:
+        with largest_file(1000):
+            return trace(self, threads)
+
+    monkeypatch.setattr(recorder.Recorder, "trace", limited)
+    async with serving(tiny_settings()) as server:
+        text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60), 507)
+        assert text.endswith(": File too large")
