@@ -73,7 +73,7 @@ async def test_null_is_absent_in_every_call(tmp_path: Path) -> None:
         ),
         ("POST", "/v1/channels", {**CHANNEL, "num_slots": None}, {"model": "tiny", "max_tokens": 4}),
         ("PUT", "/v1/log", {"level": None}, {}),
-        ("PUT", "/v1/log", {"level": "info", "unknown": None}, {"level": "info"}),
+        ("PUT", "/v1/log", {"level": "warning", "unknown": None}, {"level": "warning"}),
         ("PUT", "/v1/partitions", {"partitions": {"p": None}}, {"partitions": {}}),
         ("PUT", "/v1/partitions", {"partitions": None}, {}),
         ("POST", "/v1/placement", {"action": "rebalance", "ranks": None}, {"action": "rebalance"}),
