@@ -43,6 +43,7 @@ _IN_WEIGHTS = ("weight_input", "weight_output")  # the locations of transforms t
 _LAYER = re.compile(r"(?:^|\.)(layers\.\d+(?:\..*)?)$")
 _CLASS = re.compile(r"[A-Z]\w*")
 _PATTERN = re.compile(r"[\\^$+|]")  # transformers takes all names for patterns
+_SLOW = re.compile(r"[+*}][^()]*\)[+*{]")  # such as (a+)+, which may take longer than anybody waits
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class _Names:
             for name in names
         )
         patterns = [name for name in names if name.startswith("re:") or _PATTERN.search(name)]
+        for pattern in filter(_SLOW.search, patterns):
+            raise re.error("a repeated group repeats something", pattern.removeprefix("re:"))
         self._patterns = [re.compile(name.removeprefix("re:")) for name in patterns]
         rest = [name for name in names if name not in patterns]
         if globs := [translate(_shortened(name)) for name in rest if "*" in name]:
@@ -274,7 +277,8 @@ def _object(value: object) -> dict[str, Any]:
 
 
 def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    """A list, or one name as a list of it."""
+    return value if isinstance(value, list) else [value] if isinstance(value, str) else []
 
 
 def _shortened(name: str) -> str:

@@ -25,7 +25,7 @@ _LAYOUTS = {
     "a tensor each": (Layout(), 1),
     "`[E, n, k]`": (Layout(_EXPERTS), 1),
     "`[E, k, n]`": (Layout(_EXPERTS, transposed=True), 1),
-    "`[E, k, n]`, gates and ups in turns": (Layout(_EXPERTS, transposed=True), 2),
+    "`[E, k, n]`, gate and up rows interleaved": (Layout(_EXPERTS, transposed=True), 2),
 }
 
 

@@ -118,6 +118,7 @@ SERVED: list[tuple[str | Encoder, Said | None]] = [
             compressed(INT8, group(8, "float", [r"re:^model\.layers\.\d+\..*\.experts\.\d+\.w[123]$"])),
             compressed(group(8, "int", ["re:.*w[123]"]), BY_BLOCK),
             compressed(INT8, ignore=["re:^model\\.layers.*experts.*"]),
+            compressed(INT8, ignore="re:.*experts.*"), compressed(INT8, llm_int8_skip_modules="experts"),
             compressed(group(8, "float"), transform_config={"config_groups": {"R1": {"apply": [TRANSFORM]}}}),
             autofp8("dynamic", weight_block_size=[128, 128]), autofp8("static", weight_block_size=[128, 128]),
             autofp8("dynamic", weight_block_size=[128, 128], modules_to_not_convert=[f"{BLOCK}.gate"]),
@@ -256,6 +257,14 @@ REFUSED: list[tuple[str | Encoder, Said, str]] = [
         "int4",
     ),
     (bf16, compressed(group(8, "int", ["re:(("])), f"{CONFIG}: expected patterns of names, got '(('"),
+    *(
+        (
+            "fp8 by block",
+            compressed(INT8, ignore=[f"re:{slow}"]),
+            f"{CONFIG}: expected patterns of names, got {slow!r}",
+        )
+        for slow in ("(a+)+!", "(a*b*)*c", "(a{2,})+x")
+    ),
 ]
 
 

@@ -19,7 +19,6 @@ from tests.service.cgroups import V2, fake_groups
 
 HALF = {"cpu.max": "50000 100000\n"}
 V1 = ("cgroup", "rw,cpu,cpuacct")
-TOO_MANY = "more than run at once: they wait for each other"
 V1_FILES = {"cpu.cfs_quota_us": "250000\n", "cpu.cfs_period_us": "100000\n"}
 
 
@@ -115,6 +114,17 @@ def test_quotas_are_rounded_down(affinity: int, quota: float | None, count: int)
         (Cpus(8, 0.5), "auto", False, {}, {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}),
         (Cpus(2, 9.0), "auto", False, {}, {"OMP_WAIT_POLICY": "passive"}),
         (Cpus(8, 2.5), "auto", False, {"OMP_NUM_THREADS": "5"}, {"OMP_WAIT_POLICY": "passive"}),
+        (Cpus(8, 2.5), "auto", False, {"OMP_NUM_THREADS": "4,2"}, {"OMP_WAIT_POLICY": "passive"}),
+        *(
+            (
+                Cpus(8, 2.5),
+                "auto",
+                False,
+                {"OMP_NUM_THREADS": none, "OMP_WAIT_POLICY": ""},
+                {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
+            )
+            for none in ("", " ", "abc", "0", "-3", "2,")
+        ),
         (Cpus(8, None), "auto", False, {"OMP_WAIT_POLICY": "active"}, {}),
         (Cpus(8, None), "auto", True, {}, {}),
         (Cpus(8, None), "hopper", True, {}, {}),
@@ -130,7 +140,7 @@ def test_openmp_is_told_what_the_user_has_not_said(
     monkeypatch.setattr(command, "os", SimpleNamespace(environ=environment))
     monkeypatch.setattr(command, "Path", lambda _: SimpleNamespace(glob=lambda _: ["nvidia0"] * gpu))
     prepare_openmp(tiny_settings(backend=backend))
-    assert environment == {**expected, **given}
+    assert environment == {**given, **expected}
 
 
 @pytest.mark.parametrize(
@@ -144,13 +154,14 @@ def test_openmp_is_told_what_the_user_has_not_said(
             Cpus(8, 2.0),
             1,
             8,
-            f"warning: 8 by affinity, 2 by quota; torch has 8 threads, {TOO_MANY}",
+            "warning: 8 by affinity, 2 by quota; torch has 8 threads, more than the 2 that may run at once",
         ),
         (
             Cpus(2, 1.5),
             2,
             1,
-            f"warning: 2 by affinity, 1.5 by quota; torch has 1 thread in each of 2 ranks, {TOO_MANY}",
+            "warning: 2 by affinity, 1.5 by quota; torch has 1 thread in each of 2 ranks, "
+            "more than the 1 that may run at once",
         ),
     ],
 )
@@ -159,6 +170,7 @@ def test_check_says_what_was_found(
 ) -> None:
     monkeypatch.setattr(command, "cpus", lambda: found)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert check_cpus(tiny_settings(ranks=ranks), on_gpu=False) == text
     if ranks == 1:
         counted = f"{found}; kernels are compiled by {found.count} at once"
