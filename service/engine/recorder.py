@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,9 @@ def _whole(file: Path) -> bytes:
             rest.write(bytes(_PROBE_BYTES))
     except OSError as error:
         raise UnwritableError(_ROOM, file.parent.parent, error) from error
+    finally:
+        with suppress(OSError):
+            os.truncate(begun, 0)  # the profiler may keep it open, and its room
     raise UnwritableError(_ROOM, file.parent.parent, OSError(errno.EIO, os.strerror(errno.EIO)))
 
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import os
 import socket
 import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -208,6 +210,22 @@ async def test_a_trace_that_could_not_be_written_is_no_answer(
             assert list(tmp_path.iterdir()) == []
         response = await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60)
         assert "traceEvents" in json.loads(response.content)
+
+
+async def test_a_trace_that_could_not_be_written_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the profiler keeps its file open."""
+    with ExitStack() as stack:
+        held: list[IO[bytes]] = []
+
+        def export(_: object, name: str) -> None:
+            held.append(stack.enter_context(Path(f"{name}.tmp").open("wb")))
+            held[0].write(bytes(100_000))
+            held[0].flush()
+
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+        async with serving(tiny_settings()) as server:
+            error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60), 503)
+        assert os.fstat(held[0].fileno()).st_size == 0
 
 
 async def test_a_trace_above_the_limit_for_files_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
