@@ -105,7 +105,7 @@ struct Shared {
 // Waits for the preceding launch. All tokens have been received then: the call's last launch tells the other ranks.
 __device__ __forceinline__ void begin(const Items& items) {
     const bool announces = blockIdx.x == 0 && items.problem.end_column == items.problem.n;
-    if (announces && threadIdx.x < kMaxRanks) ptx::fence_system();  // takes 1 us, which is over before that launch is
+    if (announces && threadIdx.x < kMaxRanks) ptx::fence_system();  // while that launch still runs
     ptx::grid_dependency_wait();  // all but `rows` was complete before that launch let this one begin
     ptx::launch_dependents();
     if (announces) items.ranks.announce_consumed(threadIdx.x);

@@ -1,4 +1,4 @@
-"""The CPUs that a server uses: what OpenMP is told before torch is imported, and what `check` says."""
+"""The CPUs that a server uses: sets OpenMP's variables before torch is imported, and reports to `check`."""
 
 import os
 import re

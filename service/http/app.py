@@ -171,9 +171,9 @@ class ExpertApp(FastAPI):
         await super().__call__(scope, receive, send)
 
     async def _options(self, scope: Scope, methods: Collection[str]) -> Response:
-        """The methods of a path. Load balancers check health by OPTIONS: where GET does, this fails alike.
+        """The methods of a path, in `Allow`. Where GET checks health, the status is that of GET.
 
-        So does `/`, their usual path, as that of readiness.
+        Load balancers check health by OPTIONS, usually at `/`, which has the status of readiness.
         """
         asked = {**scope, "method": "GET", "path": _READY if scope["path"] == "/" else scope["path"]}
         try:
