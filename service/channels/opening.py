@@ -23,7 +23,6 @@ _ELEMENT_BYTES = dict(DATATYPES.values())
 class CudaMemory:
     """Memory of a GPU that the caller exports: a CUDA IPC handle, and the bytes from its start on."""
 
-    device_id: int
     raw_handle: bytes
     byte_size: int
 
@@ -88,9 +87,8 @@ class Opening:
     async def _opened(self, memory: CudaMemory, loaded: Loaded) -> DataRegion:
         if loaded.open_cuda is None:
             raise ChannelRefusedError(f"memory: expected system on backend {loaded.backend!r}, got cuda")
-        given = (memory.raw_handle, memory.device_id, memory.byte_size)
         try:
-            return await _made(partial(loaded.open_cuda, *given))
+            return await _made(partial(loaded.open_cuda, memory.raw_handle, memory.byte_size))
         except ValueError as error:
             raise ChannelRefusedError(str(error)) from error
 

@@ -99,7 +99,7 @@ class SharedMemory:
         if loaded.open_cuda is None:
             got = f"backend {loaded.backend!r} on {loaded.device}"
             raise RegionRefusedError(f"cuda shared memory: expected a GPU, or several of one node, got {got}")
-        opened = partial(loaded.open_cuda, handle, device_id, num_bytes)
+        opened = partial(loaded.open_cuda, handle, num_bytes)
         await self._register(name, "cuda", num_bytes, opened, {"device_id": device_id})
 
     async def unregister(self, kind: Kind, name: str | None = None) -> None:

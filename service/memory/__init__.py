@@ -5,6 +5,7 @@ from expertd.service.memory.region_uses import NoBlockError, Place, RegionUses
 from expertd.service.memory.regions import Kind, Region, Regions
 from expertd.service.memory.span import (
     HANDLE_BYTES,
+    HIDDEN,
     Buffer,
     DeviceMemory,
     Mapped,
@@ -22,6 +23,7 @@ from expertd.service.memory.system import RegionError, SystemMemory
 
 __all__ = [
     "HANDLE_BYTES",
+    "HIDDEN",
     "Arena",
     "Block",
     "Buffer",

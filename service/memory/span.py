@@ -23,6 +23,9 @@ Register = Callable[[Mapped], Unregister]
 """Makes host memory accessible to the device; returns the function that ends it."""
 
 
+HIDDEN = -1
+
+
 def nothing_to_register(memory: Mapped) -> Unregister:
     """A CPU accesses all host memory."""
     return lambda: None
@@ -32,7 +35,7 @@ def nothing_to_register(memory: Mapped) -> Unregister:
 class Span:
     """`num_bytes` at `address`: host memory that is registered with the device, or a GPU's memory.
 
-    device  index of the GPU; None: host memory
+    device  this process's number of the GPU, HIDDEN: one that it does not see; None: host memory
     view    the bytes of host memory; None: a GPU's memory, or host memory that only the device may access,
             by address, because its owner may take it away from the CPU (a caller's file, see SystemMemory)
     owner   what keeps the memory mapped
@@ -100,5 +103,5 @@ def check_handle(handle: bytes) -> None:
         raise ValueError(f"raw_handle: expected {HANDLE_BYTES} bytes, got {len(handle)}")
 
 
-OpenCuda = Callable[[bytes, int, int], DeviceMemory]
-"""Opens a CUDA IPC handle (64 bytes, index of its GPU, bytes from its start on); raises ValueError."""
+OpenCuda = Callable[[bytes, int], DeviceMemory]
+"""Opens a CUDA IPC handle (64 bytes, and the bytes from its start on); raises ValueError."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.kernels import HiddenStates, Quantized, as_floats, values_of
-from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
+from expertd.service.memory import HIDDEN, Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots, joined, rows_of
 from expertd.service.moe.capture import is_current, synchronize
@@ -390,8 +390,16 @@ def _view(memory: Span, dtype: torch.dtype, columns: int) -> Tensor:
 
 
 def _as_bytes(memory: Span) -> Tensor:
-    """Memory that the GPU can read, which the tensor does not keep; cached, for it takes a while to make."""
-    return _bytes_at(memory.address, memory.num_bytes, memory.device)
+    """Memory that the GPU can read, which the tensor does not keep; cached, for it takes a while to make.
+
+    Of a GPU that torch does not see, it is a copy.
+    """
+    if memory.device != HIDDEN:
+        return _bytes_at(memory.address, memory.num_bytes, memory.device)
+    copied, copies = torch.empty(memory.num_bytes, dtype=torch.uint8, device="cuda"), Copies()
+    copies.add(copied.data_ptr(), memory.address, memory.num_bytes, None)
+    copies.enqueue(torch.cuda.current_stream())
+    return copied
 
 
 @functools.lru_cache(maxsize=1024)

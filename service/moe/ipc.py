@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from expertd.service.memory import HANDLE_BYTES, DeviceMemory, OpenCuda, Span, check_handle
+from expertd.service.memory import HANDLE_BYTES, HIDDEN, DeviceMemory, OpenCuda, Span, check_handle
 
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -15,18 +15,17 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 def opener_for(device: torch.device) -> OpenCuda | None:
     """The function that makes other processes' GPU memory accessible to `device`; None for a CPU.
 
-    It opens a handle (64 bytes) of memory on the GPU `device_id`, of at least `num_bytes`. Another GPU's
-    memory becomes accessible by peer access. The driver counts how often a handle is open. The span names the
-    GPU that the driver names. Raises ValueError.
+    It opens a handle (64 bytes) of at least `num_bytes`. The handle tells the driver which GPU has the
+    memory, also one that is hidden from this process; other processes count GPUs in their own way. Another
+    GPU's memory becomes accessible by peer access. The driver counts how often a handle is open.
+    Raises ValueError.
     """
     if device.type != "cuda":
         return None
     index = device.index or 0
 
-    def open_cuda(handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
+    def open_cuda(handle: bytes, num_bytes: int) -> DeviceMemory:
         check_handle(handle)
-        if not 0 <= device_id < (count := torch.cuda.device_count()):
-            raise ValueError(f"device_id: expected 0 to {count - 1}, got {device_id}")
         driver = _driver(index)
         raw = driver.CUipcMemHandle()
         ctypes.memmove(raw.getPtr(), handle, HANDLE_BYTES)
@@ -46,7 +45,8 @@ def opener_for(device: torch.device) -> OpenCuda | None:
         status, ordinal = driver.cuPointerGetAttribute(
             driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer
         )
-        span = Span(int(pointer), num_bytes, device_id if status else int(ordinal))
+        is_seen = not status and 0 <= int(ordinal) < torch.cuda.device_count()
+        span = Span(int(pointer), num_bytes, int(ordinal) if is_seen else HIDDEN)
         return DeviceMemory(span, close, write=functools.partial(_write, index, span.address))
 
     return open_cuda

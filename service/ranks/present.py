@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.rank_metrics import RankDevice
-from expertd.service.memory import DeviceMemory, Mapped, Span, Unregister, check_handle
+from expertd.service.memory import HIDDEN, DeviceMemory, Mapped, Span, Unregister, check_handle
 from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.rank import Rank
 from expertd.service.ranks.regions import Exported, Region, SharedRegions
@@ -66,14 +66,14 @@ class PresentRanks:
         """As `register`, for a caller's file. Raises also DeviceLostError."""
         return self._share(memory, of_caller=True)[1]
 
-    def open_cuda(self, handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
+    def open_cuda(self, handle: bytes, num_bytes: int) -> DeviceMemory:
         """Have all ranks open a caller's GPU memory; see `OpenCuda`. Raises ValueError, DeviceLostError."""
         check_handle(handle)
         try:
-            region, close = self._share(Exported(handle, device_id, num_bytes), of_caller=True)
+            region, close = self._share(Exported(handle, num_bytes), of_caller=True)
         except RuntimeError as error:
             raise ValueError(str(error)) from error
-        return DeviceMemory(Span(region.address, num_bytes, device_id), close, handle)
+        return DeviceMemory(Span(region.address, num_bytes, HIDDEN), close, handle)
 
     def _share(self, memory: Mapped | Exported, of_caller: bool) -> tuple[Region, Unregister]:
         with self._mapping:

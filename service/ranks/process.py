@@ -65,9 +65,9 @@ class Control:
             case [words.MAP, number, num_bytes, offset, of_caller]:
                 what = number, descriptors[0], num_bytes, offset, self.register, of_caller
                 self._map(number, lambda: self.regions.map(*what))
-            case [words.OPEN, number, handle, device_id, num_bytes]:
+            case [words.OPEN, number, handle, num_bytes]:
                 assert self.open_cuda is not None
-                memory, open_cuda = Exported(bytes.fromhex(handle), device_id, num_bytes), self.open_cuda
+                memory, open_cuda = Exported(bytes.fromhex(handle), num_bytes), self.open_cuda
                 self._map(number, lambda: self.regions.open(number, memory, open_cuda))
             case [words.UNMAP, number]:
                 self.regions.unmap(number)

@@ -126,7 +126,7 @@ class Rank:
             return
         self.mapped[number] = None
         if isinstance(memory, Exported):
-            self.send(OPEN, number, memory.handle.hex(), memory.device_id, memory.num_bytes)
+            self.send(OPEN, number, memory.handle.hex(), memory.num_bytes)
         else:
             what = MAP, number, memory.num_bytes, memory.offset, region.of_caller
             self.send(*what, descriptors=[memory.descriptor])

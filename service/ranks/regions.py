@@ -19,10 +19,9 @@ _GPU_ALIGNMENT = 256  # of allocations
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """GPU memory that a caller has exported: a CUDA IPC handle, its GPU, and the bytes from its start on."""
+    """GPU memory that a caller has exported: a CUDA IPC handle, and the bytes from its start on."""
 
     handle: bytes
-    device_id: int
     num_bytes: int
 
 
@@ -151,7 +150,7 @@ class MappedRegions:
 
     def open(self, number: int, memory: Exported, open_cuda: OpenCuda) -> None:
         """Open GPU memory. Raises ValueError."""
-        opened = open_cuda(memory.handle, memory.device_id, memory.num_bytes)
+        opened = open_cuda(memory.handle, memory.num_bytes)
         self._unregister[number], self._spans[number] = opened.close, opened.span
 
     def is_on_gpu(self, number: int) -> bool:

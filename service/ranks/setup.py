@@ -20,7 +20,7 @@ SPIN_SECONDS = 50e-6  # before sleeping: the next step of a busy layer comes wit
 # Messages over the socket: the first word, and what follows it.
 SETUP = "setup"  # to a rank, with the descriptors of the pickled `RankSetup`, the rings and the two bells
 MAP = "map"  # a region's number, bytes, offset, and whether it is a caller's, with its descriptor
-OPEN = "open"  # a region's number, and GPU memory: the handle in hexadecimal digits, its GPU, and the bytes
+OPEN = "open"  # a region's number, and GPU memory: the handle in hexadecimal digits, and the bytes
 UNMAP = "unmap"  # a region's number
 UNMAPPED = "unmapped"  # the answer, once the rank has closed it
 STOP = "stop"  # end after the present step

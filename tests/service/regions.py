@@ -66,7 +66,7 @@ class Device:
     runner: AddressRunner = field(default_factory=AddressRunner)
     loading: bool = True  # then the arena is registered
     registered: dict[int, int] = field(default_factory=dict)
-    opened: list[tuple[bytes, int, int]] = field(default_factory=list)
+    opened: list[tuple[bytes, int]] = field(default_factory=list)
     closed: int = 0
     memory: "ctypes.Array[ctypes.c_char]" = field(
         default_factory=lambda: ctypes.create_string_buffer(1 << 16)
@@ -87,13 +87,13 @@ class Device:
         self.registered[memory.address] = memory.num_bytes
         return lambda: self.registered.__delitem__(memory.address)
 
-    def open_cuda(self, handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
+    def open_cuda(self, handle: bytes, num_bytes: int) -> DeviceMemory:
         """See `Loaded.open_cuda`."""
         if handle != HANDLE:
             raise ValueError("raw_handle: expected a handle of another process's memory, got another text")
-        self.opened.append((handle, device_id, num_bytes))
+        self.opened.append((handle, num_bytes))
         write = self._write if self.writable else None
-        return DeviceMemory(Span(self.address, num_bytes, device_id), self._close, write=write)
+        return DeviceMemory(Span(self.address, num_bytes, 0), self._close, write=write)
 
     def read(self, offset: int, num_bytes: int) -> npt.NDArray[np.float32]:
         """A part of the "GPU's" memory."""

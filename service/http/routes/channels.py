@@ -103,7 +103,7 @@ def _opening(body: bytes, caller: str) -> Opening:
         memory = given.memory.system.byte_size
     elif given.memory != "system":
         cuda = given.memory.cuda
-        memory = CudaMemory(cuda.device_id, _handle(cuda.raw_handle.b64), cuda.byte_size)
+        memory = CudaMemory(_handle(cuda.raw_handle.b64), cuda.byte_size)
     return Opening(_models(given), given.num_slots, given.max_tokens, given.datatype, memory, caller)
 
 

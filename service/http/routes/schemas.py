@@ -141,7 +141,9 @@ class CudaRegionRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     raw_handle: IpcHandle
-    device_id: int = Field(ge=0, le=2**31 - 1, description="the GPU, as the server counts them")
+    device_id: int = Field(
+        ge=0, le=2**31 - 1, description="the GPU, as the caller counts them; the handle tells which it is"
+    )
     byte_size: int = Field(ge=1, le=2**62)
 
 
@@ -162,7 +164,7 @@ class SystemMemory(_Strict):
 
 
 class CudaMemoryHandle(_Strict):
-    device_id: NonNegativeInt
+    device_id: NonNegativeInt = Field(description="as the caller counts GPUs; the handle tells which it is")
     raw_handle: IpcHandle
     byte_size: PositiveInt
 

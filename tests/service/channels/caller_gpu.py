@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from cuda.bindings import runtime
 
+from tests.service.apps import NUM_EXPERTS
 from tests.service.channels.peer import Peer
 
 TOKENS = (1, 5, 64, 300)
@@ -55,31 +56,39 @@ def main() -> None:
     for datatype, dtype in DTYPES.items():
         for tokens in TOKENS:
             rows = torch.randn(tokens, peer.hidden_size).to(dtype)
-            expected = ask_on_host(on_host, rows, datatype)
-            got = ask(peer, data, rows, datatype)
-            errors[f"{datatype} {tokens}"] = ((got - expected).norm() / expected.norm()).item()
+            ids = torch.rand(tokens, NUM_EXPERTS).argsort(1)[:, : peer.top_k].to(torch.int32)
+            given = ids, torch.rand(tokens, peer.top_k)
+            for routing in ((), given):
+                expected = ask_on_host(on_host, rows, datatype, *routing)
+                got = ask(peer, data, rows, datatype, *routing)
+                error = (got - expected).norm() / expected.norm()
+                errors[f"{datatype} {tokens} {len(routing)}"] = error.item()
     print(json.dumps(errors))
     peer.close()
     on_host.close()
 
 
-def ask(peer: Peer, data: torch.Tensor, rows: torch.Tensor, datatype: str) -> torch.Tensor:
+def ask(
+    peer: Peer, data: torch.Tensor, rows: torch.Tensor, datatype: str, *routing: torch.Tensor
+) -> torch.Tensor:
     """The output of a request in the GPU's memory, float32 on the host."""
     places = peer.places(peer.sequence + 1)
-    size = rows.numel() * rows.itemsize
-    data[places[0] : places[0] + size] = rows.cuda().view(torch.uint8).view(-1)
+    for place, tensor in zip(places, (rows, *routing), strict=False):
+        size = tensor.numel() * tensor.itemsize
+        data[place : place + size] = tensor.cuda().view(torch.uint8).view(-1)
     torch.cuda.synchronize()
-    answer = peer.wait(peer.send(len(rows), places, datatype, "FP32"))
+    answer = peer.wait(peer.send(len(rows), places, datatype, "FP32", routed=bool(routing)))
     assert answer.status == 200, answer.error
     return data[places[3] : places[3] + rows.numel() * 4].view(torch.float32).view(rows.shape).cpu()
 
 
-def ask_on_host(peer: Peer, rows: torch.Tensor, datatype: str) -> torch.Tensor:
+def ask_on_host(peer: Peer, rows: torch.Tensor, datatype: str, *routing: torch.Tensor) -> torch.Tensor:
     """The output of the same request in host memory."""
     places = peer.places(peer.sequence + 1)
-    given = rows.view(torch.uint8).numpy().ravel()
-    peer.array(places[0], given.shape, np.uint8)[:] = given
-    answer = peer.wait(peer.send(len(rows), places, datatype, "FP32"))
+    for place, tensor in zip(places, (rows, *routing), strict=False):
+        given = tensor.view(torch.uint8).numpy().ravel()
+        peer.array(place, given.shape, np.uint8)[:] = given
+    answer = peer.wait(peer.send(len(rows), places, datatype, "FP32", routed=bool(routing)))
     assert answer.status == 200, answer.error
     return torch.from_numpy(peer.array(places[3], tuple(rows.shape), np.float32).copy())
 

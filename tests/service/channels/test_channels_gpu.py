@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -48,9 +49,8 @@ def test_host_memory(server: ServerProcess, num_tokens: int) -> None:
     peer.close()
 
 
-@pytest.mark.parametrize("neighbour", [0, 1])
-def test_memory_of_the_callers_gpu(server: ServerProcess, neighbour: int) -> None:
-    gpu = neighbour if torch.cuda.device_count() > neighbour else 0
+def check_caller(server: ServerProcess, gpu: int, **environment: str) -> None:
+    """Have a process use memory of a GPU, as it counts them."""
     caller = subprocess.run(
         [sys.executable, "-m", "tests.service.channels.caller_gpu", f"http://{server.url}", "tiny", str(gpu)],
         capture_output=True,
@@ -58,11 +58,30 @@ def test_memory_of_the_callers_gpu(server: ServerProcess, neighbour: int) -> Non
         check=False,
         timeout=120,
         cwd=ROOT,
-        env=clean_environment(),
+        env=clean_environment(**environment),
     )
     assert caller.returncode == 0, caller.stderr
     errors = json.loads(caller.stdout)
-    assert len(errors) == 8
+    assert len(errors) == 16
     assert max(errors.values()) < 1e-5, errors
     idle = "expertd_channel_bytes 0.0"
     wait_for(lambda: idle in server.get("/metrics").text, "the regions are closed")
+
+
+@pytest.mark.parametrize("neighbour", [0, 1])
+def test_memory_of_the_callers_gpu(server: ServerProcess, neighbour: int) -> None:
+    check_caller(server, neighbour if torch.cuda.device_count() > neighbour else 0)
+
+
+@pytest.mark.parametrize("visible", ["1", "0", "1,0"])
+def test_memory_of_gpus_that_others_number_otherwise_or_do_not_see(
+    visible: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    limits = {"max_request_tokens": 512, "max_batch_tokens": 512, "max_queue_tokens": 4096}
+    channels = {"socket": str(tmp_path / "channels")}
+    with server_process(tiny_settings(limits, backend="hopper", channels=channels), tmp_path) as server:
+        for gpu, seen in ((0, "0,1"), (1, "0,1"), (0, "1"), (0, "0")):
+            check_caller(server, gpu, CUDA_VISIBLE_DEVICES=seen)

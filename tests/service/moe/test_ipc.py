@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertd.service.memory import Span
+from expertd.service.memory import HIDDEN, Span
 from expertd.service.moe import ipc
 
 HANDLE = bytes(range(64))
@@ -32,6 +32,7 @@ class Driver:
         self.opening: Any = OK
         self.ranging: Any = OK
         self.naming: Any = OK
+        self.ordinal = 1
         self.ending: Any = OK
         self.copied: tuple[int, bytes] | None = None
 
@@ -50,7 +51,7 @@ class Driver:
 
     def cuPointerGetAttribute(self, attribute: str, pointer: int) -> tuple[Any, int]:  # noqa: N802
         assert attribute == "ordinal"
-        return self.naming, 1
+        return self.naming, self.ordinal
 
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
 
@@ -85,44 +86,43 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def open_cuda(handle: bytes, device_id: int, num_bytes: int) -> Any:
+def open_cuda(handle: bytes, num_bytes: int) -> Any:
     opener = ipc.opener_for(torch.device("cuda:0"))
     assert opener is not None
-    return opener(handle, device_id, num_bytes)
+    return opener(handle, num_bytes)
 
 
 def test_a_cpu_opens_nothing() -> None:
     assert ipc.opener_for(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize(("naming", "device"), [(OK, 1), (FAILED, 0)])
-def test_memory_is_open_until_it_is_closed(driver: Driver, naming: Any, device: int) -> None:
-    driver.naming = naming
-    memory = open_cuda(HANDLE, 0, 8192)
-    assert memory.span == Span(4096, 8192, device), "the driver knows better than the caller"
+@pytest.mark.parametrize(
+    ("naming", "ordinal", "device"), [(OK, 1, 1), (FAILED, 0, HIDDEN), (OK, -2, HIDDEN), (OK, 2, HIDDEN)]
+)
+def test_memory_is_open_until_it_is_closed(driver: Driver, naming: Any, ordinal: int, device: int) -> None:
+    driver.naming, driver.ordinal = naming, ordinal
+    memory = open_cuda(HANDLE, 8192)
+    assert memory.span == Span(4096, 8192, device), "the driver knows it, if it is not hidden"
     assert (driver.given, driver.open) == (HANDLE, 1)
     memory.close()
     assert driver.open == 0
 
 
 @pytest.mark.parametrize(
-    ("handle", "device_id", "num_bytes", "expected"),
+    ("handle", "num_bytes", "expected"),
     [
-        (HANDLE[:-1], 0, 1, "raw_handle: expected 64 bytes, got 63"),
-        (HANDLE, 2, 1, "device_id: expected 0 to 1, got 2"),
-        (HANDLE, 0, 8193, "byte_size: expected at most the allocation's 8192, got 8193"),
+        (HANDLE[:-1], 1, "raw_handle: expected 64 bytes, got 63"),
+        (HANDLE, 8193, "byte_size: expected at most the allocation's 8192, got 8193"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    driver: Driver, handle: bytes, device_id: int, num_bytes: int, expected: str
-) -> None:
+def test_wrong_arguments_are_refused(driver: Driver, handle: bytes, num_bytes: int, expected: str) -> None:
     with pytest.raises(ValueError, match=f"^{expected}$"):
-        open_cuda(handle, device_id, num_bytes)
+        open_cuda(handle, num_bytes)
     assert driver.open == 0
 
 
 def test_bytes_are_written_and_waited_for(driver: Driver) -> None:
-    memory = open_cuda(HANDLE, 0, 8192)
+    memory = open_cuda(HANDLE, 8192)
     memory.write(64, memoryview(b"some bytes"))
     assert driver.copied == (4096 + 64, b"some bytes")
     driver.ending = FAILED
@@ -133,8 +133,8 @@ def test_bytes_are_written_and_waited_for(driver: Driver) -> None:
 def test_only_the_bytes_behind_the_handles_address_count(driver: Driver) -> None:
     driver.pointer = 4096 + 8000
     with pytest.raises(ValueError, match=r"^byte_size: expected at most the allocation's 192, got 193$"):
-        open_cuda(HANDLE, 0, 193)
-    open_cuda(HANDLE, 0, 192)
+        open_cuda(HANDLE, 193)
+    open_cuda(HANDLE, 192)
     assert driver.open == 1
 
 
@@ -142,8 +142,8 @@ def test_errors_of_the_driver_are_sentences(driver: Driver) -> None:
     driver.opening = FAILED
     expected = r"^raw_handle: expected a handle of another process's memory that GPU 0 can access, "
     with pytest.raises(ValueError, match=expected + "got CUDA_ERROR_INVALID_CONTEXT$"):
-        open_cuda(HANDLE, 0, 1)
+        open_cuda(HANDLE, 1)
     driver.opening, driver.ranging = OK, FAILED
     with pytest.raises(ValueError, match=r"^byte_size: expected at most the allocation's 0, got 1$"):
-        open_cuda(HANDLE, 0, 1)
+        open_cuda(HANDLE, 1)
     assert driver.open == 0

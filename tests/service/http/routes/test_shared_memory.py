@@ -55,7 +55,7 @@ async def test_unregistering_one_kind_leaves_the_other() -> None:
         with shm_file() as file:
             await registered(server, "host", file.key, 4096)
             assert (await register_cuda(server, "gpu", 4096, device_id=3)).status_code == 200
-            assert device.opened == [(HANDLE, 3, 4096)]
+            assert device.opened == [(HANDLE, 4096)]
             expected = [{"name": "gpu", "device_id": 3, "byte_size": 4096}]
             assert (await server.http.get(f"{CUDA}/status")).json() == expected
             assert (await server.http.get(f"{CUDA}/region/gpu/status")).json() == expected
