@@ -32,24 +32,32 @@ def _identity(path: Path) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_mtime_ns  # a new file may have the inode of a removed one
 
 
-def listen_at(path: Path, backlog: int) -> tuple[socket.socket, SocketFile]:
-    """A socket that listens at `path`, for this user only, and its file. Raises OSError, with a sentence."""
+def listen_at(path: Path, backlog: int, group: int | None = None) -> tuple[socket.socket, SocketFile]:
+    """A socket that listens at `path`, and its file: for this user only, or for the users of a group, too.
+
+    Raises OSError, with a sentence.
+    """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     file: SocketFile | None = None
-    taken: str | None = None
+    why: str | None = None
     try:
-        with _free_path(path) as taken:
-            if taken is not None:
+        with _free_path(path) as why:
+            if why is not None:
                 raise FileExistsError
             made.bind(str(path))
             file = SocketFile(path)
             path.chmod(0o600)  # before it listens, so that nobody else can connect
+            if group is not None:
+                why = f"expected a group of uid {os.geteuid()}, to give it to, got {group}"
+                os.chown(path, -1, group)
+                why = None
+                path.chmod(0o660)
             made.listen(backlog)
     except OSError as error:
         if file is not None:
             file.remove()
         made.close()
-        text = taken or f"expected a path for a new socket, got {path}: {error.strerror or error}"
+        text = why or f"expected a path for a new socket, got {path}: {error.strerror or error}"
         raise OSError(text) from error
     return made, file
 

@@ -162,6 +162,23 @@ def test_the_nodes_of_compose_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(nodes["expertd-1"][name] == base["expertd"][name] for name in hardening)
 
 
+def test_a_caller_of_compose_reaches_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = compose("docker", "channels.yml")
+    server, caller = services["expertd"], services["engine"]
+    for name, value in {**image_environment(), **server["environment"]}.items():
+        monkeypatch.setenv(name, value)
+    channels = load_settings(ROOT / "configs" / "demo.yaml").channels
+    assert channels.socket is not None
+    assert server["group_add"] == caller["group_add"] == [channels.group]
+    (volume,) = server["volumes"]
+    assert [volume] == caller["volumes"]
+    assert volume.split(":") == ["sockets", str(channels.socket.parent)]
+    text = (ROOT / "docker" / "channels.yml").read_text()
+    options = yaml.safe_load(text)["volumes"]["sockets"]["driver_opts"]["o"]
+    (user,) = arguments_of("USER")
+    assert options == f"uid={user.partition(':')[0]},gid={channels.group},mode=0750"
+
+
 def test_compose_gives_the_server_longer_than_it_may_drain() -> None:
     settings = load_settings(ROOT / "configs" / "demo.yaml")
     grace = compose("docker-compose.yml")["expertd"]["stop_grace_period"]

@@ -1,8 +1,10 @@
 """The Unix socket at which callers claim channels; each connection is the life of one channel."""
 
 import asyncio
+import grp
 import logging
 import os
+import re
 import socket
 import struct
 from collections.abc import Coroutine
@@ -13,6 +15,7 @@ from pathlib import Path
 from expertd.service.channels.channel import Channel
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.layout import GREETING, TOKEN_BYTES
+from expertd.service.sentences import shown
 from expertd.service.socket_files import SocketFile, listen_at
 
 logger = logging.getLogger(__name__)
@@ -21,14 +24,15 @@ _BACKLOG = 128
 _TOKEN_SECONDS = 10.0
 _MAX_STRANGERS = 64  # connections that have not sent a token
 _CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
+_MOST_GROUPS = 2**32 - 1  # which itself means: do not change it
 _RETRY_SECONDS = 0.1  # after an error such as too many open files
 
 
 class ChannelListener:
-    """Accepts the owners of channels at `path`, on the event loop."""
+    """Accepts the owners of channels at `path`, on the event loop. `group`: as for `listen_at`."""
 
-    def __init__(self, path: Path, hub: ChannelHub) -> None:
-        self._path = path
+    def __init__(self, path: Path, hub: ChannelHub, group: str | None = None) -> None:
+        self._path, self._group = path, group
         self._hub = hub
         self._strangers = 0
         self._socket: socket.socket | None = None
@@ -36,11 +40,12 @@ class ChannelListener:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def bind(self) -> None:
-        """Listen, for this user only. Raises OSError, with a sentence, if that is not possible."""
+        """Listen. Raises OSError, with a sentence, if that is not possible."""
         if self._socket is not None:
             return
+        group = group_number(self._group)
         try:
-            self._socket, self._file = listen_at(self._path, _BACKLOG)
+            self._socket, self._file = listen_at(self._path, _BACKLOG, group)
         except OSError as error:
             raise OSError(f"channels.socket: {error}") from error
         self._socket.setblocking(False)
@@ -141,3 +146,19 @@ def _shut_down(connection: socket.socket) -> None:
     """End the connection; the task that waits for its end closes it."""
     with suppress(OSError):  # the owner is gone already
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def group_number(group: str | None) -> int | None:
+    """That of a group's name, or of its number as a text, which needs no name; None: that of no group.
+
+    Raises OSError, with a sentence.
+    """
+    if group is None:
+        return None
+    try:
+        return grp.getgrnam(group).gr_gid
+    except (KeyError, ValueError):  # a name with a null character is none
+        if re.fullmatch("[0-9]{1,10}", group) and int(group) < _MOST_GROUPS:
+            return int(group)
+    got = shown(group)
+    raise OSError(f"channels.group: expected the name of a group, or its number, got {got}")

@@ -204,13 +204,15 @@ def _tls(settings: "Settings") -> str:
 
 
 def _channels(settings: "Settings") -> str:
+    from expertd.service.channels.listener import group_number
     from expertd.service.http.listening import listen_on_path
 
     path = settings.channels.socket
     if path is None:
         return "none"
-    listen_on_path(path, "channels.socket").close()
-    return f"{path} is free"
+    group = settings.channels.group
+    listen_on_path(path, "channels.socket", group_number(group)).close()
+    return f"{path} is free" if group is None else f"{path} is free, and for group {group}"
 
 
 def _temporary_folder(settings: "Settings") -> str:

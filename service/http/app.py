@@ -90,7 +90,7 @@ class ExpertApp(FastAPI):
         self.channels = ChannelHub(settings.channels, self.engine, self.metrics)
         self.listener: ChannelListener | None = None  # of channels
         if settings.channels.socket is not None:
-            self.listener = ChannelListener(settings.channels.socket, self.channels)
+            self.listener = ChannelListener(settings.channels.socket, self.channels, settings.channels.group)
         self.beside: Beside | None = None
         self.pass_on_log_level: Callable[[str], None] = lambda level: None  # to other processes
         self._bodies = BodyReader(settings.limits)

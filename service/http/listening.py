@@ -88,10 +88,10 @@ def _listen_on_port(host: str, port: int) -> socket.socket:
         raise BindError(text) from error
 
 
-def listen_on_path(path: Path, setting: str) -> Listener:
-    """Listen at `path`, which `setting` is the reason for, for this user only. Raises BindError."""
+def listen_on_path(path: Path, setting: str, group: int | None = None) -> Listener:
+    """Listen at `path`, which `setting` is the reason for; see `listen_at`. Raises BindError."""
     try:
-        made, file = listen_at(path, _BACKLOG)
+        made, file = listen_at(path, _BACKLOG, group)
     except OSError as error:
         raise BindError(f"{setting}: {error}") from error
     return Listener(made, f"unix:{path}", file)

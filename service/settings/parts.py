@@ -3,7 +3,15 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from expertd.service.settings.values import check_agreement, matching
 
@@ -170,12 +178,21 @@ class SharedMemorySettings(Frozen):
     )
 
 
+def _text_of_number(value: object) -> object:
+    return str(value) if type(value) is int else value
+
+
 class ChannelSettings(Frozen):
     """Channels: requests through shared memory (docs/channels.md)."""
 
     socket: Path | None = Field(
         default=None,
-        description="path of the Unix socket where the server's user claims channels; null: no channels",
+        description="path of the Unix socket where callers claim channels; null: no channels",
+    )
+    group: Annotated[str, BeforeValidator(_text_of_number)] | None = Field(
+        default=None,
+        min_length=1,
+        description="name or number of a group whose users may claim channels; null: only the server's user",
     )
     max_channels: int = Field(default=64, ge=1, description="maximum open channels")
     max_bytes: int = Field(

@@ -2,10 +2,17 @@
 
 import asyncio
 import base64
+import errno
+import grp
+import json
 import os
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +25,7 @@ from expertd.service.http.server import num_files
 from expertd.service.memory import DeviceMemory, Span
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import ChannelSettings
+from tests.paths import ROOT
 from tests.service.apps import MODEL, error_of, rows, serving, serving_runner, tiny_settings
 from tests.service.channels.peer import HEADER, ChannelClosedError, Peer
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped, opened
@@ -31,6 +39,7 @@ async def test_the_answer_describes_the_memory(tmp_path: Path) -> None:
     async with channel_server(tmp_path, EchoRunner()) as server:
         answer = await opened(server, num_slots=3, max_tokens=5, datatype="BF16")
         assert (answer["id"], answer["version"], answer["model"]) == ("1", 2, "tiny")
+        assert answer["instance"] == server.app.engine.instance
         assert answer["geometry"] == {
             "num_slots": 3,
             "max_tokens": 5,
@@ -342,7 +351,77 @@ async def test_the_socket_is_for_this_user_only_and_goes_with_the_server(tmp_pat
         ChannelListener(tmp_path / ("x" * 120), None).bind()  # type: ignore[arg-type]
 
 
-def with_gpu_memory(opener: Callable[[bytes, int, int], DeviceMemory], runner: EchoRunner) -> Any:
+@pytest.mark.parametrize("as_name", [True, False])
+async def test_a_group_may_connect(tmp_path: Path, as_name: bool) -> None:
+    group = os.getgid()
+    given = grp.getgrgid(group).gr_name if as_name else group
+    async with channel_server(tmp_path, EchoRunner(), channels={"group": given}) as server:
+        status = (tmp_path / "channels").stat()
+        assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o660, group)
+        (await claimed(server)).close()
+
+
+@pytest.mark.parametrize(
+    "group", ["no-such-group", "-1", "4294967295", "9" * 5000, "a\0b", "\u0663", "0x1", " "]
+)
+def test_a_group_that_is_none_is_refused(tmp_path: Path, group: str) -> None:
+    path = tmp_path / "channels"
+    expected = r"^channels\.group: expected the name of a group, or its number, got '"
+    with pytest.raises(OSError, match=expected):
+        ChannelListener(path, None, group).bind()  # type: ignore[arg-type]
+    assert not path.exists()
+
+
+def test_a_group_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chown(*arguments: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chown", chown)
+    path = tmp_path / "channels"
+    expected = f"expected a group of uid {os.geteuid()}, to give it to, got 5"
+    with pytest.raises(OSError, match=f"^channels.socket: {expected}$"):
+        ChannelListener(path, None, "5").bind()  # type: ignore[arg-type]
+    assert not path.exists()
+
+
+AS_ANOTHER = """
+import json, os, sys
+import numpy as np
+from tests.service.channels.peer import Peer
+user, group = map(int, sys.argv[1:3])
+os.setgroups([])
+os.setgid(group)
+os.setuid(user)
+try:
+    peer = Peer(json.loads(sys.argv[3]))
+except PermissionError:
+    print("refused")
+else:
+    print(np.isfinite(peer.infer(np.ones((3, peer.hidden_size), np.float32))).all())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to start processes of other users")
+async def test_users_of_the_group_have_channels_and_others_none() -> None:
+    member, stranger = 54321, 54322
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        async with channel_server(Path(name), channels={"group": member}) as server:
+            for user, group, expected in (
+                (54323, member, "True"),
+                (54324, member, "True"),
+                (54323, stranger, "refused"),
+                (0, 0, "True"),
+            ):
+                channel = json.dumps(await opened(server))
+                command = [sys.executable, "-c", AS_ANOTHER, str(user), str(group), channel]
+                run = partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=True)
+                assert (await asyncio.to_thread(run)).stdout.strip() == expected, (user, group)
+            await until(lambda: len(server.app.channels.listed) == 1)  # the stranger's, not claimed
+
+
+def with_gpu_memory(opener: Callable[[bytes, int], DeviceMemory], runner: EchoRunner) -> Any:
     """A loader with a GPU's function, which a CPU has not."""
 
     def load(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
@@ -355,30 +434,31 @@ def with_gpu_memory(opener: Callable[[bytes, int, int], DeviceMemory], runner: E
 async def test_memory_of_a_gpu_is_opened_checked_and_closed(tmp_path: Path) -> None:
     events: list[object] = []
 
-    def opener(handle: bytes, device_id: int, num_bytes: int) -> DeviceMemory:
-        events.append((handle, device_id, num_bytes))
-        if device_id > 1:
-            raise ValueError(f"device_id: expected 0 to 1, got {device_id}")
-        return DeviceMemory(Span(1 << 40, num_bytes, device_id), lambda: events.append("closed"))
+    def opener(handle: bytes, num_bytes: int) -> DeviceMemory:
+        events.append((handle, num_bytes))
+        if any(handle):
+            raise ValueError("raw_handle: expected another one, got this")
+        return DeviceMemory(Span(1 << 40, num_bytes, 0), lambda: events.append("closed"))
 
     channels = {"socket": str(tmp_path / "channels")}
     masked = tiny_settings(channels=channels, models=[{**MODEL, "masked_max_tokens": 8}])
     async with serving(masked, with_gpu_memory(opener, EchoRunner())) as server:
         memory = {
-            "device_id": 1,
+            "device_id": 7,  # of the caller, who may see other GPUs
             "raw_handle": {"b64": base64.b64encode(bytes(64)).decode()},
             "byte_size": 1 << 20,
         }
         peer = await claimed(server, memory={"cuda": memory})
         assert peer.data is None
         assert peer.data_slot_bytes > 0, "the default places fit"
-        assert events == [(bytes(64), 1, 1 << 20)]
+        assert events == [(bytes(64), 1 << 20)]
         answer = await answer_of(peer, routed=True)
         expected = "flags: expected 0 (a masked layout needs routing in host memory), got 1"
         assert (answer.status, answer.error) == (400, expected)
         peer.close()
         await until(lambda: events[-1] == "closed")
-        body = {**BODY, "memory": {"cuda": {**memory, "device_id": 2}}}
+        memory["raw_handle"] = {"b64": base64.b64encode(bytes(63) + b"x").decode()}
+        body = {**BODY, "memory": {"cuda": memory}}
         text = error_of(await server.http.post("/v1/channels", json=body), 400)
-        assert text == "device_id: expected 0 to 1, got 2"
+        assert text == "raw_handle: expected another one, got this"
         assert server.metric("channel_bytes") == 0

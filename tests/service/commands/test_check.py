@@ -96,6 +96,8 @@ def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output
     assert "experts 6-7 of 8 and 1 shared: " in details[3]
     assert ", graphs " in details[3]
     assert ", exchange " in details[3]
+    _, about = check(capsys, *arguments, "--shared-experts", "false")
+    assert "experts 6-7 of 8 without the 1 shared: " in str(about["checks"])
 
 
 def test_check_prints_every_setting_with_its_origin(
@@ -233,6 +235,11 @@ def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, 
     _, about = check(capsys, "--config", config, "--port", "0", "--set", f"channels.socket={path}")
     text = f"channels.socket: expected a free path or a socket, got {path}, which is another file"
     assert failed(about) == {"channels": text}
+    path.rmdir()
+    for group, wrong in ((str(os.getgid()), []), ("none-such", ["channels"])):
+        given = f"channels={{socket: {path}, group: {group}}}"
+        _, about = check(capsys, "--config", config, "--port", "0", "--set", given)
+        assert list(failed(about)) == wrong
     _, about = check(capsys, "--config", config, "--set", "partitions={p: 8}")
     assert failed(about)["partitions"].startswith("partitions: expected a backend whose device has SMs")
     _, about = check(capsys, "--model", tmp_path, "--layers", "all", "--port", "0")
