@@ -73,7 +73,8 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
             # Only together with expert 0, so that the parts of a layer sum to the whole layer.
             num_shared_experts = model.num_shared_experts if 0 in held else 0
             settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
-            source = find_layer(files, model, layer, held, num_shared_experts, requantize)
+            num_found = num_shared_experts if checkpoint.shared_experts else 0
+            source = find_layer(files, model, layer, held, num_found, requantize)
             found = {"source": source, "rule": model.rules.get(layer, COMMON)}
             models.append(CheckpointModelSettings.model_validate(settings | found))
     return models
@@ -108,6 +109,7 @@ def _settings(
         "top_k": model.top_k,
         "local_experts": checkpoint.experts,
         "num_shared_experts": num_shared_experts,
+        "shared_experts": checkpoint.shared_experts,
         "routing": model.routing,
         "datatype": checkpoint.datatype,
         "masked_max_tokens": checkpoint.masked_max_tokens,

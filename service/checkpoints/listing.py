@@ -1,6 +1,6 @@
 """Lists a checkpoint's MoE layers, with their sizes and the format of their weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,11 +15,12 @@ from expertd.service.settings.spans import ALL, spans
 
 @dataclass(frozen=True)
 class ListedLayer:
-    """A layer; num_bytes counts its experts' weights in the files, shared experts included."""
+    """A layer; num_bytes counts its experts' weights in the files, shared_bytes those of shared ones."""
 
     layer: int
     format: str
     num_bytes: int
+    shared_bytes: int
 
 
 def list_layers(
@@ -37,9 +38,9 @@ def list_layers(
     settings = CheckpointSettings(
         path=directory, layers=spans(layers) or ALL, requantize=requantize, name="model"
     )
-    sources = [each.source for each in models_of(settings)]
-    listed = [
-        ListedLayer(layer, " and ".join(source.formats), source.num_bytes)
-        for layer, source in zip(layers, sources, strict=True)
-    ]
+    listed = []
+    for layer, each in zip(layers, models_of(settings), strict=True):
+        shared = replace(each.source, groups=each.source.groups[model.num_experts :])
+        form = " and ".join(each.source.formats)
+        listed.append(ListedLayer(layer, form, each.source.num_bytes, shared.num_bytes))
     return model, listed

@@ -21,6 +21,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, help="checkpoint directory; only its layers are served")
     parser.add_argument("--layers", help="MoE layers to serve, required with --model: 3, 3-5,9 or all")
     parser.add_argument("--experts", help="routed experts to hold, such as 0-63 (default: all)")
+    parser.add_argument("--shared-experts", help="false: leave them to the callers (default: true)")
     parser.add_argument("--requantize", help="allow: round other encodings to FP8 (default: refuse them)")
     parser.add_argument("--name", help="name layers NAME.layers.3 and so on (default: the directory's name)")
     parser.add_argument("--host", help="address to listen on (default: loopback only)")
@@ -62,7 +63,7 @@ def flags_of(arguments: argparse.Namespace) -> list["Flag"]:
     flags = _checkpoint(arguments)
     for name in _COMMON:
         if (value := getattr(arguments, name)) is not None:
-            flags.append(Flag(f"--{name.replace('_', '-')}", name, value))
+            flags.append(Flag(_flag(name), name, value))
     if arguments.insecure:
         flags.append(Flag("--insecure", "insecure", True))
     for text in arguments.set:
@@ -77,13 +78,17 @@ def _checkpoint(arguments: argparse.Namespace) -> list["Flag"]:
     """The settings equivalent to --model, --layers and those that go with them. Raises SettingsError."""
     from expertd.service.settings.loader import Flag, SettingsError
 
-    given = {name: getattr(arguments, name) for name in ("layers", "experts", "requantize", "name")}
-    given = {name: value for name, value in given.items() if value is not None}
+    names = "layers", "experts", "shared_experts", "requantize", "name"
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.model is None:
         if given:
-            raise SettingsError(f"model: expected --model with --{next(iter(given))}, got none")
+            raise SettingsError(f"model: expected --model with {_flag(next(iter(given)))}, got none")
         return []
     if "layers" not in given:
         raise SettingsError("layers: expected --layers with --model, such as 3, 3-5,9 or all, got none")
     served = [Flag("--model", "models", []), Flag("--model", "checkpoints", [{"path": arguments.model}])]
-    return served + [Flag(f"--{name}", f"checkpoints.0.{name}", value) for name, value in given.items()]
+    return served + [Flag(_flag(name), f"checkpoints.0.{name}", value) for name, value in given.items()]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

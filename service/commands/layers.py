@@ -5,6 +5,7 @@ import json
 import sys
 from dataclasses import asdict
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,9 +85,13 @@ def _print_table(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> 
         print(f"experts: {text}{gate}")
     for why in dict.fromkeys(model.refused.values()):
         print(f"not served: {spans(layer for layer in model.refused if model.refused[layer] == why)}: {why}")
-    rows = [("layers", "weights", "bytes a layer")]
-    for (form, num_bytes), group in groupby(layers, key=lambda layer: (layer.format, layer.num_bytes)):
-        rows.append((spans(layer.layer for layer in group), form, f"{num_bytes:,}"))
+    rows: list[tuple[str, ...]] = [("layers", "weights", "bytes a layer", "of shared experts")]
+    like = attrgetter("format", "num_bytes", "shared_bytes")
+    for (form, *sizes), group in groupby(layers, like):
+        rows.append((spans(layer.layer for layer in group), form, *(f"{size:,}" for size in sizes)))
+    if not model.num_shared_experts:
+        rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:>{widths[2]}}")
+        columns = zip(row, "<<>>", widths, strict=False)
+        print("  ".join(f"{text:{side}{width}}" for text, side, width in columns))

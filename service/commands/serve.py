@@ -107,7 +107,7 @@ def check_weights(settings: "Settings") -> None:
 
     for model in settings.models:
         if model.weights.path is not None:
-            check_weights_file(model.weights.path, model.shape)
+            check_weights_file(model.weights.path, model.stored_shape)
 
 
 def check_memory(settings: "Settings") -> None:

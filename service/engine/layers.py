@@ -89,8 +89,8 @@ def weights_of(
 ) -> ExpertWeights:
     """The weights of `model` on `device`. Raises as `load` does.
 
-    held  these of the model's routed experts in this order, also several times, then all shared ones; None:
-          the model's
+    held  these of the model's routed experts in this order, also several times, then the shared ones that
+          are computed here; None: the model's
     """
     every = model.shape.held_experts
     part = None if held is None else [expert - every.start for expert in held]
@@ -101,8 +101,8 @@ def weights_of(
             source = source.part(part, len(every))
         return _from_checkpoint(model.name, source, shape, device, cancelled)
     if model.weights.path is not None:
-        return load_weights(model.weights.path, model.shape, device, part)
-    return random_weights(model.shape, model.weights.seed or 0, device, part)
+        return load_weights(model.weights.path, model.stored_shape, device, part, model.shared_experts)
+    return random_weights(model.stored_shape, model.weights.seed or 0, device, part, model.shared_experts)
 
 
 def _from_checkpoint(

@@ -91,17 +91,21 @@ def cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
 
 
 def random_weights(
-    shape: LayerShape, seed: int, device: torch.device | str, part: Sequence[int] | None = None
+    shape: LayerShape,
+    seed: int,
+    device: torch.device | str,
+    part: Sequence[int] | None = None,
+    shared_experts: bool = True,
 ) -> ExpertWeights:
     """Normal weights with variance 1/fan-in, quantized; reproducible for a seed on one type of device.
 
     An expert has the same weights whichever others are held, so that parts with one seed make up a layer.
 
-    part  these of the held routed experts in this order, also several times, then all shared ones; None: all
-          groups of `shape`
+    part            these of the held routed experts in this order, also several times; None: all
+    shared_experts  whether the shared ones follow
     """
     whole, held = replace(shape, local_experts=None), shape.held_experts
-    kept = _kept(whole, held if part is None else [held[place] for place in part])
+    kept = _kept(whole, held if part is None else [held[place] for place in part], shared_experts)
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
     i, h = shape.intermediate_size, shape.hidden_size
@@ -116,20 +120,25 @@ def save_weights(path: Path | str, weights: ExpertWeights) -> None:
 
 
 def load_weights(
-    path: Path | str, shape: LayerShape, device: torch.device | str, part: Sequence[int] | None = None
+    path: Path | str,
+    shape: LayerShape,
+    device: torch.device | str,
+    part: Sequence[int] | None = None,
+    shared_experts: bool = True,
 ) -> ExpertWeights:
     """Read a file of `shape`, in the format of `save_weights`, directly to `device`.
 
-    part  these of the routed experts in this order, also several times, then all shared ones; None: all
-          groups of `shape`
+    part            these of the routed experts in this order, also several times; None: all
+    shared_experts  whether the shared ones follow; else they are not read
 
     Raises ValueError if the file cannot be read or is truncated meanwhile, or if a tensor is missing,
     unknown, or has the wrong shape or dtype.
     """
     with TensorFile(Path(path)) as file, TensorReader() as reader:
         check_tensors(file, shape)
-        kept = _kept(shape, part)
-        tensors = {name: _read(reader, file, name, kept, device) for name in file.tensors}
+        kept = _kept(shape, part, shared_experts)
+        names = file.tensors.keys() - (() if shared_experts else {"shared_gate"})
+        tensors = {name: _read(reader, file, name, kept, device) for name in names}
     return ExpertWeights(
         tensors["router"],
         Quantized(tensors["gate_up"], tensors["gate_up_scale"]),
@@ -140,10 +149,11 @@ def load_weights(
     )
 
 
-def _kept(shape: LayerShape, part: Sequence[int] | None) -> list[int]:
+def _kept(shape: LayerShape, part: Sequence[int] | None, shared_experts: bool) -> list[int]:
     """The groups of `shape` that are kept: `part` of its routed experts, None: all, and the shared ones."""
     num_routed = len(shape.held_experts)
-    return [*(range(num_routed) if part is None else part), *range(num_routed, shape.num_groups)]
+    shared = range(num_routed, shape.num_groups if shared_experts else num_routed)
+    return [*(range(num_routed) if part is None else part), *shared]
 
 
 def _read(

@@ -125,7 +125,10 @@ def _share(settings: Settings, rank: int, on_gpu: bool) -> Share:
     held, numbers_held = defaultdict[str, list[str]](list), []
     for model in (model for model in settings.models if model.load):
         experts = experts_of(settings, model, rank)
-        shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
+        shared = ""
+        if model.num_shared_experts:
+            word = "and" if model.shared_experts else "without the"
+            shared = f" {word} {model.num_shared_experts} shared"
         held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)
         numbers_held.append((model, len(experts)))
     exchange = exchange_bytes(settings) if on_gpu and settings.num_ranks > 1 else 0

@@ -1,5 +1,6 @@
 """The settings of what is served: models, and checkpoints whose layers become models."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -100,6 +101,11 @@ class ModelSettings(Frozen):
         ge=0,
         description="number of shared experts, each of `intermediate_size`; every token uses all of them",
     )
+    shared_experts: bool = Field(
+        default=True,
+        description="whether answers have the shared experts' part; false: their weights are not read, and "
+        "callers compute them",
+    )
     local_experts: Span | None = Field(
         default=None, description="routed experts held here, e.g. `0-63`; null: all"
     )
@@ -131,7 +137,12 @@ class ModelSettings(Frozen):
 
     @property
     def shape(self) -> LayerShape:
-        """The layer's sizes. Raises ValueError for unsupported sizes."""
+        """The sizes of what is computed here. Raises ValueError for unsupported sizes."""
+        return self.stored_shape if self.shared_experts else replace(self.stored_shape, num_shared_experts=0)
+
+    @property
+    def stored_shape(self) -> LayerShape:
+        """The same with the shared experts, as a weights file has them. Raises ValueError."""
         local_experts = None
         if self.local_experts is not None:
             held = numbers(self.local_experts)
@@ -165,6 +176,7 @@ class CheckpointSettings(Frozen):
         default=None,
         description="routed experts held here, e.g. `0-63`; null: all; shared experts go with expert 0",
     )
+    shared_experts: bool = Field(default=True, description="see `models.N.shared_experts`")
     name: _Name | None = Field(
         default=None,
         description="prefix of the layers' names, before `.layers.N`; null: the directory's name",

@@ -1,6 +1,7 @@
 """Layers read from checkpoints of every family, against transformers' own blocks in float32."""
 
 import os
+import re
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,15 @@ SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.float8_e8
 
 
 def load(
-    directory: Path, layers: str, experts: str | None = None, requantize: str = "refuse"
+    directory: Path,
+    layers: str,
+    experts: str | None = None,
+    requantize: str = "refuse",
+    shared_experts: bool = True,
 ) -> list[MoELayer]:
     """The checkpoint's layers, built as in the service."""
     values = {"path": directory, "layers": layers, "experts": experts, "requantize": requantize}
-    settings = CheckpointSettings.model_validate(values)
+    settings = CheckpointSettings.model_validate(values | {"shared_experts": shared_experts})
     backend, device = resolve_backend("reference"), torch.device("cpu")
     return [layer_of(model, backend, device, lambda: False) for model in models_of(settings)]
 
@@ -192,6 +197,32 @@ def test_parts_of_a_layer_add_up_to_it(bounds: tuple[int, ...], tmp_path: Path) 
     ]
     expected, _, _ = checkpoint.run(1, tokens)
     assert diff(torch.stack(parts).sum(0), expected) < 2e-3
+
+
+@pytest.mark.parametrize("experts", [None, "0-3"])
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek-v3", "kimi-k2", "qwen2", "hunyuan-4", "llama-4", "step-3.7", "hunyuan-3", "kimi-linear"],
+)
+def test_shared_experts_that_are_left_out_are_not_read(
+    family: str, experts: str | None, tmp_path: Path
+) -> None:
+    """Their weights are not finite; what is computed is transformers' block with an output of theirs of 0."""
+    checkpoint, tokens = Checkpoint(family, tmp_path / family), hidden_states()
+    for name, parameter in checkpoint.oracle.named_parameters():
+        if "shared" in name or "share_expert" in name:
+            parameter.data.zero_()
+    if experts is not None:  # the others'
+        (kept,) = load(checkpoint.directory, "2", "4-7", shared_experts=False)
+    for file in checkpoint.directory.glob("*.safetensors"):
+        names = [name for name in load_file(file) if re.search(r"layers\.2\..*share(d_|_expert)", name)]
+        edit_tensors(file, **{name: load_file(file)[name] * torch.nan for name in names})
+    (layer,) = load(checkpoint.directory, "2", experts, shared_experts=False)
+    assert layer.weights.gate_up.data.shape[0] == (EXPERTS if experts is None else 4)
+    output = layer(tokens) if experts is None else layer(tokens) + kept(tokens)
+    assert diff(output, checkpoint.run(2, tokens)[0]) < 2e-3
+    with pytest.raises(CheckpointError, match="expected finite numbers"):
+        load(checkpoint.directory, "2", experts)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ def test_layers_lists_the_layers_of_a_checkpoint(checkpoint: Path, capsys: Outpu
     about = json.loads(capsys.readouterr().out)
     assert (about["family"], about["hidden_size"], about["intermediate_size"]) == ("deepseek_v3", 256, 128)
     assert (about["num_experts"], about["num_shared_experts"], about["top_k"]) == (8, 1, 3)
-    num_bytes = (8 + 1) * 3 * 256 * 128
+    num_bytes, shared_bytes = (8 + 1) * 3 * 256 * 128, 3 * 256 * 128
+    sizes = {"num_bytes": num_bytes, "shared_bytes": shared_bytes}
     assert about["layers"] == [
-        {"layer": layer, "format": "FP8, a scale per 128x128", "num_bytes": num_bytes} for layer in (1, 2)
+        {"layer": layer, "format": "FP8, a scale per 128x128", **sizes} for layer in (1, 2)
     ], "3 is for multi-token prediction, and the checkpoint leaves it out"
     assert main(["layers", str(checkpoint)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -33,8 +34,8 @@ def test_layers_lists_the_layers_of_a_checkpoint(checkpoint: Path, capsys: Outpu
         "routing: scoring_func sigmoid, renormalize True, routed_scaling_factor 2.5, num_expert_groups 4, "
         "topk_group 2, with a bias",
         "experts: down(silu(gate) * up)",
-        "layers  weights                   bytes a layer",
-        f"1-2     FP8, a scale per 128x128        {num_bytes:,}",
+        "layers  weights                   bytes a layer  of shared experts",
+        f"1-2     FP8, a scale per 128x128        {num_bytes:,}             {shared_bytes:,}",
     ]
 
 

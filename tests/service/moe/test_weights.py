@@ -43,27 +43,33 @@ def _part(weights: ExpertWeights, groups: list[int]) -> ExpertWeights:
 
 
 @pytest.mark.parametrize(
-    ("num_shared", "part", "groups"),
+    ("num_shared", "part", "shared", "groups"),
     [
-        (0, range(1), [0]),
-        (0, range(1, 3), [1, 2]),
-        (2, range(1), [0, 3, 4]),
-        (2, range(2, 3), [2, 3, 4]),
-        (0, [2, 1, 0], [2, 1, 0]),
-        (2, [0, 1, 1, 0, 2], [0, 1, 1, 0, 2, 3, 4]),
+        (0, range(1), True, [0]),
+        (0, range(1, 3), True, [1, 2]),
+        (2, range(1), True, [0, 3, 4]),
+        (2, range(2, 3), True, [2, 3, 4]),
+        (0, [2, 1, 0], True, [2, 1, 0]),
+        (2, [0, 1, 1, 0, 2], True, [0, 1, 1, 0, 2, 3, 4]),
+        (2, None, True, [0, 1, 2, 3, 4]),
+        (2, None, False, [0, 1, 2]),
+        (2, [2, 0], False, [2, 0]),
+        (0, [1], False, [1]),
     ],
 )
 def test_part_of_the_experts_is_that_of_the_whole(
-    num_shared: int, part: Sequence[int], groups: list[int], tmp_path: Path
+    num_shared: int, part: Sequence[int] | None, shared: bool, groups: list[int], tmp_path: Path
 ) -> None:
     shape = replace(SHAPE, num_shared_experts=num_shared)
     whole = random_weights(shape, 5, "cpu")
     expected = _part(whole, groups)
-    assert _equal(random_weights(shape, 5, "cpu", part), expected)
+    assert _equal(random_weights(shape, 5, "cpu", part, shared), expected)
     bias = torch.tensor([0.5, -1.0, 2.0])
-    save_weights(tmp_path / "layer.safetensors", replace(whole, router_bias=bias))
-    loaded = load_weights(tmp_path / "layer.safetensors", shape, "cpu", part)
+    gate = torch.ones(SHAPE.hidden_size) if num_shared else None
+    save_weights(tmp_path / "layer.safetensors", replace(whole, router_bias=bias, shared_gate=gate))
+    loaded = load_weights(tmp_path / "layer.safetensors", shape, "cpu", part, shared)
     assert _equal(loaded, expected)
+    assert (loaded.shared_gate is not None) == (num_shared > 0 and shared)
     assert loaded.router_bias is not None
     assert torch.equal(loaded.router_bias, bias)
 

@@ -38,6 +38,20 @@ def weights_of(shares: list[Share]) -> int:
     return sum(share.needs.weights for share in shares)
 
 
+def test_shared_experts_that_are_left_out_need_no_memory() -> None:
+    settings = whole_model()
+    without, with_none = (
+        settings.model_copy(
+            update={"models": tuple(model.model_copy(update=changes) for model in settings.models)}
+        )
+        for changes in ({"shared_experts": False}, {"num_shared_experts": 0})
+    )
+    for on_gpu in (False, True):
+        for share, expected in zip(shares_of(without, on_gpu), shares_of(with_none, on_gpu), strict=True):
+            assert share.needs == expected.needs
+            assert " of 256 without the 1 shared: " in share.text
+
+
 def test_a_whole_model_fits_on_eight_gpus_and_not_on_four() -> None:
     settings = whole_model()
     shares = shares_of(settings, on_gpu=True)
