@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from expertd.service.checkpoints.config import CheckpointError, read_json_object
 from expertd.service.files import why_unreadable
-from expertd.service.moe.tensor_file import TensorFile, TensorFileError
+from expertd.service.moe.tensor_file import TensorEntry, TensorFile, TensorFileError
 from expertd.service.sentences import shown
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -72,21 +72,25 @@ class TensorFiles:
 
     def find(self, name: str) -> Stored:
         """Find a tensor. Raises CheckpointError, with its name, if it is missing."""
-        path = self._path(name)
-        tensor = self._open[path].tensors.get(name)
+        file, tensor = self.entry(name)
+        return Stored(file.path, name, tensor.dtype, tensor.shape)
+
+    def entry(self, name: str) -> tuple[TensorFile, TensorEntry]:
+        """A tensor's place, for as long as the files are open. Raises as `find`."""
+        file = self._open[self._path(name)]
+        tensor = file.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{path}: expected tensor {name}, got none with that name")
-        return Stored(path, name, tensor.dtype, tensor.shape)
+            raise CheckpointError(f"{file.path}: expected tensor {name}, got none with that name")
+        return file, tensor
 
     def has(self, name: str) -> bool:
         """Whether the index, or the single file, has a tensor `name`. Raises CheckpointError."""
         return name in (self._open[self._single].tensors if self._index is None else self._index)
 
     def under(self, prefix: str) -> set[str]:
-        """The names that begin with `prefix`: in the index, and in the files that have been opened."""
+        """The names that begin with `prefix`: in the index or the single file, and in files that are open."""
         listed = [self._names(path) for path in list(self._open)]
-        if self._index is not None:
-            listed.append(self._in_index)
+        listed.append(self._names(self._single) if self._index is None else self._in_index)
         return {name for names in listed for name in _beginning(names, prefix)}
 
     def _names(self, path: Path) -> list[str]:

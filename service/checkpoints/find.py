@@ -86,7 +86,7 @@ class _Finder:
         check_names(self._files, model, self._start, self._used)
         for matrix in chain.from_iterable(groups):
             self._check_allowed(matrix)
-        return LayerSource(router, bias, tuple(groups), gate, biases)
+        return LayerSource(self._start, router, bias, tuple(groups), gate, biases)
 
     def _separate(self, experts: range) -> list[Group]:
         """Experts with a tensor for each projection."""

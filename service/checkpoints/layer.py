@@ -53,9 +53,11 @@ class Biases:
 class LayerSource:
     """A layer's tensors; `groups` has (gate, up, down) of the held experts, then of the shared ones.
 
-    biases: of families whose experts have some; they have no shared ones.
+    start   what the names of all of the layer's tensors begin with
+    biases  of families whose experts have some; they have no shared ones
     """
 
+    start: str
     router: Stored
     router_bias: Stored | None
     groups: tuple[tuple[Matrix, Matrix, Matrix], ...]

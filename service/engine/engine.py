@@ -31,7 +31,7 @@ from expertd.service.engine.errors import (
 from expertd.service.engine.gpu_sensors import GpuSensors
 from expertd.service.engine.idle_memory import give_back_idle
 from expertd.service.engine.lanes import scheduler_of, spin_seconds_of
-from expertd.service.engine.layers import LoadCancelledError
+from expertd.service.engine.layers import LoadCancelledError, weights_ids
 from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.placement import Placements
@@ -353,9 +353,9 @@ class Engine:
 
     async def _finish_loading(self) -> None:
         try:
-            loaded, arena = await self.scheduler.between_steps(self._load_all, math.inf)
+            loaded, arena, ids = await self.scheduler.between_steps(self._load_all, math.inf)
             try:
-                await self._begin_serving(loaded, arena)
+                await self._begin_serving(loaded, arena, ids)
             except BaseException:
                 self.loaded = self.arena = None
                 arena.close()
@@ -368,7 +368,7 @@ class Engine:
                 self.phase = Phase.FAILED
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
 
-    async def _begin_serving(self, loaded: Loaded, arena: Arena) -> None:
+    async def _begin_serving(self, loaded: Loaded, arena: Arena, ids: dict[str, str]) -> None:
         weights = {model.name: model.weight for model in self.settings.models}
         for lane, runners in zip(self.scheduler.lanes, loaded.runners_of_lanes, strict=False):
             lane.set_runners(runners, weights)
@@ -380,7 +380,7 @@ class Engine:
         self.scheduler.set_device(spin_seconds_of(self.settings.channels, on_gpu), on_gpu)
         self.loaded, self.arena = loaded, arena
         self._giving_back = asyncio.get_running_loop().create_task(give_back_idle(arena))
-        self.repository.start(loaded)
+        self.repository.start(loaded, ids)
         self.shared_memory.start(loaded, arena)
         self._metrics.set_backend(loaded.backend, loaded.device)
         if self.phase is Phase.LOADING:
@@ -389,10 +389,11 @@ class Engine:
                 "ready: %s on %s, %s", ", ".join(loaded.runners) or "no model", loaded.device, loaded.backend
             )
 
-    def _load_all(self) -> tuple[Loaded, Arena]:
+    def _load_all(self) -> tuple[Loaded, Arena, dict[str, str]]:
         loaded = self._load(self.settings, lambda: self.phase is not Phase.LOADING)
         try:
-            return loaded, Arena(self.settings.buffered_bytes, loaded.register)
+            ids = weights_ids(model for model in self.settings.models if model.load)
+            return loaded, Arena(self.settings.buffered_bytes, loaded.register), ids
         except BaseException:
             loaded.close()
             raise

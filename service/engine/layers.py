@@ -2,8 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,6 +13,8 @@ import torch
 from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import Backend
 from expertd.service.checkpoints import CheckpointModelSettings, LayerSource
+from expertd.service.checkpoints.files import TensorFiles
+from expertd.service.checkpoints.identity import checkpoint_id, file_id, random_id
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.moe.base import Layer
 from expertd.service.moe.layer import MoELayer
@@ -103,6 +107,32 @@ def weights_of(
     if model.weights.path is not None:
         return load_weights(model.weights.path, model.stored_shape, device, part, model.shared_experts)
     return random_weights(model.stored_shape, model.weights.seed or 0, device, part, model.shared_experts)
+
+
+def weights_ids(models: Iterable[ModelSettings]) -> dict[str, str]:
+    """The identities of the weights of `models`, by name, whichever experts are held; reads little of files.
+
+    A model whose files cannot all be read, maybe those of experts that are held elsewhere, has none.
+    """
+    found: dict[str, str] = {}
+    with ExitStack() as stack:
+        opened: dict[Path, TensorFiles] = {}
+        for model in models:
+            try:
+                if isinstance(model, CheckpointModelSettings):
+                    directory = model.source.router.file.parent
+                    if directory not in opened:
+                        opened[directory] = stack.enter_context(TensorFiles(directory))
+                    found[model.name] = checkpoint_id(opened[directory], model.source.start)
+                elif model.weights.path is not None:
+                    found[model.name] = file_id(model.weights.path)
+                else:
+                    shape = model.stored_shape
+                    sizes = shape.hidden_size, shape.intermediate_size, shape.num_experts
+                    found[model.name] = random_id(model.weights.seed or 0, *sizes, shape.num_shared_experts)
+            except ValueError as error:
+                logger.warning("model %s: its weights have no identity: %s", model.name, error)
+    return found
 
 
 def _from_checkpoint(

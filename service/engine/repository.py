@@ -19,7 +19,7 @@ from expertd.service.engine.errors import (
     RepositoryUnavailableError,
     SchedulerClosedError,
 )
-from expertd.service.engine.layers import LoadCancelledError
+from expertd.service.engine.layers import LoadCancelledError, weights_ids
 from expertd.service.engine.loading import Loaded, Models
 from expertd.service.engine.steps import Runner
 from expertd.service.settings.model import Settings
@@ -42,11 +42,13 @@ _UNLOADED = ModelState("UNAVAILABLE", "unloaded")
 class Repository:
     """The states of all configured models, for the event loop. One model is loaded or unloaded at a time.
 
-    on_unload  is called with the name of a model that has no requests any more, on the worker thread
+    on_unload    is called with the name of a model that has no requests any more, on the worker thread
+    weights_ids  the identities of the weights of the models that have been loaded
     """
 
     def __init__(self, settings: Settings, scheduler: Scheduler) -> None:
         self.on_unload: Callable[[str], None] = lambda name: None
+        self.weights_ids: dict[str, str] = {}
         self._settings = settings
         self._scheduler = scheduler
         self._models = {model.name: model for model in settings.models}
@@ -58,9 +60,9 @@ class Repository:
         self._reader: threading.Thread | None = None
         scheduler.explain_missing(self._why_missing)
 
-    def start(self, loaded: Loaded) -> None:
-        """The models that are loaded at start-up are there."""
-        self._loaded = loaded
+    def start(self, loaded: Loaded, weights_ids: dict[str, str]) -> None:
+        """The models that are loaded at start-up are there, with these identities."""
+        self._loaded, self.weights_ids = loaded, weights_ids
 
     def close(self) -> None:
         """End what is going on: callers get SchedulerClosedError."""
@@ -180,7 +182,10 @@ class Repository:
 
         def read() -> None:
             try:
-                done.set_result(models.read(model, lambda: self._is_closed))
+                layer = models.read(model, lambda: self._is_closed)
+                self.weights_ids.pop(model.name, None)  # files may have changed
+                self.weights_ids.update(weights_ids([model]))
+                done.set_result(layer)
             except BaseException as error:
                 done.set_exception(error)
 

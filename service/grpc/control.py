@@ -53,10 +53,10 @@ def _shared_memory(name: str, kind: str, body: Callable[[Any], dict[str, Any]]) 
 
 def _metadata(answer: Any) -> dict[str, Any]:
     """With parameters as messages."""
-    for tensor in answer["inputs"]:
-        tensor["parameters"] = {
+    for described in (answer, *answer["inputs"]):
+        described["parameters"] = {
             name: {"int64_param" if isinstance(value, int) else "string_param": value}
-            for name, value in tensor["parameters"].items()
+            for name, value in described["parameters"].items()
         }
     return {**answer}
 

@@ -29,7 +29,7 @@ MESSAGES = {
     "TensorMetadata": "1 name: string; 2 datatype: string; 3 shape: [int64]; 4 parameters: {InferParameter}",
     "ModelMetadataResponse": (
         "1 name: string; 2 versions: [string]; 3 platform: string; 4 inputs: [TensorMetadata]; "
-        "5 outputs: [TensorMetadata]"
+        "5 outputs: [TensorMetadata]; 6 parameters: {InferParameter}"
     ),
     "InferParameter": (
         "|1 bool_param: bool; |2 int64_param: int64; |3 string_param: string; |4 double_param: double; "

@@ -15,6 +15,7 @@ from expertd.service.http.routes.open_inference import (
     Version,
     fp8_parameters,
     input_datatypes,
+    layer_parameters,
 )
 
 
@@ -111,10 +112,8 @@ def _parameters(engine: Engine, spec: LayerSpec) -> dict[str, str | int]:
     return {
         "hidden_size": spec.hidden_size,
         "intermediate_size": model.intermediate_size,
-        "num_experts": model.num_experts,
-        "num_shared_experts": model.num_shared_experts,
         "top_k": spec.top_k,
-        "max_request_tokens": limits.max_request_tokens,
+        **layer_parameters(engine, spec),
         "max_batch_tokens": limits.max_batch_tokens,
         "max_body_bytes": limits.max_body_bytes,
         "max_json_bytes": limits.max_json_bytes,

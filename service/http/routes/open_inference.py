@@ -7,6 +7,7 @@ from fastapi import APIRouter, Path, Response
 from expertd import __version__
 from expertd.limits import SCALE_BLOCK
 from expertd.service.engine.engine import Engine
+from expertd.service.engine.layers import rule_of
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.protocol import FP8S, INPUT_DATATYPES, OUTPUT, SCALE
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
@@ -57,8 +58,8 @@ def protocol_router(engine: Engine) -> APIRouter:
         responses=errors(404, 503),
     )
     async def model_metadata(model: ModelName) -> dict[str, Any]:
-        """Inputs and outputs of a model."""
-        return _metadata(engine.served(model))
+        """Inputs and outputs of a model, and what its layer computes."""
+        return _metadata(engine, engine.served(model))
 
     @router.get(
         "/models/{model}/versions/{version}",
@@ -67,8 +68,8 @@ def protocol_router(engine: Engine) -> APIRouter:
         responses=errors(404, 503),
     )
     async def model_version_metadata(model: ModelName, version: Version) -> dict[str, Any]:
-        """Inputs and outputs of a model."""
-        return _metadata(engine.served(model, version))
+        """Inputs and outputs of a model, and what its layer computes."""
+        return _metadata(engine, engine.served(model, version))
 
     @router.get("/models/{model}/ready", response_model=ModelReadyResponse, responses=errors(404, 503))
     async def model_ready(model: ModelName) -> dict[str, Any]:
@@ -124,7 +125,26 @@ def input_datatypes(spec: LayerSpec, name: str) -> str:
     return ",".join(each for each in INPUT_DATATYPES[name] if each not in FP8S or spec.takes_fp8)
 
 
-def _metadata(spec: LayerSpec) -> dict[str, Any]:
+def layer_parameters(engine: Engine, spec: LayerSpec) -> dict[str, str | int]:
+    """What a caller of its layer has to know; weights_id only once it has loaded."""
+    model = next(model for model in engine.settings.models if model.name == spec.name)
+    shared = "included" if model.shared_experts else "excluded"
+    maybe = {
+        "local_experts": model.local_experts,
+        "weights_id": engine.repository.weights_ids.get(spec.name),
+    }
+    return {
+        "num_experts": model.num_experts,
+        "num_shared_experts": model.num_shared_experts,
+        "shared_experts": shared if model.num_shared_experts else "none",
+        "scoring_func": model.routing.scoring_func,
+        "activation": rule_of(model).routed.text,
+        "max_request_tokens": spec.max_request_tokens,
+        **{name: value for name, value in maybe.items() if value is not None},
+    }
+
+
+def _metadata(engine: Engine, spec: LayerSpec) -> dict[str, Any]:
     def tensor(name: str, datatype: str, columns: int, **more: str | int) -> TensorMetadata:
         parameters = {"datatypes": input_datatypes(spec, name), **more}
         return TensorMetadata(name=name, datatype=datatype, shape=[-1, columns], parameters=parameters)
@@ -139,4 +159,5 @@ def _metadata(spec: LayerSpec) -> dict[str, Any]:
             tensor("topk_weights", INPUT_DATATYPES["topk_weights"][0], spec.top_k),
         ],
         "outputs": [TensorMetadata(name=OUTPUT, datatype=spec.datatype, shape=[-1, spec.hidden_size])],
+        "parameters": layer_parameters(engine, spec),
     }

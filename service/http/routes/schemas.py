@@ -48,6 +48,7 @@ class ModelMetadata(BaseModel):
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
+    parameters: dict[str, str | int] = Field(description="of the layer (docs/http.md)")
 
 
 class RoutingResponse(BaseModel):

@@ -18,7 +18,9 @@ NESTED = {
 }
 
 
-EXTENSIONS = {"TensorMetadata": "parameters"}  # of other servers, which tritonclient skips
+EXTENSIONS = dict.fromkeys(
+    ("TensorMetadata", "ModelMetadataResponse"), "parameters"
+)  # of other servers, which tritonclient skips
 
 
 def theirs(name: str) -> Any:

@@ -48,10 +48,10 @@ async def test_outputs_are_those_of_one_process(ranks: int) -> None:
         assert close(output_of(await server.infer(body)), output_of(await one.infer(body)))
 
 
-@pytest.mark.parametrize("local_experts", [None, "2-4"])
-async def test_shared_experts_and_uneven_parts(local_experts: str | None) -> None:
+@pytest.mark.parametrize(("local_experts", "shared_experts"), [(None, True), ("2-4", True), (None, False)])
+async def test_shared_experts_and_uneven_parts(local_experts: str | None, shared_experts: bool) -> None:
     """7 experts, or some of them, on 2 ranks, and 2 shared ones, which each rank runs for its own tokens."""
-    model = {**SHARED, "local_experts": local_experts}
+    model = {**SHARED, "local_experts": local_experts, "shared_experts": shared_experts}
     async with (
         serving(tiny_settings(models=[model])) as one,
         serving_ranks(tiny_settings(models=[model], ranks=2)) as server,
@@ -61,6 +61,10 @@ async def test_shared_experts_and_uneven_parts(local_experts: str | None) -> Non
         if local_experts is not None:
             of_expert = [server.metric("expert_tokens_total", model="tiny", expert=str(e)) for e in range(7)]
             assert sum(of_expert[2:5]) == sum(of_expert) > 0
+        asked = [await each.http.get("/v2/models/tiny") for each in (one, server)]
+        described, same = (answer.json()["parameters"] for answer in asked)
+        assert described == same, "the identity of the weights, too"
+        assert described["shared_experts"] == ("included" if shared_experts else "excluded")
 
 
 async def test_requests_of_one_step_may_differ() -> None:

@@ -93,6 +93,8 @@ async def test_a_model_is_loaded_and_unloaded() -> None:
         assert (await change(server, "load")).status_code == 200
         assert (output_of(await infer(server, "other")) == expected).all()
         assert output_of(await infer(server, "tiny")).shape == (3, 128)
+        described = [(await server.http.get(f"/v2/models/{name}")).json() for name in ("tiny", "other")]
+        assert len({model["parameters"]["weights_id"] for model in described}) == 2
 
 
 async def test_an_unloaded_model_is_not_there_and_the_server_is_ready_without_it() -> None:
