@@ -61,6 +61,7 @@ class ChannelHub:
         self.give_way_seconds = _GIVE_WAY_SECONDS
         self.entries: dict[str, Entry] = {}  # by id
         self.used_bytes = 0  # of data regions, also those of closed channels until they are freed
+        self.instance = engine.instance
         self._engine, self._metrics = engine, metrics
         log = engine.settings
         self._logs_requests = log.access_log and log.log_format == "json"

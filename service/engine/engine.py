@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -71,6 +72,7 @@ class Engine:
 
     def __init__(self, settings: Settings, metrics: Metrics, load: Loader) -> None:
         self.settings = settings
+        self.instance = secrets.token_hex(8)  # tells this process from those before and after it
         self.phase = Phase.LOADING
         self.models = specs_of(settings)
         self.scheduler = scheduler_of(settings, metrics)

@@ -61,6 +61,11 @@ def _metadata(answer: Any) -> dict[str, Any]:
     return {**answer}
 
 
+def _without_parameters(answer: Any) -> dict[str, Any]:
+    """The message has no field for them."""
+    return {name: value for name, value in answer.items() if name != "parameters"}
+
+
 def _repository(what: str) -> Control:
     path = f"/v2/repository/models/{{model_name}}/{what}"
     return Control("POST", path, body=_model_parameters, wrap=lambda answer: {})
@@ -85,7 +90,7 @@ _MODEL = "/v2/models/{name}/versions/{version}"
 CALLS: dict[str, Control] = {
     "ServerLive": Control("GET", "/v2/health/live"),
     "ServerReady": Control("GET", "/v2/health/ready"),
-    "ServerMetadata": Control("GET", "/v2"),
+    "ServerMetadata": Control("GET", "/v2", wrap=_without_parameters),
     "ModelReady": Control("GET", f"{_MODEL}/ready", wrap=lambda answer: {"ready": answer["ready"]}),
     "ModelMetadata": Control("GET", _MODEL, wrap=_metadata),
     "ModelConfig": Control("GET", f"{_MODEL}/config", wrap=lambda answer: {"config": answer}),

@@ -20,13 +20,14 @@ from expertd.service.grpc.tables import SERVICE
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.gate import Gate
-from expertd.service.http.protocol import OipError
+from expertd.service.http.protocol import CLIENT, OipError
 from expertd.service.http.refused import Headers
 from expertd.service.log_lines import with_fields
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("uvicorn.access")  # as over HTTP
 
+_HEADERS = ("authorization", CLIENT.decode())
 _Work = Callable[[Arrived, Headers, Any], Awaitable[bytes | Refusal]]
 _StreamWork = Callable[[AsyncIterator[bytes], Any, OipError | None], Awaitable[Refusal | None]]
 _HEALTH_CALLS = ("Check", "Watch")  # which need no key
@@ -203,9 +204,9 @@ def _ending() -> OipError:
 
 
 def _authorization(context: Any) -> Headers:
-    """The metadata that names a key, as a header."""
+    """The metadata that names a key, and that with the client's version, as headers."""
     return [
-        (b"authorization", value if isinstance(value, bytes) else value.encode())
+        (name.encode(), value if isinstance(value, bytes) else value.encode())
         for name, value in context.invocation_metadata() or ()
-        if name == "authorization"
+        if name in _HEADERS
     ]

@@ -8,7 +8,7 @@ from time import monotonic
 from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.steps import caller_number
 from expertd.service.http.infer_head import InferHead
-from expertd.service.http.protocol import OipError
+from expertd.service.http.protocol import OipError, check_client
 from expertd.service.http.refused import Headers
 from expertd.service.http.rights import rights_for
 from expertd.service.sentences import all_of, any_of
@@ -21,8 +21,10 @@ _CHECK_EVERY_SECONDS = 1.0
 _Version = tuple[int, int, int] | None  # of a file; None: there is none
 _UNREAD: _Version = (0, 0, 0)
 _INFER: tuple[Right, ...] = ("infer",)
-KEY_NAME = b"expertd-key-name"
-"""The header with which an HTTP process tells the engine's process whose key a call has."""
+KEY_NAME, KEY_ADMIN = b"expertd-key-name", b"expertd-key-admin"
+"""The headers with which an HTTP process tells the engine's process whose key a call has, and that it has
+the right admin.
+"""
 
 
 class KeyFile:
@@ -108,30 +110,42 @@ class Gate:
         keys = self.refresh()
         if keys is not None and (rights := rights_for(method, path)):
             self._check(keys, headers, rights)
+        check_client(headers)
 
     def knows(self, headers: Headers) -> bool:
         """Whether a call has a known key."""
-        return bool(self._known(headers))
+        return self._known(headers) is not None
 
     def name_of(self, headers: Headers) -> str:
         """The name of a call's key, for the log; "-" without one."""
-        return self._known(headers) or "-"
+        return self.caller(headers) or "-"
 
     def caller(self, headers: Headers) -> str:
         """The name of an admitted call's key, also of one that was passed on; "" without one."""
-        if self._behind:
-            return next((value.decode("latin-1") for name, value in headers if name == KEY_NAME), "")
-        return self._known(headers)
+        told = headers if self._behind else self.told(headers)
+        return next((value.decode("latin-1") for name, value in told if name == KEY_NAME), "")
 
-    def _known(self, headers: Headers) -> str:
+    def told(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """What the engine's process is told of an admitted call's key; nothing without one."""
+        key = self._known(headers)
+        if key is None:
+            return []
+        admin = [(KEY_ADMIN, b"true")] if "admin" in key.rights else []
+        return [(KEY_NAME, key.name.encode("ascii")), *admin]
+
+    def check_own(self, what: str, owner: str, headers: Headers) -> None:
+        """Raise OipError (403) unless an admitted call has the key `owner`, or one with the right admin."""
+        told = headers if self._behind else self.told(headers)
+        if (caller := self.caller(headers)) != owner and not any(name == KEY_ADMIN for name, _ in told):
+            expected = "the key that opened it, or one with the right admin"
+            raise OipError(403, f"{what}: expected {expected}, got key {caller}")
+
+    def _known(self, headers: Headers) -> Key | None:
         keys = self.refresh()
-        if keys is None:
-            return ""
         try:
-            key = keys.find(_secret(headers))
+            return None if keys is None else keys.find(_secret(headers))
         except OipError:
-            key = None
-        return "" if key is None else key.name
+            return None
 
     def _check(self, keys: Keys, headers: Headers, rights: Collection[Right]) -> str:
         """The name of the key. Raises OipError."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.bodies import number_of_bytes
 from expertd.service.http.plans import Plans
-from expertd.service.http.protocol import BodyLimit, body_limit
+from expertd.service.http.protocol import BodyLimit, body_limit, check_client
 from expertd.service.http.threads import INLINE_BYTES
 from expertd.service.settings.keys import Keys
 from expertd.service.settings.parts import Limits
@@ -54,9 +54,10 @@ class InferHead:
         self._is_read = False
 
     def read(self, limits: Limits) -> None:
-        """Read the headers and check the sizes in them, unless that is done. Raises OipError (400, 413)."""
+        """Read the headers and check what they say, unless that is done. Raises OipError (400, 413)."""
         if self._is_read:
             return
+        check_client(self.headers)
         self.content_encoding, self.accept_encoding = None, ""
         for name, value in self.headers:
             if name == b"inference-header-content-length":

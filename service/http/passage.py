@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.bodies import CONTROL_BODY, BodyReader, ClientGoneError, number_of_bytes
-from expertd.service.http.gate import KEY_NAME, Gate
+from expertd.service.http.gate import KEY_ADMIN, KEY_NAME, Gate
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import BROWSER_HEADERS, Headers, header_lines
@@ -26,7 +26,7 @@ _GONE = "the engine's process does not answer"
 _OWN_HEADERS = frozenset(
     (b"connection", b"content-length", b"date", b"expect", b"host", b"keep-alive", b"transfer-encoding")
 )
-_DROPPED = _OWN_HEADERS | {b"authorization", KEY_NAME}  # of requests: the key was checked here
+_DROPPED = _OWN_HEADERS | {b"authorization", KEY_NAME, KEY_ADMIN}  # of requests: the key was checked here
 _TRACE = (b"traceparent", b"tracestate")
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
@@ -44,13 +44,13 @@ class Passage:
         try:
             self._gate.admit(scope["method"], scope["path"], scope["headers"])
             body = await self._body(scope, receive)
-            caller = self._gate.caller(scope["headers"])
+            told = self._gate.told(scope["headers"])
             target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
             if scope["path"] == _STREAM and scope["method"] == "GET":
-                await self._pass_on(target, scope["headers"], caller, receive, send)
+                await self._pass_on(target, scope["headers"], told, receive, send)
                 return
             status, headers, content = await self._ask(
-                scope["method"].encode(), target, scope["headers"], body, caller, receive
+                scope["method"].encode(), target, scope["headers"], body, told, receive
             )
         except ClientGoneError:
             return
@@ -71,7 +71,8 @@ class Passage:
             headers.append((b"accept-encoding", head.accept_encoding.encode("latin-1")))
         headers += [header for header in head.headers if header[0] in _TRACE]
         target = f"/v2/models/{head.model}/versions/{MODEL_VERSION}/infer".encode()
-        status, answered, body = await self._ask(b"POST", target, headers, content, key_name)
+        told = [(KEY_NAME, key_name.encode("ascii"))] if key_name else []
+        status, answered, body = await self._ask(b"POST", target, headers, content, told)
         return status, header_lines(answered), body
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
@@ -91,14 +92,14 @@ class Passage:
         target: bytes,
         headers: Headers,
         body: bytes,
-        caller: str,
+        told: Headers,
         receive: Receive | None = None,
     ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """The status, headers and body of the engine's response.
+        """The status, headers and body of the engine's response; `told`: see `Gate`.
 
         Raises OipError (503); ClientGoneError if the client of `receive` disconnects before.
         """
-        async with self._asked(method, target, headers, body, caller) as reader:
+        async with self._asked(method, target, headers, body, told) as reader:
             async with asyncio.timeout(_SECONDS):
                 status, answered, content = await _unless_gone(receive, _response(reader))
         length = next((int(value) for name, value in answered if name == b"content-length"), None)
@@ -107,10 +108,10 @@ class Passage:
         return status, answered, content
 
     async def _pass_on(
-        self, target: bytes, headers: Headers, caller: str, receive: Receive, send: Send
+        self, target: bytes, headers: Headers, told: Headers, receive: Receive, send: Send
     ) -> None:
         """Send the engine's response as it comes, until one side ends it. Raises OipError (503)."""
-        async with self._asked(b"GET", target, headers, b"", caller) as reader:
+        async with self._asked(b"GET", target, headers, b"", told) as reader:
             async with asyncio.timeout(_SECONDS):
                 status, answered = await _head(reader)
             await send({"type": "http.response.start", "status": status, "headers": answered})
@@ -124,13 +125,11 @@ class Passage:
 
     @asynccontextmanager
     async def _asked(
-        self, method: bytes, target: bytes, headers: Headers, body: bytes, caller: str
+        self, method: bytes, target: bytes, headers: Headers, body: bytes, told: Headers
     ) -> AsyncIterator[asyncio.StreamReader]:
         """A connection to the engine's process, to read the response from. Raises OipError (503)."""
         kept = [header for header in headers if header[0] not in _DROPPED]
-        own = [(b"host", b"engine"), (b"connection", b"close")]
-        if caller:
-            own.append((KEY_NAME, caller.encode("ascii")))
+        own = [(b"host", b"engine"), (b"connection", b"close"), *told]
         if body or method not in (b"GET", b"HEAD"):
             own.append((b"content-length", str(len(body)).encode()))
         request = b"%s %s HTTP/1.1\r\n%s\r\n" % (method, target, header_lines([*own, *kept]))

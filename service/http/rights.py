@@ -46,7 +46,7 @@ CALLS: dict[str, tuple[Right, ...]] = {
     "POST /v1/channels": _INFER,
     "GET /v1/channels": _INFER,
     "GET /v1/channels/{channel}": _INFER,
-    "DELETE /v1/channels/{channel}": _INFER,
+    "DELETE /v1/channels/{channel}": _READ,
     "GET /v1/partitions": _READ,
     "PUT /v1/partitions": _ADMIN,
     "GET /v1/placement": _READ,

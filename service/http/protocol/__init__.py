@@ -9,8 +9,11 @@ from expertd.service.http.protocol.limits import BodyLimit, body_limit
 from expertd.service.http.protocol.places import NewUses, no_regions
 from expertd.service.http.protocol.request import INPUT_DATATYPES, OUTPUT, InferRequest, parse_request
 from expertd.service.http.protocol.response import InferResponse, build_response
+from expertd.service.http.protocol.versions import CLIENT, CLIENT_VERSIONS, check_client
 
 __all__ = [
+    "CLIENT",
+    "CLIENT_VERSIONS",
     "ELEMENT_BYTES",
     "FP8S",
     "INPUT_DATATYPES",
@@ -24,6 +27,7 @@ __all__ = [
     "accepts_gzip",
     "body_limit",
     "build_response",
+    "check_client",
     "compress",
     "decompress",
     "error_body",

@@ -56,6 +56,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
         assert entry.token is not None
         return {
             "id": entry.channel.id,
+            "instance": hub.instance,
             "version": VERSION,
             **_models_of(entry),
             "socket": str(hub.settings.socket),
@@ -87,9 +88,10 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
         response_model_exclude_unset=True,
         responses=errors(403, 404),
     )
-    async def close_channel(channel: ChannelId) -> dict[str, Any]:
-        """Close a channel; its queued requests are answered with 499."""
+    async def close_channel(channel: ChannelId, request: Request) -> dict[str, Any]:
+        """Close a channel: the key that opened it, or an admin's. Queued requests are answered with 499."""
         entry = hub.get(channel)
+        gate.check_own(f"channel {channel}", entry.opening.caller, request.scope["headers"])
         hub.close(entry.channel, "DELETE")
         return _shown(entry)
 

@@ -9,7 +9,7 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.layers import rule_of
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
-from expertd.service.http.protocol import FP8S, INPUT_DATATYPES, OUTPUT, SCALE
+from expertd.service.http.protocol import CLIENT_VERSIONS, FP8S, INPUT_DATATYPES, OUTPUT, SCALE
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from expertd.service.http.routes.schemas import (
     LiveResponse,
@@ -33,11 +33,12 @@ def protocol_router(engine: Engine) -> APIRouter:
 
     @router.get("", response_model=ServerMetadata)
     async def server_metadata() -> dict[str, Any]:
-        """Name, version and protocol extensions of this server."""
+        """Name, version and protocol extensions of this server, and of its process the identity."""
         return {
             "name": SERVER_NAME,
             "version": __version__,
             "extensions": [*_EXTENSIONS, *engine.shared_memory.extensions],
+            "parameters": {"instance": engine.instance, "client_versions": CLIENT_VERSIONS},
         }
 
     @router.get("/health/live", response_model=LiveResponse)

@@ -18,6 +18,10 @@ class ServerMetadata(BaseModel):
     name: str
     version: str
     extensions: list[str]
+    parameters: dict[str, str] = Field(
+        description="instance: differs after each start; client_versions: of expertd-client, what those have "
+        "in front that this server works with"
+    )
 
 
 class LiveResponse(BaseModel):
@@ -215,6 +219,7 @@ class ChannelRequest(_Strict):
 
 class ChannelResponse(BaseModel):
     id: str
+    instance: str = Field(description="of the server's process: after a restart, ids begin anew")
     version: int = Field(description="of the layout")
     model: str | None = Field(default=None, description="the only one")
     models: list[str] | None = Field(default=None, description="in the order of their numbers")

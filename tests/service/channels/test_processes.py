@@ -175,10 +175,10 @@ def test_http_is_served_beside_channels(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("http_workers", [1, 2])
-def test_a_channel_is_closed_when_the_name_of_its_key_may_not_infer(
-    tmp_path: Path, http_workers: int
-) -> None:
-    keys = write_keys(tmp_path / "keys.yaml", gone=["infer"], changed=["infer"], kept=["infer"])
+def test_a_channel_belongs_to_the_name_of_its_key(tmp_path: Path, http_workers: int) -> None:
+    """Others but admins cannot close it, and it is closed when the name may not infer any more."""
+    names = {name: ["infer"] for name in ("gone", "changed", "kept")}
+    keys = write_keys(tmp_path / "keys.yaml", **names, admin=["admin"])
     channels = {"socket": str(tmp_path / "channels"), "max_channels": 8, "max_bytes": 16 << 20}
     settings = two_processes(channels=channels, keys=keys, http_workers=http_workers)
     with server_process(settings, tmp_path) as server, ExitStack() as stack:
@@ -186,6 +186,18 @@ def test_a_channel_is_closed_when_the_name_of_its_key_may_not_infer(
         for peer in peers.values():
             stack.callback(peer.close)
             assert peer.infer(rows(2)).shape == (2, HIDDEN)
+        closers = (("kept", 403), ("gone", 200)), (("gone", 403), ("admin", 200))
+        for opener, attempts in zip(("gone", "changed"), closers, strict=True):
+            channel = opened(server, bearer(opener))["id"]
+            for closer, status in attempts:
+                forged = {"expertd-key-name": opener, "expertd-key-admin": "true"}
+                url = f"http://{server.url}/v1/channels/{channel}"
+                answer = httpx.delete(url, headers=bearer(closer) | forged)
+                assert answer.status_code == status, (opener, closer)
+                if status == 403:
+                    expected = "the key that opened it, or one with the right admin"
+                    text = f"channel {channel}: expected {expected}, got key {closer}"
+                    assert answer.json() == {"error": text}
         write_keys(keys, changed=["metrics"], kept=["infer"], new=["infer"])
         wait_for(lambda: server.log().count("may not infer any more") == 2, "they are closed")
         for name in ("gone", "changed"):

@@ -212,10 +212,29 @@ async def test_control_calls_check_their_messages() -> None:
 async def test_the_metadata_have_the_parameters_of_tensors() -> None:
     async with grpc_serving(EchoRunner()) as calls:
         asked = CLASSES["ModelMetadataRequest"](name="tiny")
-        states, ids, _ = (await calls.call("ModelMetadata", asked)).inputs
+        metadata = await calls.call("ModelMetadata", asked)
+        states, ids, _ = metadata.inputs
+    assert metadata.parameters["num_experts"].int64_param == 4
+    assert len(metadata.parameters["weights_id"].string_param) == 64
     assert states.parameters["datatypes"].string_param == "BF16,FP16,FP32,FP8,UINT8"
     assert states.parameters["fp8_scale_columns"].int64_param == 128
     assert ids.parameters["datatypes"].string_param == "INT32,INT64"
+
+
+async def test_clients_of_other_versions_are_refused() -> None:
+    async with grpc_serving(EchoRunner()) as calls:
+        for version, accepted in (("0.1.0", True), ("0.2.0", False), ("0.1.1", True)):
+            metadata = (("expertd-client", version),)
+            for call in (
+                calls.call("ServerMetadata", metadata=metadata),
+                calls.infer(hidden_message(rows(1)), metadata=metadata),
+            ):
+                if accepted:
+                    await call
+                else:
+                    text, _ = await refusal(call, grpc.StatusCode.INVALID_ARGUMENT)
+                    assert text.startswith("expertd-client: expected version 0.1.x with expertd ")
+                    assert text.endswith(", got '0.2.0'")
 
 
 async def test_too_many_connections_are_closed() -> None:

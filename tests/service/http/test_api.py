@@ -7,11 +7,20 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+import expertd_client
+from expertd import __version__
+from expertd.service.checkpoints import resolve_checkpoints
+from expertd.service.engine.layers import weights_ids
+from expertd.service.http.app import ExpertApp
+from expertd.service.settings.model import Settings
 from tests.service.apps import (
     HIDDEN,
+    MODEL,
+    NUM_EXPERTS,
     binary_request,
     error_of,
     hidden_request,
@@ -23,6 +32,7 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
+from tests.service.checkpoints.builders import Checkpoint
 from tests.service.keys import all_keys, key_of
 from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, Answer, connect, head, infer, listening, read_answer, read_to_end
@@ -32,7 +42,9 @@ GOOD = hidden_request(rows(3))
 
 async def test_metadata_health_and_index() -> None:
     async with serving(tiny_settings()) as server:
-        assert (await server.http.get("/v2")).json()["name"] == "expertd"
+        about = (await server.http.get("/v2")).json()
+        assert about["name"] == "expertd"
+        assert about["parameters"] == {"client_versions": "0.1", "instance": server.app.engine.instance}
         assert (await server.http.get("/v2/health/live")).json() == {"live": True}
         assert (await server.http.get("/v2/health/ready")).json() == {"ready": True}
         for path in ("/v2/models/tiny", "/v2/models/tiny/versions/1"):
@@ -57,6 +69,87 @@ async def test_metadata_health_and_index() -> None:
         for body in (b"", b'{"ready": true}', b'{"ready": false}'):
             index = (await server.http.post("/v2/repository/index", content=body)).json()
             assert index == [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({}, "none"),
+        ({"num_shared_experts": 2}, "included"),
+        ({"num_shared_experts": 2, "shared_experts": False}, "excluded"),
+        ({"routing": {"scoring_func": "sigmoid"}, "local_experts": "1-2"}, "none"),
+    ],
+)
+async def test_a_model_says_what_its_layer_computes(changes: dict[str, Any], shared: str) -> None:
+    model = {**MODEL, **changes}
+    expected = {
+        "num_experts": NUM_EXPERTS,
+        "num_shared_experts": changes.get("num_shared_experts", 0),
+        "shared_experts": shared,
+        "scoring_func": changes.get("routing", {}).get("scoring_func", "softmax"),
+        "activation": "silu(gate) * up",
+        "max_request_tokens": 64,
+        **({"local_experts": "1-2"} if "local_experts" in changes else {}),
+    }
+    async with serving(tiny_settings(models=[model])) as server:
+        parameters = (await server.http.get("/v2/models/tiny")).json()["parameters"]
+        (weights_id,) = weights_ids(server.app.engine.settings.models).values()
+        assert parameters == expected | {"weights_id": weights_id}
+        configured = (await server.http.get("/v2/models/tiny/config")).json()["parameters"]
+        assert {name: configured[name]["string_value"] for name in parameters} == {
+            name: str(value) for name, value in parameters.items()
+        }
+    app = ExpertApp(tiny_settings(models=[model]))  # not started
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        assert (await http.get("/v2/models/tiny")).json()["parameters"] == expected
+
+
+@pytest.mark.slow
+async def test_the_activation_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    directory = Checkpoint("hunyuan-4", tmp_path / "model").directory
+    checkpoint = {"path": directory, "layers": "1", "shared_experts": False}
+    settings = resolve_checkpoints(Settings.model_validate({"checkpoints": [checkpoint]}))
+    async with serving(settings, serving_runner(EchoRunner())) as server:
+        model = next(iter(server.app.engine.models))
+        parameters = (await server.http.get(f"/v2/models/{model}")).json()["parameters"]
+    assert parameters["activation"] == "silu(min(gate, 0.7)) * clamp(up, 0.7)"
+    assert (parameters["shared_experts"], parameters["scoring_func"]) == ("excluded", "sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"),
+    [
+        (None, True),  # another kind of client
+        (expertd_client.__version__, True),
+        ("0.1.7", True),
+        ("0.1.0.dev3", True),
+        ("0.1", False),
+        ("0.10.0", False),
+        ("0.2.0", False),
+        ("1.0.0", False),
+        ("", False),
+        ("\xe9", False),
+    ],
+)
+async def test_clients_of_other_versions_are_refused(version: str | None, accepted: bool) -> None:
+    async with serving(tiny_settings(), serving_runner(EchoRunner())) as server:
+        headers = [] if version is None else [(b"Expertd-Client", version.encode("latin-1"))]
+        body, length = GOOD
+        calls: list[tuple[str, str, Any]] = [
+            ("GET", "/v2", None),
+            ("GET", "/v2/health/ready", None),
+            ("GET", "/v2/models/tiny", None),
+            ("POST", "/v1/channels", b"{}"),
+            ("POST", "/v2/models/tiny/infer", body),
+        ]
+        for method, path, content in calls:
+            size = [(b"Inference-Header-Content-Length", str(length).encode())] * (content == body)
+            answer = await server.http.request(method, path, content=content, headers=[*headers, *size])
+            if accepted:
+                assert answer.status_code in ((403,) if path == "/v1/channels" else (200,))
+            else:
+                text = f"expertd-client: expected version 0.1.x with expertd {__version__}, got {version!a}"
+                assert error_of(answer, 400) == text
 
 
 GETS = (
