@@ -29,7 +29,7 @@ _RETRY_SECONDS = 0.1  # after an error such as too many open files
 
 
 class ChannelListener:
-    """Accepts the owners of channels at `path`, on the event loop. `group`: as for `listen_at`."""
+    """Accepts the owners of channels at `path`, on the event loop; `group`: see `group_number`."""
 
     def __init__(self, path: Path, hub: ChannelHub, group: str | None = None) -> None:
         self._path, self._group = path, group
