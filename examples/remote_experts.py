@@ -155,7 +155,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     description = "Generates text with a transformers model whose experts run in expertd."
     parser = argparse.ArgumentParser(prog="python -m examples.remote_experts", description=description)
     parser.add_argument("--url", help="a running server, which serves --checkpoint (default: start one)")
-    parser.add_argument("--transport", default="auto", help="auto (default), channel, shared_memory or http")
+    parser.add_argument("--transport", default="auto", help="auto (default), channel or http")
     parser.add_argument(
         "--device", type=device, choices=("cpu", "cuda"), default="cpu", help="of attention; default: cpu"
     )

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from tests.callers import AsyncCaller, Caller, Connect
-from tests.expertd import RunningServer, running_server, sharing
+from tests.expertd import RunningServer, channels_in, running_server
 from tests.waiting import wait_for
 
 
@@ -47,13 +47,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """The server of `sharing_server`."""
     directory = tmp_path_factory.mktemp("sharing")
-    with running_server(directory, *sharing(directory)) as running:
+    with running_server(directory, channels_in(directory)) as running:
         yield running
 
 
 @pytest.fixture
 def sharing_server(lasting_server: RunningServer) -> RunningServer:
-    """A server with channels, none of which is open, and shared memory, for tests that do not end it."""
+    """A server with channels, none of which is open, for tests that do not end it."""
     wait_for(lambda: not lasting_server.channels(), "the server closes the channels of the test before")
     return lasting_server
 
@@ -61,7 +61,7 @@ def sharing_server(lasting_server: RunningServer) -> RunningServer:
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[RunningServer]:
     """As `sharing_server`, for a test that ends it."""
-    with running_server(tmp_path, *sharing(tmp_path)) as running:
+    with running_server(tmp_path, channels_in(tmp_path)) as running:
         yield running
 
 

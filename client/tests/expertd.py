@@ -82,10 +82,6 @@ class RunningServer:
                 if error.code != 404:
                     raise
 
-    def regions(self) -> list[str]:
-        """The names of registered regions of host memory."""
-        return [region["name"] for region in self.ask("/v2/systemsharedmemory/status")]
-
     def _wait_for_url(self) -> str:
         end = time.monotonic() + _SECONDS
         while time.monotonic() < end:
@@ -109,9 +105,9 @@ class RunningServer:
             return False
 
 
-def sharing(directory: Path) -> tuple[str, str]:
-    """The settings of a server with channels and shared memory."""
-    return f"channels.socket={directory / 'channels'}", "shared_memory.enabled=true"
+def channels_in(directory: Path) -> str:
+    """The setting of a server with channels."""
+    return f"channels.socket={directory / 'channels'}"
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def test_every_combination_is_measured(server: RunningServer, tmp_path: Path, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["channel", "shared_memory", "http"])
+@pytest.mark.parametrize("transport", ["channel", "http"])
 def test_every_transport_can_be_measured(
     sharing_server: RunningServer, tmp_path: Path, capsys: Captured, transport: str
 ) -> None:

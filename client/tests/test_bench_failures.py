@@ -14,7 +14,7 @@ from expertd_client.bench.case import BenchError, Case, Result, Target
 from expertd_client.bench.load import Load
 from expertd_client.bench.processes import Processes
 from expertd_client.bench.report import num_cpus, row, write_json
-from tests.expertd import RunningServer, running_server, sharing
+from tests.expertd import RunningServer, channels_in, running_server
 from tests.test_bench import Captured, bench
 
 
@@ -41,7 +41,6 @@ def test_a_file_that_cannot_be_written_to(capsys: Captured, file: str, reason: s
         (["--model", "other"], "model: expected demo, got 'other'"),
         (["--tokens", "20000"], "request: expected at most"),
         (["--transport", "channel"], "channels: expected the setting channels.socket, got null"),
-        (["--transport", "shared_memory"], "extensions: expected system_shared_memory, got"),
     ],
 )
 def test_what_cannot_be_measured(
@@ -111,7 +110,7 @@ def test_a_server_that_goes_away(
     file = tmp_path / "results.json"
     sizes = ",".join(["1"] * 50)
     arguments = ["--transport", transport, "--connections", "4", "--tokens", sizes, "--processes", "2"]
-    with running_server(tmp_path, *sharing(tmp_path)) as server:
+    with running_server(tmp_path, channels_in(tmp_path)) as server:
         assert bench("--url", server.url, *arguments, "--json", str(file)) == 2
     kept = json.loads(file.read_text())["results"]
     assert kept == [result.as_json() for result in results]

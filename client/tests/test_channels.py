@@ -14,7 +14,7 @@ from expertd_client import (
     TransportUnavailableError,
 )
 from tests.callers import Connect
-from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.fakes import Peer, answer, echo, fake_server
 from tests.waiting import wait_for
 
@@ -61,7 +61,7 @@ def test_a_channel_that_is_closed_during_a_call(tmp_path: Path) -> None:
                 failures.append(error)
 
     with (
-        running_server(tmp_path, *sharing(tmp_path)) as server,
+        running_server(tmp_path, channels_in(tmp_path)) as server,
         ExpertClient(server.url, transport="channel") as client,
     ):
         expected = client.infer(MODEL, X)
@@ -79,7 +79,7 @@ def test_limits_that_are_no_powers_of_two(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = ["limits.max_request_tokens=100", "limits.max_batch_tokens=128"]
-    with running_server(tmp_path, *limits, *sharing(tmp_path)) as server:
+    with running_server(tmp_path, *limits, channels_in(tmp_path)) as server:
         client = connect(server.url, transport="channel")
         for size in (100, 99, 3):
             assert client.infer(MODEL, np.ones((size, HIDDEN), np.float32)).shape == (size, HIDDEN)
@@ -97,7 +97,7 @@ def test_limits_that_are_no_powers_of_two(
 def test_calls_beyond_the_servers_memory_go_over_http(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_server(tmp_path, *sharing(tmp_path), "channels.max_bytes=1000000") as server:
+    with running_server(tmp_path, channels_in(tmp_path), "channels.max_bytes=1000000") as server:
         client = connect(server.url, transport="auto")
         large = np.ones((600, HIDDEN), np.float32)
         for _ in range(3):
@@ -116,7 +116,7 @@ def test_calls_beyond_the_servers_memory_go_over_http(
 def test_a_client_beyond_the_servers_number_of_channels(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with running_server(tmp_path, *sharing(tmp_path), "channels.max_channels=1") as server:
+    with running_server(tmp_path, channels_in(tmp_path), "channels.max_channels=1") as server:
         first, second = (connect(server.url, transport="auto") for _ in range(2))
         expected = first.infer(MODEL, X)
         np.testing.assert_array_equal(second.infer(MODEL, X), expected)

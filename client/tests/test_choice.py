@@ -1,14 +1,13 @@
 """Which transport a client takes."""
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from expertd_client import ExpertClient, ExpertError, InvalidRequestError, TransportUnavailableError
-from expertd_client.address import parse_address
+from expertd_client.address import Address, parse_address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.steps import Steps, run
@@ -21,13 +20,11 @@ THERE = parse_address("http://experts:1")
 
 
 class Fake:
-    """A transport that cannot be used, from the start or from its first use on."""
+    """A transport that cannot be used."""
 
-    def __init__(self, name: TransportName, from_the_start: bool = False) -> None:
+    def __init__(self, name: TransportName) -> None:
         self.name = name
         self.closed = False
-        if from_the_start:
-            raise TransportUnavailableError(f"{name}: expected a server that offers it, got another")
 
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         raise TransportUnavailableError(f"{self.name}: expected shared memory, got none")
@@ -37,52 +34,45 @@ class Fake:
         yield from ()
 
 
-def test_auto_takes_the_fastest_for_a_server_on_this_machine(caplog: pytest.LogCaptureFixture) -> None:
-    factories: dict[str, Callable[[], Transport]] = {
-        "http": lambda: Fake("http"),
-        "shared_memory": lambda: Fake("shared_memory"),
-        "channel": lambda: Fake("channel"),
-    }
+def choice(wanted: str, address: Address = HERE, http: Transport | None = None) -> Choice:
+    return Choice(wanted, address, Fake("channel"), http or Fake("http"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "address", "name"),
+    [
+        ("auto", HERE, "channel"),
+        ("auto", THERE, "http"),
+        ("channel", THERE, "channel"),
+        ("http", HERE, "http"),
+    ],
+)
+def test_auto_takes_the_faster_for_a_server_on_this_machine(
+    caplog: pytest.LogCaptureFixture, wanted: str, address: Address, name: str
+) -> None:
     with caplog.at_level(logging.INFO, "expertd_client"):
-        assert Choice("auto", HERE, factories).current.name == "channel"
-        assert Choice("auto", THERE, factories).current.name == "http"
-    assert caplog.messages == [
-        "transport channel: server http://localhost:1",
-        "transport http: server http://experts:1",
-    ]
-    assert Choice("shared_memory", THERE, factories).current.name == "shared_memory"
+        assert choice(wanted, address).current.name == name
+    assert caplog.messages == [f"transport {name}: server {address.url}"]
 
 
 def test_it_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    factories: dict[str, Callable[[], Transport]] = {
-        "channel": lambda: Fake("channel", from_the_start=True),
-        "shared_memory": lambda: Fake("shared_memory"),
-        "http": lambda: Fake("http"),
-    }
-    choice = Choice("auto", HERE, factories)
-    first = choice.current
+    made = choice("auto")
+    first = made.current
     assert isinstance(first, Fake)
-    assert first.name == "shared_memory"
-    error = TransportUnavailableError("region: expected permission, got none")
-    run(choice.fall_back(first, error))
-    run(choice.fall_back(first, error))  # of another thread's call, which failed at the same time
-    assert (choice.current.name, first.closed) == ("http", True)
+    error = TransportUnavailableError("socket: expected permission, got none")
+    run(made.fall_back(first, error))
+    run(made.fall_back(first, error))  # of another thread's call, which failed at the same time
+    assert (made.current.name, first.closed) == ("http", True)
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "transport channel: channel: expected a server that offers it, got another; taking the next",
-        "transport shared_memory: region: expected permission, got none; taking the next",
+        "transport channel: socket: expected permission, got none; taking http",
     ]
     with pytest.raises(TransportUnavailableError, match="expected permission"):
-        run(choice.fall_back(choice.current, error))
+        run(made.fall_back(made.current, error))
 
 
-def test_the_same_call_is_made_with_the_next_transport() -> None:
+def test_the_same_call_is_made_over_http() -> None:
     with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
-        http = client._choice.current
-        factories: dict[str, Callable[[], Transport]] = {
-            "channel": lambda: Fake("channel"),
-            "http": lambda: http,
-        }
-        client._choice = Choice("auto", HERE, factories)
+        client._choice = choice("auto", http=client._choice.current)
         before = client.transport
         x = np.ones((2, 3), np.float32)
         np.testing.assert_array_equal(client.infer("m", x), x)
@@ -91,13 +81,13 @@ def test_the_same_call_is_made_with_the_next_transport() -> None:
 
 
 def test_a_transport_that_was_asked_for_is_not_replaced() -> None:
-    choice = Choice("channel", HERE, {"channel": lambda: Fake("channel"), "http": lambda: Fake("http")})
+    made = choice("channel")
     with pytest.raises(TransportUnavailableError, match="expected memory"):
-        run(choice.fall_back(choice.current, TransportUnavailableError("x: expected memory, got none")))
+        run(made.fall_back(made.current, TransportUnavailableError("x: expected memory, got none")))
 
 
-class WithoutSharedMemory:
-    """A server that refuses channels with a status, has no shared memory, and echoes."""
+class WithoutChannels:
+    """A server that refuses channels with a status, and echoes."""
 
     def __init__(self, status: int) -> None:
         self._status = status
@@ -108,8 +98,6 @@ class WithoutSharedMemory:
             path = request.line.split()[1]
             if path == "/v1/channels":
                 peer.send(refusal(self._status, "channels: expected the setting channels.socket, got null"))
-            elif path == "/v2":
-                peer.send(answer(200, b'{"name": "fake", "version": "7", "extensions": ["parameters"]}'))
             elif path == "/v2/models/m":
                 peer.send(answer(200, b"{}"))
             else:
@@ -122,7 +110,7 @@ def test_auto_is_quiet_and_quick_if_the_server_has_only_http(
 ) -> None:
     values = np.ones((2, 3), np.float32)
     with (
-        fake_server(WithoutSharedMemory(status)) as server,
+        fake_server(WithoutChannels(status)) as server,
         caplog.at_level(logging.INFO, "expertd_client"),
     ):
         client = connect(server.url, transport="auto")
@@ -132,19 +120,16 @@ def test_auto_is_quiet_and_quick_if_the_server_has_only_http(
         assert (before, client.client.transport) == ("channel", "http")
         client.close()
     others = [request.line.split()[1] for request in server.requests if "infer" not in request.line]
-    assert others == ["/v1/channels", *(["/v2/models/m"] if status == 404 else []), "/v2"]
+    assert others == ["/v1/channels", *(["/v2/models/m"] if status == 404 else [])]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
     assert caplog.messages[1].startswith("transport channel: channels: expected ")
-    assert caplog.messages[3:] == [
-        "transport shared_memory: extensions: expected system_shared_memory, got parameters; taking the next",
-        f"transport http: server {server.url}",
-    ]
+    assert caplog.messages[2:] == [f"transport http: server {server.url}"]
 
 
 def test_threads_fall_back_together() -> None:
     values = np.ones((2, 3), np.float32)
     with (
-        fake_server(WithoutSharedMemory(403)) as server,
+        fake_server(WithoutChannels(403)) as server,
         ExpertClient(server.url) as client,
         ThreadPoolExecutor(8) as pool,
     ):
@@ -152,17 +137,14 @@ def test_threads_fall_back_together() -> None:
             np.testing.assert_array_equal(given, values)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("channel", "channels: expected the"), ("shared_memory", "extensions: expected")]
-)
-def test_one_that_is_asked_for_is_used_or_nothing(connect: Connect, name: str, text: str) -> None:
-    with fake_server(WithoutSharedMemory(403)) as server:
-        client = connect(server.url, transport=name)
+def test_one_that_is_asked_for_is_used_or_nothing(connect: Connect) -> None:
+    with fake_server(WithoutChannels(403)) as server:
+        client = connect(server.url, transport="channel")
         for _ in range(2):
-            with pytest.raises(TransportUnavailableError, match=f"^{text}") as caught:
+            with pytest.raises(TransportUnavailableError, match=r"^channels: expected the") as caught:
                 client.infer("m", np.ones((2, 3), np.float32))
             assert caught.type is TransportUnavailableError  # none that this package does not export
-        assert client.client.transport == name
+        assert client.client.transport == "channel"
         client.close()
     assert not any("infer" in request.line for request in server.requests)
 
@@ -172,7 +154,7 @@ def test_a_refusal_for_now_concerns_one_call(
     connect: Connect, caplog: pytest.LogCaptureFixture, status: int
 ) -> None:
     values = np.ones((2, 3), np.float32)
-    with fake_server(WithoutSharedMemory(status)) as server:
+    with fake_server(WithoutChannels(status)) as server:
         client = connect(server.url, transport="auto")
         for _ in range(3):
             np.testing.assert_array_equal(client.infer("m", values), values)
@@ -185,7 +167,7 @@ def test_a_refusal_for_now_concerns_one_call(
 
 
 def test_a_closed_client_takes_no_other_transport(connect: Connect) -> None:
-    with fake_server(WithoutSharedMemory(403)) as server:
+    with fake_server(WithoutChannels(403)) as server:
         client = connect(server.url, transport="auto")
         client.close()
         with pytest.raises(ExpertError, match=r"^client: expected an open one, got a closed one$"):
@@ -198,5 +180,5 @@ def test_one_of_another_machine_is_asked_for_http_only(connect: Connect) -> None
 
 
 def test_unknown_transports(connect: Connect) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^transport: expected auto, channel, shared_memory, http"):
+    with pytest.raises(InvalidRequestError, match=r"^transport: expected auto, channel, http, got"):
         connect("http://localhost:1", transport="carrier pigeon")

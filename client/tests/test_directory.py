@@ -37,7 +37,7 @@ def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixtu
             raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
         return Memory(wanted.opening.sizes[0])
 
-    directory = Directory("channel", 4, make, by_model=True)
+    directory = Directory(4, make)
     call = layer_call("m", np.zeros((1, 3), np.float32))
     object.__setattr__(call.inputs[0], "value", OnGpu())
     assert directory.gpu_for(call) == 3
@@ -54,7 +54,7 @@ def test_a_refused_arena_concerns_this_call() -> None:
         yield Work(lambda: None)
         raise RefusedError(ServerBusyError("limit: expected room, got none", 503))
 
-    directory = Directory("channel", 4, make, by_model=True)
+    directory = Directory(4, make)
     wanted = Wanted("m", SMALL, Opening((Sizes(1, 4096, 1),)), None, Deadline(1))
     with pytest.raises(NotThisCallError) as caught:
         run(directory.open(wanted))
@@ -68,7 +68,7 @@ class Limited:
         self.most_tokens, self.most_places = most_tokens, most_places
         self.asked: list[Sizes] = []
         self.made: list[Memory] = []
-        self.directory = Directory("channel", 8, self._make, by_model=True)
+        self.directory = Directory(8, self._make)
 
     def _make(self, wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
         return (yield from largest(wanted, self._one))
@@ -151,7 +151,7 @@ def test_calls_do_without_more_places(error: Exception) -> None:
         yield Work(lambda: time.sleep(0.01))
         return True
 
-    directory = Directory("channel", 8, make, by_model=True)
+    directory = Directory(8, make)
     call = layer_call("m", np.zeros((1, 3), np.float32))
     object.__setattr__(call.inputs[0], "value", OnGpu())
 
@@ -185,7 +185,7 @@ def test_a_call_that_asks_for_more_places_has_its_own_deadline() -> None:
             yield Work(lambda: time.sleep(0.01))
         return Memory(wanted.opening.sizes[0])
 
-    directory = Directory("channel", 8, make, by_model=True)
+    directory = Directory(8, make)
     holder = directory.holder("m", None)
     for number in range(2):
         wanted = holder.take(SMALL, never)

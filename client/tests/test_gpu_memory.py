@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from expertd_client import AsyncExpertClient, ExpertClient, device_memory
-from expertd_client.transport import TransportName
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
 from tests.late import check_late_requests
 from tests.waiting import wait_for
@@ -22,10 +21,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cuda", request.param if torch.cuda.device_count() > request.param else 0)
 
 
-@pytest.fixture(params=["channel", "shared_memory"])
-def client(request: pytest.FixtureRequest, sharing_server: RunningServer) -> Iterator[ExpertClient]:
-    name: TransportName = request.param
-    with ExpertClient(sharing_server.url, transport=name) as made:
+@pytest.fixture
+def client(sharing_server: RunningServer) -> Iterator[ExpertClient]:
+    with ExpertClient(sharing_server.url, transport="channel") as made:
         yield made
 
 
@@ -63,13 +61,9 @@ def test_the_memory_is_the_gpus(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     client.infer(MODEL, rows(5, device))
-    if client.transport == "channel":
-        assert kinds(sharing_server) == {"cuda"}
-    else:
-        assert len(sharing_server.ask("/v2/cudasharedmemory/status")) == 1
+    assert kinds(sharing_server) == {"cuda"}
     client.close()
     wait_for(lambda: not sharing_server.channels(), "the channel is closed")
-    assert sharing_server.ask("/v2/cudasharedmemory/status") == []
     assert caplog.messages == []
 
 

@@ -16,7 +16,7 @@ from expertd_client import AccessDeniedError, AsyncExpertClient, ExpertClient, I
 from expertd_client.__main__ import main
 from expertd_client.address import parse_address
 from tests.callers import Connect
-from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.fakes import FakeServer, answer, answering, echoing, fake_server
 
 KEY = "yvZ8KQeUo0v1p2-BqQ6m8w3s5d7f9h1k2"
@@ -31,7 +31,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with keys, channels and shared memory."""
+    """A server with keys and channels."""
     directory = tmp_path_factory.mktemp("guarded")
     keys = directory / "keys.yaml"
     entries = ((KEY, "caller", "infer"), (OTHER, "scraper", "metrics"))
@@ -43,7 +43,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
             ]
         )
     )
-    with running_server(directory, f"keys={keys}", *sharing(directory)) as running:
+    with running_server(directory, f"keys={keys}", channels_in(directory)) as running:
         yield running
 
 
@@ -102,7 +102,7 @@ def test_a_key_is_not_shown() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "channel", "shared_memory", "http"])
+@pytest.mark.parametrize("transport", ["auto", "channel", "http"])
 def test_every_transport_with_a_server_that_has_keys(
     connect: Connect, guarded: RunningServer, transport: str
 ) -> None:
@@ -113,7 +113,7 @@ def test_every_transport_with_a_server_that_has_keys(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "channel", "shared_memory", "http"])
+@pytest.mark.parametrize("transport", ["auto", "channel", "http"])
 @pytest.mark.parametrize(
     ("key", "status", "text"),
     [

@@ -1,4 +1,4 @@
-"""Channels and shared memory give what HTTP gives, for every kind of tensor."""
+"""Channels give what HTTP gives, for every kind of tensor."""
 
 from typing import Any
 
@@ -19,15 +19,9 @@ IDS = np.argsort(RNG.random((6, NUM_EXPERTS)), axis=1)[:, :TOP_K]
 WEIGHTS = RNG.random((6, TOP_K), dtype=np.float32)
 
 
-@pytest.fixture(params=["channel", "shared_memory"])
-def transport(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
 @pytest.fixture
-def client(connect: Connect, sharing_server: RunningServer, transport: str) -> AnyCaller:
-    return connect(sharing_server.url, transport=transport)
+def client(connect: Connect, sharing_server: RunningServer) -> AnyCaller:
+    return connect(sharing_server.url, transport="channel")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Channels and shared memory when servers stop, die or are full, and when callers leave or fork."""
+"""Calls over channels when servers stop, die or are full, and when callers leave or fork."""
 
 import asyncio
 import subprocess
@@ -17,9 +17,8 @@ from expertd_client import (
     ServerBusyError,
     ServerUnreachableError,
 )
-from expertd_client.transport import TransportName
 from tests.callers import Connect
-from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.rounding import assert_rounded
 from tests.waiting import wait_for
 
@@ -28,49 +27,41 @@ RNG = np.random.default_rng(12)
 X = RNG.standard_normal((5, HIDDEN), dtype=np.float32)
 
 
-@pytest.fixture(params=["channel", "shared_memory"])
-def transport(request: pytest.FixtureRequest) -> TransportName:
-    name: TransportName = request.param
-    return name
-
-
 def batch(number: int) -> "np.ndarray[tuple[int, int], np.dtype[np.float32]]":
     """Different hidden states, so that an answer to another request is noticed."""
     return X[: 1 + number % 5] * np.float32(1 + number / 35)
 
 
-def test_many_threads_get_their_own_answers(sharing_server: RunningServer, transport: TransportName) -> None:
+def test_many_threads_get_their_own_answers(sharing_server: RunningServer) -> None:
     with ExpertClient(sharing_server.url, transport="http") as client:
         expected = [client.infer(MODEL, batch(number)) for number in range(35)]
     before = len(sharing_server.channels())
-    with ExpertClient(sharing_server.url, transport=transport) as client, ThreadPoolExecutor(24) as pool:
+    with ExpertClient(sharing_server.url, transport="channel") as client, ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda number: client.infer(MODEL, batch(number % 35)), range(700)))
-        assert len(sharing_server.channels()) == before + (transport == "channel")
+        assert len(sharing_server.channels()) == before + 1
     for number, answer in enumerate(answers):
         assert_rounded(answer, expected[number % 35])
 
 
-async def test_many_tasks_get_their_own_answers(
-    sharing_server: RunningServer, transport: TransportName
-) -> None:
+async def test_many_tasks_get_their_own_answers(sharing_server: RunningServer) -> None:
     async with AsyncExpertClient(sharing_server.url, transport="http") as client:
         expected = [await client.infer(MODEL, batch(number)) for number in range(35)]
-    async with AsyncExpertClient(sharing_server.url, transport=transport) as client:
+    async with AsyncExpertClient(sharing_server.url, transport="channel") as client:
         answers = await asyncio.gather(*(client.infer(MODEL, batch(number % 35)) for number in range(350)))
     for number, answer in enumerate(answers):
         assert_rounded(answer, expected[number % 35])
 
 
-def test_few_places_are_used_in_turn(sharing_server: RunningServer, transport: TransportName) -> None:
+def test_few_places_are_used_in_turn(sharing_server: RunningServer) -> None:
     with ExpertClient(sharing_server.url, transport="http") as client:
         expected = client.infer(MODEL, X)
-    limited = ExpertClient(sharing_server.url, transport=transport, max_connections=1)
+    limited = ExpertClient(sharing_server.url, transport="channel", max_connections=1)
     with limited as client, ThreadPoolExecutor(6) as pool:
         for answer in pool.map(lambda _: client.infer(MODEL, X), range(60)):
             assert_rounded(answer, expected)
 
 
-def test_a_full_queue_is_waited_for(tmp_path: Path, transport: TransportName) -> None:
+def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
     limits = ["limits.max_request_tokens=512", "limits.max_batch_tokens=512", "limits.max_queue_tokens=512"]
     tokens = np.zeros((512, HIDDEN), np.float32)
     refusals: list[ServerBusyError] = []
@@ -82,20 +73,20 @@ def test_a_full_queue_is_waited_for(tmp_path: Path, transport: TransportName) ->
             except ServerBusyError as busy:
                 refusals.append(busy)
 
-    with running_server(tmp_path, *limits, *sharing(tmp_path)) as server, ThreadPoolExecutor(8) as pool:
-        with ExpertClient(server.url, transport=transport, max_retries=0) as hasty:
+    with running_server(tmp_path, *limits, channels_in(tmp_path)) as server, ThreadPoolExecutor(8) as pool:
+        with ExpertClient(server.url, transport="channel", max_retries=0) as hasty:
             for done in [pool.submit(impatient, hasty) for _ in range(8)]:
                 done.result()
         assert all(busy.retry_after is not None and busy.status == 503 for busy in refusals)
-        with ExpertClient(server.url, transport=transport, max_retries=20) as patient:
+        with ExpertClient(server.url, transport="channel", max_retries=20) as patient:
             for answered in [pool.submit(patient.infer, MODEL, tokens) for _ in range(8)]:
                 assert answered.result().shape == tokens.shape
 
 
 def test_a_deadline_ends_the_call_and_its_place_is_used_again(
-    connect: Connect, sharing_server: RunningServer, transport: TransportName
+    connect: Connect, sharing_server: RunningServer
 ) -> None:
-    client = connect(sharing_server.url, transport=transport, max_connections=1)
+    client = connect(sharing_server.url, transport="channel", max_connections=1)
     expected = client.infer(MODEL, X)
     for _ in range(2):
         with sharing_server.stopped(), pytest.raises(DeadlineError, match=r"within 0\.1 s"):
@@ -103,9 +94,9 @@ def test_a_deadline_ends_the_call_and_its_place_is_used_again(
         np.testing.assert_array_equal(client.infer(MODEL, X), expected)
 
 
-def test_a_deadline_while_other_calls_wait(sharing_server: RunningServer, transport: TransportName) -> None:
+def test_a_deadline_while_other_calls_wait(sharing_server: RunningServer) -> None:
     """The thread that listens for all leaves first; the others get their answers."""
-    with ExpertClient(sharing_server.url, transport=transport) as client, ThreadPoolExecutor(6) as pool:
+    with ExpertClient(sharing_server.url, transport="channel") as client, ThreadPoolExecutor(6) as pool:
         expected = client.infer(MODEL, X)
         with sharing_server.stopped():
             early = pool.submit(client.infer, MODEL, X, timeout=0.3)
@@ -116,10 +107,8 @@ def test_a_deadline_while_other_calls_wait(sharing_server: RunningServer, transp
             assert_rounded(done.result(), expected)
 
 
-async def test_a_cancelled_call_leaves_its_place(
-    sharing_server: RunningServer, transport: TransportName
-) -> None:
-    async with AsyncExpertClient(sharing_server.url, transport=transport, max_connections=1) as client:
+async def test_a_cancelled_call_leaves_its_place(sharing_server: RunningServer) -> None:
+    async with AsyncExpertClient(sharing_server.url, transport="channel", max_connections=1) as client:
         expected = await client.infer(MODEL, X)
         for _ in range(3):
             with sharing_server.stopped():
@@ -131,10 +120,8 @@ async def test_a_cancelled_call_leaves_its_place(
             np.testing.assert_array_equal(await client.infer(MODEL, X), expected)
 
 
-def test_a_killed_server_ends_all_calls(
-    connect: Connect, own_server: RunningServer, transport: TransportName
-) -> None:
-    client = connect(own_server.url, transport=transport)
+def test_a_killed_server_ends_all_calls(connect: Connect, own_server: RunningServer) -> None:
+    client = connect(own_server.url, transport="channel")
     client.infer(MODEL, X)
     own_server.stop()  # so that the call is in progress
     threading.Timer(0.1, own_server.process.kill).start()
@@ -144,8 +131,8 @@ def test_a_killed_server_ends_all_calls(
         client.infer(MODEL, X)
 
 
-def test_a_killed_server_wakes_every_thread(own_server: RunningServer, transport: TransportName) -> None:
-    with ExpertClient(own_server.url, transport=transport) as client, ThreadPoolExecutor(5) as pool:
+def test_a_killed_server_wakes_every_thread(own_server: RunningServer) -> None:
+    with ExpertClient(own_server.url, transport="channel") as client, ThreadPoolExecutor(5) as pool:
         client.infer(MODEL, X)
         own_server.stop()
         calls = [pool.submit(client.infer, MODEL, X) for _ in range(5)]
@@ -155,16 +142,14 @@ def test_a_killed_server_wakes_every_thread(own_server: RunningServer, transport
                 call.result()
 
 
-def test_a_server_that_was_restarted_is_used_again(
-    connect: Connect, tmp_path: Path, transport: TransportName
-) -> None:
-    with running_server(tmp_path, *sharing(tmp_path)) as first:
-        client = connect(first.url, transport=transport)
+def test_a_server_that_was_restarted_is_used_again(connect: Connect, tmp_path: Path) -> None:
+    with running_server(tmp_path, channels_in(tmp_path)) as first:
+        client = connect(first.url, transport="channel")
         expected = client.infer(MODEL, X)
         port = first.url.rpartition(":")[2]
-    with running_server(tmp_path, *sharing(tmp_path), f"port={port}"):
+    with running_server(tmp_path, channels_in(tmp_path), f"port={port}"):
         np.testing.assert_array_equal(client.infer(MODEL, X), expected)
-        assert client.client.transport == transport
+        assert client.client.transport == "channel"
 
 
 FORK = """
@@ -172,11 +157,10 @@ import os, sys
 import numpy as np
 from expertd_client import ExpertClient
 
-client = ExpertClient(sys.argv[1], transport=sys.argv[2])
+client = ExpertClient(sys.argv[1], transport="channel")
 values = np.ones((5, 512), np.float32)
 expected = client.infer("demo", values)
 child = os.fork()
-print(os.getpid(), flush=True)
 atol = 2**-7 * np.abs(expected).max()
 for _ in range(20):  # some in steps with the other process's
     np.testing.assert_allclose(client.infer("demo", values), expected, rtol=0, atol=atol)
@@ -187,9 +171,9 @@ client.close()
 """
 
 
-def test_both_sides_of_a_fork_have_their_own(sharing_server: RunningServer, transport: TransportName) -> None:
+def test_both_sides_of_a_fork_have_their_own(sharing_server: RunningServer) -> None:
     path = ":".join(entry for entry in sys.path if entry)
-    program = [sys.executable, "-c", FORK, sharing_server.url, transport]
+    program = [sys.executable, "-c", FORK, sharing_server.url]
     done = subprocess.run(
         program,
         env={"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
@@ -199,10 +183,6 @@ def test_both_sides_of_a_fork_have_their_own(sharing_server: RunningServer, tran
     )
     assert (done.returncode, done.stderr) == (0, "")
     wait_for(lambda: not sharing_server.channels(), "no channel stays open")
-    both = done.stdout.split()
-    assert len(set(both)) == 2
-    names = [path.name for path in Path("/dev/shm").iterdir()]
-    assert [name for name in names if any(process in name.split("-") for process in both)] == []
 
 
 ORPHAN = """

@@ -16,7 +16,7 @@ from expertd_client import (
 )
 from expertd_client.device_memory import DeviceMemoryError
 from tests.callers import Connect
-from tests.expertd import HIDDEN, MODEL, RunningServer, running_server, sharing
+from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.rounding import assert_rounded
 from tests.waiting import wait_for
 
@@ -27,7 +27,7 @@ X = np.random.default_rng(15).standard_normal((8, HIDDEN), dtype=np.float32)
 
 
 def test_places_of_channels_that_are_never_claimed(connect: Connect, tmp_path: Path) -> None:
-    with running_server(tmp_path, *sharing(tmp_path), "channels.max_channels=1") as server:
+    with running_server(tmp_path, channels_in(tmp_path), "channels.max_channels=1") as server:
         body = json.dumps({"model": MODEL, "num_slots": 1, "max_tokens": 1}).encode()
         with urllib.request.urlopen(f"{server.url}/v1/channels", body, timeout=30) as response:
             assert response.status == 201  # nobody claims it

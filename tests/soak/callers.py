@@ -36,7 +36,7 @@ from tests.soak.tally import Phase, Tally
 _SHORT_SECONDS = 0.002  # of some requests, which then time out
 _PAUSE_SECONDS = 0.05  # after an error
 _REFUSED_SECONDS = 0.005  # after a refusal
-Transport = Literal["http", "shared_memory", "channel"]
+Transport = Literal["http", "channel"]
 
 
 def over_http(plan: Plan, tally: Tally) -> None:
@@ -44,15 +44,10 @@ def over_http(plan: Plan, tally: Tally) -> None:
     _with_client(plan, tally, "http", 2)
 
 
-def over_shared_memory(plan: Plan, tally: Tally) -> None:
-    """Calls whose tensors are in shared memory."""
-    _with_client(plan, tally, "shared_memory")
-
-
 def of_a_changing_model(plan: Plan, tally: Tally) -> None:
-    """Calls of a model that is unloaded and loaded again, over HTTP, shared memory and a channel."""
+    """Calls of a model that is unloaded and loaded again, over HTTP and a channel."""
     lock = threading.Lock()
-    ways: tuple[Transport, ...] = ("http", "shared_memory", "channel")
+    ways: tuple[Transport, ...] = ("http", "channel")
     together(partial(_with_client, plan, tally, way, 1, COMING, lock) for way in ways)
 
 

@@ -28,7 +28,7 @@ from tests.soak.tally import FORKSERVER, OUTCOMES, Phase, Stage, Tally
 Caller = Callable[[Plan, Tally], None]
 CALLERS: dict[str, Caller] = {
     "HTTP": callers.over_http,
-    "shared memory": callers.over_shared_memory,
+    "shared memory": sockets.in_regions,
     "channel": callers.through_channels,
     "gRPC": callers.over_grpc,
     "JSON": sockets.in_json,

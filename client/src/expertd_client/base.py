@@ -1,6 +1,5 @@
 """What the clients for threads and for event loops share: their calls as steps."""
 
-from collections.abc import Callable
 from typing import TypeVar
 
 from expertd_client.address import parse_address
@@ -27,10 +26,9 @@ from expertd_client.metadata import (
     read_statuses,
 )
 from expertd_client.places import WideIdsError
-from expertd_client.shared_memory.transport import SharedMemoryTransport
 from expertd_client.steps import Steps
 from expertd_client.tls import Certificate, File
-from expertd_client.transport import Choice, NotThisCallError, Transport, TransportName
+from expertd_client.transport import Choice, NotThisCallError, TransportName
 
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_CONNECTIONS = 128
@@ -58,12 +56,8 @@ class BaseClient:
         address = parse_address(url, key, ca, certificate)
         self._timeout = timeout
         self._http = HttpTransport(address, max_connections, max_retries)
-        factories: dict[str, Callable[[], Transport]] = {
-            "channel": lambda: ChannelTransport(self._http, max_connections, max_retries),
-            "shared_memory": lambda: SharedMemoryTransport(self._http, max_connections),
-            "http": lambda: self._http,
-        }
-        self._choice = Choice(transport, address, factories)
+        channel = ChannelTransport(self._http, max_connections, max_retries)
+        self._choice = Choice(transport, address, channel, self._http)
 
     @property
     def transport(self) -> TransportName:

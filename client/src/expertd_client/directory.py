@@ -1,4 +1,4 @@
-"""The arenas of a client: one for each model, or for all, and kind of memory."""
+"""The arenas of a client: one for each model and kind of memory."""
 
 import logging
 import os
@@ -63,13 +63,9 @@ class Directory(Generic[A]):
     none, and what the server answers to any call.
     """
 
-    def __init__(
-        self, name: str, max_places: int, make: Callable[[Wanted, Holder[A]], Steps[A]], by_model: bool
-    ) -> None:
-        self._name = name
+    def __init__(self, max_places: int, make: Callable[[Wanted, Holder[A]], Steps[A]]) -> None:
         self._max_places = max_places
         self._make = make
-        self._by_model = by_model
         self.forget()
         self._refused_gpus: set[int] = set()
         self._routed_on_host: set[str] = set()
@@ -95,13 +91,12 @@ class Directory(Generic[A]):
 
     def holder(self, model: str, gpu: int | None) -> Holder[A]:
         """Of the arena for a model's calls."""
-        key = model if self._by_model else "", gpu
-        holder = self._holders.get(key)
+        holder = self._holders.get((model, gpu))
         if holder is None:
             with self._lock:
                 if self._closed:
                     raise TransportUnavailableError("transport: expected an open one, got a closed one")
-                holder = self._holders.setdefault(key, Holder(self._max_places))
+                holder = self._holders.setdefault((model, gpu), Holder(self._max_places))
         return holder
 
     def open(self, wanted: Wanted) -> Steps[A | None]:
@@ -182,7 +177,7 @@ class Directory(Generic[A]):
             if gpu in self._refused_gpus:
                 return
             self._refused_gpus.add(gpu)
-        logger.warning("transport %s: memory of GPU %d: %s; taking host memory", self._name, gpu, error)
+        logger.warning("transport channel: memory of GPU %d: %s; taking host memory", gpu, error)
 
 
 def largest(wanted: Wanted, make: Callable[[Sizes], Steps[T]]) -> Steps[T]:

@@ -22,7 +22,7 @@ class GpuPlaces:
         self.data = data
         self._copied: dict[int, torch.cuda.Event] = {}  # start of a place -> its last output has been copied
 
-    def copy_in(self, start: int, call: LayerCall, where: Layout, with_routing: bool = True) -> None:
+    def copy_in(self, start: int, call: LayerCall, where: Layout) -> None:
         """Copy a call's inputs to the place at `start`, and wait for it. Raises InvalidRequestError."""
         import torch
 
@@ -33,7 +33,7 @@ class GpuPlaces:
             value = call.inputs[0].value
             rows = typed(self.data, start + where.hidden_states, value.dtype, value.shape)
             rows.copy_(value.detach(), non_blocking=True)
-            if with_routing and len(call.inputs) > 1:
+            if len(call.inputs) > 1:
                 self._copy_routing(start, call, where)
             stream.synchronize()
 

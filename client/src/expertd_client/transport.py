@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from expertd_client.address import Address
@@ -13,10 +12,10 @@ from expertd_client.steps import Steps
 
 logger = logging.getLogger("expertd_client")
 
-TransportName = Literal["auto", "channel", "shared_memory", "http"]
+TransportName = Literal["auto", "channel", "http"]
 
-ORDER = ("channel", "shared_memory", "http")
-"""The fastest first. All but HTTP need the server on this machine."""
+ORDER = ("channel", "http")
+"""The faster first, which needs the server on this machine."""
 
 _MAX_REPORTS = 100
 
@@ -58,42 +57,34 @@ class Transport(Protocol):
 
 
 class Choice:
-    """The transport in use; with `auto`, the first of ORDER that works with this server.
+    """The transport in use; with `auto`, a channel if the server is on this machine, or else HTTP.
 
-    `factories` has those that this version knows. One may raise TransportUnavailableError, then or when it
-    is used; the client then takes the next.
+    A channel may raise TransportUnavailableError when it is used; `auto` then takes HTTP.
     """
 
-    def __init__(
-        self, wanted: str, address: Address, factories: Mapping[str, Callable[[], Transport]]
-    ) -> None:
+    def __init__(self, wanted: str, address: Address, channel: Transport, http: Transport) -> None:
         if wanted != "auto" and wanted not in ORDER:
             raise InvalidRequestError(f"transport: expected auto, {', '.join(ORDER)}, got {wanted!r}")
-        if wanted != "auto" and wanted not in factories:
-            known = ", ".join(name for name in ORDER if name in factories)
-            raise TransportUnavailableError(
-                f"transport: expected auto or {known} (this version), got {wanted}"
-            )
-        names = [wanted] if wanted != "auto" else ORDER if address.is_local else ("http",)
-        self._left = [(name, factories[name]) for name in names if name in factories]
         self._is_free = wanted == "auto"
         self._is_closed = False
         self._reported: set[str] = set()
         self._url = address.url
         self._lock = threading.Lock()
-        self.current = self._next()
+        self._http = http
+        self._take(channel if wanted == "channel" or (self._is_free and address.is_local) else http)
 
     def fall_back(self, failed: Transport, error: TransportUnavailableError) -> Steps[None]:
-        """Take the next transport after `failed`, with a warning; raises `error` if there is none."""
+        """Take HTTP after `failed`, with a warning; raises `error` if that is not wanted, or has failed."""
         with self._lock:
             if self._is_closed:
                 raise ExpertError("client: expected an open one, got a closed one")
             if self.current is not failed:
                 return  # another thread has done it
-            if not self._left:
+            if not self._is_free or failed is self._http:
                 raise error
-            _report(failed.name, error)
-            self.current = self._next()
+            level = logging.WARNING if error.is_offered else logging.INFO
+            logger.log(level, "transport %s: %s; taking %s", failed.name, error, self._http.name)
+            self._take(self._http)
         yield from failed.close()
 
     def pass_over(self, unfit: Transport, reason: NotThisCallError) -> None:
@@ -112,20 +103,6 @@ class Choice:
             self._is_closed = True
         yield from self.current.close()
 
-    def _next(self) -> Transport:
-        while True:
-            name, make = self._left.pop(0)
-            try:
-                made = make()
-            except TransportUnavailableError as error:
-                if not self._left:
-                    raise
-                _report(name, error)
-            else:
-                logger.info("transport %s: server %s", name, self._url)
-                return made
-
-
-def _report(name: str, error: TransportUnavailableError) -> None:
-    level = logging.WARNING if error.is_offered else logging.INFO
-    logger.log(level, "transport %s: %s; taking the next", name, error)
+    def _take(self, transport: Transport) -> None:
+        self.current = transport
+        logger.info("transport %s: server %s", transport.name, self._url)

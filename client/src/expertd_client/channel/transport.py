@@ -24,7 +24,7 @@ class ChannelTransport:
     def __init__(self, http: Asker, max_connections: int, max_retries: int) -> None:
         self._http = http
         self._max_retries = max_retries
-        self._directory = Directory(self.name, max_connections, self._make, by_model=True)
+        self._directory = Directory(max_connections, self._make)
 
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have the layer's output written to `call.output`."""

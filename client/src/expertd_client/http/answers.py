@@ -51,11 +51,6 @@ def read_output(call: LayerCall, connection: Connection, head: Head) -> Steps[No
     yield from receive_into(connection, call.output.memory())
 
 
-def read_placed(call: LayerCall, connection: Connection, head: Head) -> Steps[None]:
-    """The answer whose output is in shared memory. Raises RefusedError for an error."""
-    _check((yield from read_json(connection, head)), list(call.shape), call.output.datatype)
-
-
 def _check(header: Any, shape: list[int], datatype: str) -> None:
     try:
         (output,) = header["outputs"]

@@ -7,9 +7,9 @@ from expertd_client.address import Address
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError
-from expertd_client.http.answers import read_json, read_output, read_placed
+from expertd_client.http.answers import read_json, read_output
 from expertd_client.http.attempts import Attempts, Reader, Request
-from expertd_client.http.requests import Placed, control_request, infer_request
+from expertd_client.http.requests import control_request, infer_request
 from expertd_client.steps import Steps
 from expertd_client.transport import TransportName
 from expertd_client.turns import Turns
@@ -31,11 +31,6 @@ class HttpTransport:
         """Have the layer's output written into the memory of `call.output`."""
         request = infer_request(self.address, call, deadline)
         return self._call(request, partial(read_output, call), deadline)
-
-    def infer_placed(self, call: LayerCall, placed: Placed, deadline: Deadline) -> Steps[None]:
-        """Have the layer's output written to its place in shared memory."""
-        request = infer_request(self.address, call, deadline, placed)
-        return self._call(request, partial(read_placed, call), deadline)
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """A call without tensors, with `body` as JSON: the answer's JSON, or None."""

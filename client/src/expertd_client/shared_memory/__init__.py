@@ -1,1 +1,0 @@
-"""Triton's shared memory extensions: requests stay on HTTP, their tensors are in memory of both sides."""
