@@ -18,6 +18,7 @@ from expertd_client.errors import (
 )
 from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata
 from expertd_client.version import __version__
+from expertd_client.weights import weights_id
 
 __all__ = [
     "AccessDeniedError",
@@ -39,4 +40,5 @@ __all__ = [
     "TransportUnavailableError",
     "UnknownModelError",
     "__version__",
+    "weights_id",
 ]

@@ -40,7 +40,7 @@ class AsyncExpertClient(BaseClient):
         return result
 
     async def metadata(self, model: str, *, timeout: float | None = None) -> ModelMetadata:
-        """The sizes of a model. Raises UnknownModelError."""
+        """The sizes of a model, and what its layer computes. Raises UnknownModelError."""
         return await run_async(self._metadata(model, timeout))
 
     async def server(self, *, timeout: float | None = None) -> ServerMetadata:

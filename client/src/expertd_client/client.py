@@ -56,7 +56,7 @@ class ExpertClient(BaseClient):
         return result
 
     def metadata(self, model: str, *, timeout: float | None = None) -> ModelMetadata:
-        """The sizes of a model. Raises UnknownModelError."""
+        """The sizes of a model, and what its layer computes. Raises UnknownModelError."""
         return run(self._metadata(model, timeout))
 
     def server(self, *, timeout: float | None = None) -> ServerMetadata:

@@ -5,15 +5,40 @@ from typing import Any
 
 from expertd_client.errors import InvalidAnswerError
 
+_PARAMETERS = {
+    "num_experts": int,
+    "num_shared_experts": int,
+    "shared_experts": str,
+    "scoring_func": str,
+    "activation": str,
+    "max_request_tokens": int,
+    "weights_id": str,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """A served layer: takes [tokens, hidden_size], chooses top_k experts a token; `datatype` is its own."""
+    """A served layer: takes [tokens, hidden_size], chooses top_k experts a token; `datatype` is its own.
+
+    What an older server does not say is None, and so is `weights_id` while the layer loads.
+
+    num_shared_experts  by the checkpoint's rule
+    shared_experts      "included" in the answers, "excluded", so that the caller computes them, or "none"
+    max_request_tokens  larger calls are sent in parts
+    weights_id          compare it with that of a checkpoint's files, `expertd_client.weights_id`
+    """
 
     name: str
     hidden_size: int
     top_k: int
     datatype: str
+    num_experts: int | None = None
+    num_shared_experts: int | None = None
+    shared_experts: str | None = None
+    scoring_func: str | None = None
+    activation: str | None = None
+    max_request_tokens: int | None = None
+    weights_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +75,12 @@ def read_metadata(answer: Any) -> ModelMetadata:
         hidden_states = inputs["hidden_states"]
         hidden_size, top_k = hidden_states["shape"][1], inputs["topk_ids"]["shape"][1]
         datatype = str(hidden_states["datatype"])
-        return ModelMetadata(str(answer["name"]), int(hidden_size), int(top_k), datatype)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        told = answer.get("parameters") or {}
+        more: dict[str, Any] = {
+            name: kind(told[name]) for name, kind in _PARAMETERS.items() if told.get(name) is not None
+        }
+        return ModelMetadata(str(answer["name"]), int(hidden_size), int(top_k), datatype, **more)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise InvalidAnswerError(f"answer: expected a MoE layer's metadata, got {answer!r:.200}") from error
 
 

@@ -67,5 +67,5 @@ def _head(address: Address, method: str, path: str) -> bytes:
     key = f"Authorization: Bearer {address.key}\r\n" if address.key else ""
     return (
         f"{method} {address.base}{path} HTTP/1.1\r\nHost: {address.authority}\r\n"
-        f"User-Agent: expertd-client/{__version__}\r\nAccept: */*\r\n{key}"
+        f"User-Agent: expertd-client/{__version__}\r\nexpertd-client: {__version__}\r\nAccept: */*\r\n{key}"
     ).encode("ascii")
