@@ -8,19 +8,23 @@ import numpy as np
 import torch
 
 from expertd_client.arenas import Sizes
+from expertd_client.channel.base import Made
 from expertd_client.channel.claiming import Claimed
 from expertd_client.channel.layout import (
     ANSWER,
     ANSWER_OFFSET,
     HEADER_BYTES,
+    MODEL,
     SLOT_BYTES,
     TIMES_OFFSET,
     WORD_BYTES,
 )
 from expertd_client.channel.link import Link
 from expertd_client.channel.opening import Opened
-from expertd_client.channel.slots import Shapes
+from expertd_client.channel.slots import Shapes, make_slots
+from expertd_client.deadline import Deadline
 from expertd_client.places import aligned
+from expertd_client.steps import Steps
 
 HIDDEN, TOP_K = 8, 2
 
@@ -47,6 +51,16 @@ class ChannelByHand:
         data = np.zeros(sizes.num_bytes, np.uint8)
         self.device = torch.from_numpy(data) if on_device else None
         self.opened = Opened(self.link, sizes, HIDDEN, TOP_K, None if on_device else data, self.device)
+
+    def made(self) -> Made:
+        """What a channel of a caller is made of, which cannot be opened again."""
+        slots = make_slots(self.opened, self.shapes, self.device is not None)
+
+        def reopen(lost: Opened, deadline: Deadline) -> Steps[Opened]:
+            raise lost.link.closed_error()
+            yield
+
+        return Made(self.opened, self.shapes, slots, {"m": MODEL.pack(0)}, Deadline(60), reopen)
 
     def answer(self, sequence: int, queue_ns: int = 0) -> None:
         """Answer a request with 200, and ring."""

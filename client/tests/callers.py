@@ -1,20 +1,23 @@
 """Both clients, and both channels, behind one interface, so that each test runs with both."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from expertd_client import (
     AsyncChannel,
     AsyncExpertClient,
+    AsyncPendingCall,
     Channel,
     ExpertClient,
     ModelMetadata,
     ModelStatus,
+    PendingCall,
     ServerMetadata,
     Slot,
     Ticket,
 )
+from expertd_client.channel.link import Link
 
 
 class Caller:
@@ -25,6 +28,9 @@ class Caller:
 
     def infer(self, *arguments: Any, **options: Any) -> Any:
         return self.client.infer(*arguments, **options)
+
+    def submit(self, *arguments: Any, **options: Any) -> PendingCall[Any]:
+        return self.client.submit(*arguments, **options)
 
     def metadata(self, model: str) -> ModelMetadata:
         return self.client.metadata(model)
@@ -41,8 +47,8 @@ class Caller:
     def live(self, **options: Any) -> bool:
         return self.client.live(**options)
 
-    def open_channel(self, model: str, **options: Any) -> Channel:
-        return self.client.open_channel(model, **options)
+    def open_channel(self, models: str | Sequence[str], **options: Any) -> Channel:
+        return self.client.open_channel(models, **options)
 
     def close(self) -> None:
         self.client.close()
@@ -69,6 +75,9 @@ class AsyncCaller:
     def infer(self, *arguments: Any, **options: Any) -> Any:
         return self._runner.run(self.client.infer(*arguments, **options))
 
+    def submit(self, *arguments: Any, **options: Any) -> "AsyncPendingCaller":
+        return AsyncPendingCaller(self._runner.run(self.client.submit(*arguments, **options)), self._runner)
+
     def metadata(self, model: str) -> ModelMetadata:
         return self._runner.run(self.client.metadata(model))
 
@@ -84,8 +93,8 @@ class AsyncCaller:
     def live(self, **options: Any) -> bool:
         return self._runner.run(self.client.live(**options))
 
-    def open_channel(self, model: str, **options: Any) -> "AsyncChannelCaller":
-        opened = self._runner.run(self.client.open_channel(model, **options))
+    def open_channel(self, models: str | Sequence[str], **options: Any) -> "AsyncChannelCaller":
+        opened = self._runner.run(self.client.open_channel(models, **options))
         return AsyncChannelCaller(opened, self._runner)
 
     def close(self) -> None:
@@ -97,13 +106,31 @@ class AsyncCaller:
         self._runner.close()
 
 
+class AsyncPendingCaller:
+    """An AsyncPendingCall with the methods of a PendingCall. Its call goes on only during one of them."""
+
+    def __init__(self, pending: AsyncPendingCall[Any], runner: asyncio.Runner) -> None:
+        self._pending, self._runner = pending, runner
+
+    def is_done(self) -> bool:
+        self._runner.run(asyncio.sleep(0.001))
+        return self._pending.is_done()
+
+    def wait(self) -> Any:
+        return self._runner.run(self._pending.wait())
+
+
 class AsyncChannelCaller:
     """An AsyncChannel with the methods of a Channel."""
 
     def __init__(self, channel: AsyncChannel, runner: asyncio.Runner) -> None:
-        self._channel, self._runner, self._link = channel, runner, channel._link
+        self._channel, self._runner = channel, runner
         self.slots = channel.slots
         self.max_tokens, self.hidden_size, self.top_k = channel.max_tokens, channel.hidden_size, channel.top_k
+
+    @property
+    def _link(self) -> Link:
+        return self._channel._link
 
     def submit(self, slot: Slot, num_tokens: int, **options: Any) -> Ticket:
         return self._runner.run(self._channel.submit(slot, num_tokens, **options))

@@ -34,10 +34,31 @@ _SECONDS = 60.0
 class RunningServer:
     """A ready server; `url` is its address."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
-        self.process = process
-        self._log = log
-        self.url = self._wait_for_url()
+    def __init__(self, command: list[str], log: Path) -> None:
+        self._command, self._log = command, log
+        self._start()
+
+    def _start(self, *more: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("EXPERTD_")}
+        with self._log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [*self._command, *more], stderr=stderr, env={**environment, "OMP_NUM_THREADS": "1"}
+            )
+        try:
+            self.url = self._wait_for_url()
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self, signal: int = signal.SIGKILL) -> None:
+        """End the process, and wait for that."""
+        self.process.send_signal(signal)
+        self.process.wait()
+
+    def start_again(self, *settings: str) -> None:
+        """After its end, at the same address, with further settings."""
+        port = f"port={self.url.rpartition(':')[2]}"
+        self._start(*(argument for setting in (port, *settings) for argument in ("--set", setting)))
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -118,11 +139,8 @@ def running_server(directory: Path, *settings: str) -> Iterator[RunningServer]:
     command = [EXPERTD, "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
     for setting in settings:
         command += ["--set", setting]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EXPERTD_")}
-    with log.open("wb") as stderr:
-        process = subprocess.Popen(command, stderr=stderr, env={**environment, "OMP_NUM_THREADS": "1"})
+    running = RunningServer(command, log)
     try:
-        yield RunningServer(process, log)
+        yield running
     finally:
-        process.kill()
-        process.wait()
+        running.end()

@@ -47,7 +47,7 @@ def test_each_status_has_its_exception(connect: Connect, status: int, kind: type
     with fake_server(answering(refusal(status, "a: expected b, got c"))) as server:
         client = connect(server.url)
         with pytest.raises(ExpertError) as caught:
-            client.infer("m", X)
+            client.infer("m", X[:1])  # several tokens would be sent in parts after 413
         assert (type(caught.value), caught.value.status) == (kind, status)
         if status != 301:
             assert str(caught.value) == "a: expected b, got c"

@@ -39,7 +39,7 @@ async def stop_of(server: RunningServer, channel: AsyncChannel) -> "asyncio.Task
     """A task that waits for an answer of a server that has just been stopped."""
     server.stop()
     task = asyncio.create_task(channel.infer(channel.slots[0], 8))
-    while channel.slots[0].ticket is None or not channel._waiters._waiting:
+    while channel.slots[0].ticket is None or not channel._waiters.tasks._waiting:
         await asyncio.sleep(0)
     return task
 

@@ -142,14 +142,6 @@ def test_refusals(connect: Connect, server: RunningServer) -> None:
     assert client.infer(MODEL, X).shape == X.shape
 
 
-def test_a_body_that_is_too_large(connect: Connect, server: RunningServer) -> None:
-    client = connect(server.url)
-    with pytest.raises(InvalidRequestError, match="expected at most") as caught:
-        client.infer(MODEL, np.zeros((150_000, HIDDEN), np.float32))
-    assert caught.value.status == 413
-    assert client.infer(MODEL, X).shape == X.shape
-
-
 def test_many_threads(server: RunningServer, expected: npt.NDArray[np.float32]) -> None:
     with ExpertClient(server.url) as client, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda _: client.infer(MODEL, X), range(200)))

@@ -10,9 +10,9 @@ from expertd_client import Channel, ServerUnreachableError
 from expertd_client.arenas import Holder, Lease, Need
 from expertd_client.calls import layer_call
 from expertd_client.channel import base
-from expertd_client.channel.arena import Answer, ChannelArena
-from expertd_client.channel.slots import make_slots
+from expertd_client.channel.arena import ChannelArena
 from expertd_client.channel.transport import _exchange
+from expertd_client.channel.waiting import Answer
 from expertd_client.deadline import Deadline
 from expertd_client.steps import Sleep
 from tests.by_hand import HIDDEN, ChannelByHand
@@ -98,8 +98,7 @@ def test_memory_of_a_device_is_kept_while_a_step_may_use_it(
     kept: list[object] = []
     monkeypatch.setattr(base, "_kept", kept)
     server = ChannelByHand(num_slots=2, on_device=True)
-    slots = make_slots(server.opened, server.shapes, as_torch=True)
-    channel = Channel(server.opened, server.shapes, slots, 1.0)
+    channel = Channel(server.made())
     ticket = channel.submit(channel.slots[0], 1, timeout=math.inf, synchronize=False)
     if ends == "closed by both":
         server.close()  # while its step goes on

@@ -1,10 +1,10 @@
 """A client for expertd, the server for the expert layers of Mixture-of-Experts models. See README.md."""
 
-from expertd_client.async_client import AsyncExpertClient
+from expertd_client.async_client import AsyncExpertClient, AsyncPendingCall
 from expertd_client.channel.async_channel import AsyncChannel
 from expertd_client.channel.channel import Channel
 from expertd_client.channel.slots import Slot, Ticket
-from expertd_client.client import ExpertClient
+from expertd_client.client import ExpertClient, PendingCall
 from expertd_client.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -24,6 +24,7 @@ __all__ = [
     "AccessDeniedError",
     "AsyncChannel",
     "AsyncExpertClient",
+    "AsyncPendingCall",
     "Channel",
     "DeadlineError",
     "ExpertClient",
@@ -32,6 +33,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelMetadata",
     "ModelStatus",
+    "PendingCall",
     "ServerBusyError",
     "ServerMetadata",
     "ServerUnreachableError",

@@ -41,6 +41,10 @@ class Tensor:
         """Size on the wire."""
         return self.shape[0] * self.shape[1] * ITEM_BYTES[self.datatype]
 
+    def rows(self, start: int, stop: int) -> "Tensor":
+        """Some of its rows."""
+        return Tensor(self.name, self.datatype, (stop - start, self.shape[1]), self.value[start:stop])
+
     def view(self) -> memoryview:
         """Its values in host memory, row-major: of the caller's own memory, if that is contiguous."""
         if isinstance(self.value, np.ndarray):

@@ -1,7 +1,9 @@
 """The client for asyncio."""
 
+import asyncio
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic
 
 from expertd_client.arrays import Array
 from expertd_client.base import BaseClient
@@ -39,6 +41,15 @@ class AsyncExpertClient(BaseClient):
         result: Array = call.output.result()
         return result
 
+    async def submit(
+        self, model: str, hidden_states: Array, topk_ids: Any = None, topk_weights: Any = None, **options: Any
+    ) -> "AsyncPendingCall[Array]":
+        """As ExpertClient.submit: `infer`, with the same options, in a task of its own."""
+        call = self.infer(model, hidden_states, topk_ids, topk_weights, **options)
+        pending: AsyncPendingCall[Array] = AsyncPendingCall(asyncio.ensure_future(call))
+        await asyncio.sleep(0)  # it begins
+        return pending
+
     async def metadata(self, model: str, *, timeout: float | None = None) -> ModelMetadata:
         """The sizes of a model, and what its layer computes. Raises UnknownModelError."""
         return await run_async(self._metadata(model, timeout))
@@ -64,7 +75,7 @@ class AsyncExpertClient(BaseClient):
 
     async def open_channel(
         self,
-        model: str,
+        models: str | Sequence[str],
         *,
         max_tokens: int,
         num_slots: int = 4,
@@ -79,7 +90,7 @@ class AsyncExpertClient(BaseClient):
         answer leave the event loop to the others.
         """
         deadline = self._deadline(timeout)
-        options = ChannelOptions(model, num_slots, max_tokens, datatype, output_datatype, device, deadline)
+        options = ChannelOptions(models, num_slots, max_tokens, datatype, output_datatype, device, deadline)
         return await run_async(self._open_channel(AsyncChannel, options))
 
     async def close(self) -> None:
@@ -93,3 +104,19 @@ class AsyncExpertClient(BaseClient):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class AsyncPendingCall(Generic[Array]):
+    """A call of AsyncExpertClient.submit."""
+
+    def __init__(self, task: "asyncio.Future[Any]") -> None:
+        self._task = task
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._task.done()
+
+    async def wait(self) -> Array:
+        """The output. Raises what `infer` does. If the task that waits is cancelled, so is the call."""
+        output: Array = await self._task
+        return output

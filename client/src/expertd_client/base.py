@@ -10,6 +10,7 @@ from expertd_client.channel.transport import ChannelTransport
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
+    InvalidRequestError,
     ServerBusyError,
     ServerUnreachableError,
     TransportUnavailableError,
@@ -51,10 +52,12 @@ class BaseClient:
         timeout: float = DEFAULT_TIMEOUT,
         max_connections: int = DEFAULT_CONNECTIONS,
         max_retries: int = DEFAULT_RETRIES,
+        retry_seconds: float = 0.0,
     ) -> None:
-        check_limits(timeout, max_connections, max_retries)
+        check_limits(timeout, max_connections, max_retries, retry_seconds)
         address = parse_address(url, key, ca, certificate)
-        self._timeout = timeout
+        self._timeout, self._retry_seconds = timeout, retry_seconds
+        self._most_tokens: dict[str, int] = {}  # of a request, where a call was larger
         self._http = HttpTransport(address, max_connections, max_retries)
         channel = ChannelTransport(self._http, max_connections, max_retries)
         self._choice = Choice(transport, address, channel, self._http)
@@ -65,7 +68,35 @@ class BaseClient:
         return self._choice.current.name
 
     def _infer(self, call: LayerCall, timeout: float | None) -> Steps[None]:
-        deadline = self._deadline(timeout)
+        return self._whole(call, self._deadline(timeout))
+
+    def _whole(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+        """Have a call answered, in parts if it is larger than the server takes."""
+        if call.shape[0] <= self._most_tokens.get(call.model, call.shape[0]):
+            try:
+                return (yield from self._answer(call, deadline))
+            except InvalidRequestError as error:
+                if not (yield from self._is_too_large(call, error, deadline)):
+                    raise
+        for part in call.parts(self._most_tokens[call.model]):
+            yield from self._whole(part, deadline)
+            part.output.result()
+
+    def _is_too_large(self, call: LayerCall, error: InvalidRequestError, deadline: Deadline) -> Steps[bool]:
+        """Whether parts of a call may be accepted that was refused; then how large they may be is known."""
+        rows = call.shape[0]
+        if error.status is None or rows < 2 or (error.status != 413 and "tokens" not in str(error)):
+            return False
+        most: int | None = -(-rows // 2)
+        if error.status != 413:  # which is about bytes
+            model = read_metadata((yield from self._http.request("GET", model_path(call.model), deadline)))
+            most = model.max_request_tokens
+        if most is None or rows <= most:
+            return False
+        self._most_tokens[call.model] = most
+        return True
+
+    def _answer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         while True:
             transport = self._choice.current
             try:
@@ -113,10 +144,12 @@ class BaseClient:
 
     def _is_ok(self, path: str, timeout: float | None) -> Steps[bool]:
         try:
-            yield from self._http.request("GET", path, self._deadline(timeout))
+            yield from self._http.request(
+                "GET", path, Deadline(self._timeout if timeout is None else timeout)
+            )
         except (ServerBusyError, ServerUnreachableError, DeadlineError):
             return False
         return True
 
     def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline(self._timeout if timeout is None else timeout)
+        return Deadline(self._timeout if timeout is None else timeout, self._retry_seconds)

@@ -1,6 +1,8 @@
 """An infer call: the caller's arguments, checked before anything is sent."""
 
 from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
 
 from expertd_client.arrays import FLOATS, INTEGERS, Tensor, read
 from expertd_client.deadline import check_seconds
@@ -23,6 +25,21 @@ class LayerCall:
     def shape(self) -> tuple[int, int]:
         """Of hidden_states and of the output."""
         return self.inputs[0].shape
+
+    def parts(self, most_tokens: int) -> "list[LayerCall]":
+        """Calls of equal size, as far as that goes, whose outputs are parts of this one's."""
+        rows = self.shape[0]
+        count = -(-rows // most_tokens)
+        ends = [rows * number // count for number in range(count + 1)]
+        return [
+            LayerCall(
+                self.model,
+                tuple(tensor.rows(start, stop) for tensor in self.inputs),
+                self.output.rows(start, stop),
+                self.priority,
+            )
+            for start, stop in pairwise(ends)
+        ]
 
 
 def layer_call(
@@ -71,9 +88,11 @@ def check_model(model: object) -> None:
         raise InvalidRequestError(f"model: expected a name, got {model!r}")
 
 
-def check_limits(timeout: float, max_connections: int, max_retries: int) -> None:
+def check_limits(timeout: float, max_connections: int, max_retries: int, retry_seconds: float) -> None:
     """Raises InvalidRequestError for settings of a client that cannot work."""
     check_seconds(timeout)
+    if not isinstance(retry_seconds, Real) or not retry_seconds >= 0:
+        raise InvalidRequestError(f"retry_seconds: expected at least 0, got {retry_seconds!r:.80}")
     if max_connections < 1:
         raise InvalidRequestError(f"max_connections: expected at least 1, got {max_connections}")
     if max_retries < 0:

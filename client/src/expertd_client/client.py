@@ -1,7 +1,8 @@
 """The client for threads."""
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic
 
 from expertd_client.arrays import Array
 from expertd_client.base import BaseClient
@@ -10,7 +11,8 @@ from expertd_client.channel.channel import Channel
 from expertd_client.channel.link import SPIN_SECONDS
 from expertd_client.channel.making import ChannelOptions
 from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata
-from expertd_client.steps import run
+from expertd_client.outputs import Output
+from expertd_client.steps import Begun, Steps, run
 
 
 class ExpertClient(BaseClient):
@@ -22,8 +24,9 @@ class ExpertClient(BaseClient):
     to show a server that asks for one, and its key, or a tuple of two. `transport`: `auto` takes the fastest
     that works with this server. `timeout`: seconds that a call may take in all, unless it says otherwise
     (math.inf: any time). At most `max_connections` calls run at a time; others wait for their turn. A busy
-    server that sends Retry-After is asked again up to `max_retries` times. Raises InvalidRequestError for
-    arguments that cannot work, and connects only when it is used.
+    server that sends Retry-After is asked again up to `max_retries` times. A call that has lost its server,
+    which is restarted for example, is repeated for `retry_seconds`, also over channels. Raises
+    InvalidRequestError for arguments that cannot work, and connects only when it is used.
     """
 
     def infer(
@@ -55,6 +58,26 @@ class ExpertClient(BaseClient):
         result: Array = call.output.result()
         return result
 
+    def submit(
+        self,
+        model: str,
+        hidden_states: Array,
+        topk_ids: Any = None,
+        topk_weights: Any = None,
+        *,
+        output_dtype: Any = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        out: Array | None = None,
+    ) -> "PendingCall[Array]":
+        """`infer` in two parts: sends the request; this thread has time until it waits for the output.
+
+        Inputs and `out` are not to be changed before. Calls in flight take turns and a channel's places as
+        others do: where they may be more than there are, wait for them in the order of their submission.
+        """
+        call = layer_call(model, hidden_states, topk_ids, topk_weights, output_dtype, out, priority)
+        return PendingCall(self._infer(call, timeout), call.output)
+
     def metadata(self, model: str, *, timeout: float | None = None) -> ModelMetadata:
         """The sizes of a model, and what its layer computes. Raises UnknownModelError."""
         return run(self._metadata(model, timeout))
@@ -80,7 +103,7 @@ class ExpertClient(BaseClient):
 
     def open_channel(
         self,
-        model: str,
+        models: str | Sequence[str],
         *,
         max_tokens: int,
         num_slots: int = 4,
@@ -92,6 +115,7 @@ class ExpertClient(BaseClient):
     ) -> Channel:
         """A channel to a server on this machine: no copies, and as many requests in flight as slots.
 
+        models           a name, or several, of layers with the same hidden_size and top_k
         max_tokens       of a request
         datatype         of hidden_states: BF16, FP16 or FP32 (default: the model's)
         output_datatype  of the output (default: the same)
@@ -105,7 +129,7 @@ class ExpertClient(BaseClient):
         """
         deadline = self._deadline(timeout)
         options = ChannelOptions(
-            model, num_slots, max_tokens, datatype, output_datatype, device, deadline, spin_seconds
+            models, num_slots, max_tokens, datatype, output_datatype, device, deadline, spin_seconds
         )
         return run(self._open_channel(Channel, options))
 
@@ -120,3 +144,34 @@ class ExpertClient(BaseClient):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class PendingCall(Generic[Array]):
+    """A call of ExpertClient.submit, for one thread at a time. Dropped without `wait`, it is given up."""
+
+    def __init__(self, steps: Steps[None], output: Output) -> None:
+        self._call = Begun(steps)
+        self._output = output
+        self._error: BaseException | None = None
+        self._go_on(self._call.begin)
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        self._go_on(self._call.begin)
+        return self._call.is_done
+
+    def wait(self) -> Array:
+        """The output. Raises what `infer` does."""
+        self._go_on(self._call.finish)
+        if self._error is not None:
+            raise self._error
+        result: Array = self._output.result()
+        return result
+
+    def _go_on(self, how: Callable[[], Steps[None]]) -> None:
+        try:
+            run(how())
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise

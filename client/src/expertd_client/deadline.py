@@ -16,14 +16,18 @@ def check_seconds(seconds: float) -> None:
 
 
 class Deadline:
-    """`seconds` from now; math.inf: never."""
+    """`seconds` from now; math.inf: never.
 
-    __slots__ = ("_at", "seconds")
+    retry_seconds  for how long, since it first lost its server, a call may be repeated
+    """
 
-    def __init__(self, seconds: float) -> None:
+    __slots__ = ("_at", "_lost_at", "retry_seconds", "seconds")
+
+    def __init__(self, seconds: float, retry_seconds: float = 0.0) -> None:
         check_seconds(seconds)
-        self.seconds = seconds
+        self.seconds, self.retry_seconds = seconds, retry_seconds
         self._at = math.inf if seconds > _FOREVER_SECONDS else time.monotonic() + seconds
+        self._lost_at: float | None = None
 
     def remaining(self) -> float:
         """Seconds left, at most 0 once it has passed."""
@@ -35,6 +39,13 @@ class Deadline:
         if left <= 0:
             raise self.error()
         return left
+
+    def may_repeat(self) -> bool:
+        """Whether a call that has just lost its server may be made again, on this deadline."""
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+        return now < min(self._at, self._lost_at + self.retry_seconds)
 
     def microseconds(self) -> int | None:
         """What is left as the protocol's `timeout`, at least 1; None without a limit."""

@@ -39,7 +39,14 @@ class DeadlineError(ExpertError, TimeoutError):
 
 
 class ServerUnreachableError(ExpertError, ConnectionError):
-    """No connection, or it broke before the answer was complete."""
+    """No connection, or it broke before the answer was complete.
+
+    `may_repeat`: False if this side has ended it.
+    """
+
+    def __init__(self, message: str, status: int | None = None, may_repeat: bool = True) -> None:
+        super().__init__(message, status)
+        self.may_repeat = may_repeat
 
 
 class InvalidAnswerError(ExpertError):

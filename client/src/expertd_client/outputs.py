@@ -40,6 +40,9 @@ class Output(Protocol):
     def result(self) -> Any:
         """The output as the caller's kind of array, once its bytes are written."""
 
+    def rows(self, start: int, stop: int) -> "Output":
+        """The output of some of the tokens, complete with its `result`."""
+
 
 class NumpyOutput:
     """A NumPy array; bfloat16 is ml_dtypes' or, as bits, uint16."""
@@ -59,6 +62,11 @@ class NumpyOutput:
     def result(self) -> npt.NDArray[Any]:
         """The array."""
         return self._array
+
+    def rows(self, start: int, stop: int) -> "NumpyOutput":
+        """Of the array itself."""
+        part = self._array[start:stop]
+        return NumpyOutput(part.shape, part.dtype, part)
 
 
 class TorchOutput:
@@ -102,6 +110,11 @@ class TorchOutput:
             self.tensor()
         assert self._result is not None
         return self._result
+
+    def rows(self, start: int, stop: int) -> "TorchOutput":
+        """Of the tensor itself."""
+        part = self.tensor()[start:stop]
+        return TorchOutput(part, self._dtype, part)
 
 
 def make_output(hidden_states: Tensor, output_dtype: object, out: object) -> Output:

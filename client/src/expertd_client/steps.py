@@ -8,6 +8,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -24,6 +25,9 @@ class Wait(Protocol):
 
     async def in_loop(self) -> object:
         """Leave the event loop to others."""
+
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for: `in_thread` would do its work, or raise, at once."""
 
 
 Steps: TypeAlias = Generator[Wait, Any, T]
@@ -62,6 +66,68 @@ async def run_async(steps: Steps[T]) -> T:
         return result
 
 
+class Begun:
+    """A call whose steps are taken as far as nothing is to be waited for, and later to its end."""
+
+    def __init__(self, steps: Steps[object]) -> None:
+        self._steps = steps
+        self._wait: Wait | None = Work(lambda: None)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has returned."""
+        return self._wait is None
+
+    def begin(self) -> Steps[None]:
+        """Go on until it would have to wait. Raises what the call does."""
+        while self._wait is not None and self._wait.is_over():
+            yield from self._step(self._wait)
+
+    def finish(self) -> Steps[None]:
+        """Go on until it has returned. Raises what the call does."""
+        while self._wait is not None:
+            yield from self._step(self._wait)
+
+    def _step(self, wait: Wait) -> Steps[None]:
+        try:
+            given = yield wait
+        except BaseException as error:
+            self._resume(self._steps.throw, error)
+        else:
+            self._resume(self._steps.send, given)
+
+    def _resume(self, resume: Callable[[Any], Wait], given: object) -> None:
+        self._wait = None
+        with suppress(StopIteration):
+            self._wait = resume(given)
+
+
+def as_work(steps: Steps[T]) -> Steps[T]:
+    """A call, no wait of which is put off: others may depend on it."""
+    try:
+        wait = next(steps)
+        while True:
+            try:
+                given = yield _Now(wait)
+            except BaseException as error:
+                wait = steps.throw(error)
+            else:
+                wait = steps.send(given)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+class _Now:
+    """A wait that is work."""
+
+    def __init__(self, wait: Wait) -> None:
+        self.in_thread, self.in_loop = wait.in_thread, wait.in_loop
+
+    def is_over(self) -> bool:
+        return True
+
+
 @dataclass(slots=True)
 class Work:
     """Something that may take a moment; gives what it returns."""
@@ -76,21 +142,34 @@ class Work:
         """Do it in a thread."""
         return await asyncio.to_thread(self.run)
 
+    def is_over(self) -> bool:
+        """As Wait.is_over."""
+        return True
 
-@dataclass(slots=True)
+
 class Sleep:
     """For `seconds`, at most until the deadline. Raises DeadlineError if that has passed before."""
 
-    seconds: float
-    deadline: Deadline
+    __slots__ = ("_until", "seconds")
+
+    def __init__(self, seconds: float, deadline: Deadline) -> None:
+        self.seconds = min(seconds, deadline.check())
+        self._until = time.monotonic() + self.seconds
 
     def in_thread(self) -> None:
         """As Wait.in_thread."""
-        time.sleep(min(self.seconds, self.deadline.check()))
+        time.sleep(self._left())
 
     async def in_loop(self) -> None:
         """As Wait.in_loop."""
-        await asyncio.sleep(min(self.seconds, self.deadline.check()))
+        await asyncio.sleep(self._left())
+
+    def is_over(self) -> bool:
+        """As Wait.is_over."""
+        return not self._left()
+
+    def _left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
 
 
 async def settled(ready: "asyncio.Future[T]", seconds: float, otherwise: T) -> T:

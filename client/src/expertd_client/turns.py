@@ -53,6 +53,10 @@ class Until:
         self.signal.ready = asyncio.get_running_loop().create_future()
         return await settled(self.signal.ready, self._left(), False)
 
+    def is_over(self) -> bool:
+        """As Wait.is_over."""
+        return self.signal.is_set or self.deadline.remaining() <= 0
+
     def _left(self) -> float:
         left = self.deadline.check()
         return left if self.seconds is None else min(left, self.seconds)

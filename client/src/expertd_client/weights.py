@@ -39,7 +39,7 @@ class _Entry(NamedTuple):
 
 
 def weights_id(directory: "str | os.PathLike[str]", layer: int) -> str:
-    """That of a MoE layer of the safetensors checkpoint in `directory`, as ModelMetadata has it; reads a few MB.
+    """That of a MoE layer of the safetensors checkpoint in `directory`, as in ModelMetadata; reads a few MB.
 
     Raises ValueError if there is no such layer, or a file is none of safetensors; OSError.
     """
@@ -80,7 +80,7 @@ def _digest(files: Mapping[str, Path], start: str, names: list[str]) -> str:
 
 
 def _pieces(entry: _Entry) -> Iterator[tuple[int, int]]:
-    """The places in the file, and lengths, of the bytes that count: of each matrix, if a tensor has several."""
+    """Places and lengths of the bytes that count in the file: of each matrix, if a tensor has several."""
     count = entry.shape[0] if len(entry.shape) > 2 else 1
     size = (entry.end - entry.begin) // count if count else 0
     for first in range(entry.begin, entry.begin + count * size, size or 1):

@@ -1,14 +1,12 @@
 """A channel whose places are shared by calls: copies in and out, requests for them, and answers."""
 
-import asyncio
 import threading
-from dataclasses import dataclass
 
 from expertd_client.arenas import Arena, Holder
 from expertd_client.calls import LayerCall
 from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
-from expertd_client.channel.waiting import TaskWaiters, ThreadWaiters
+from expertd_client.channel.waiting import Waiters
 from expertd_client.deadline import Deadline
 from expertd_client.errors import InvalidRequestError
 from expertd_client.gpu_places import GpuPlaces
@@ -28,8 +26,7 @@ class ChannelArena(Arena):
         super().__init__(opened.sizes)
         self.link = opened.link
         self.sending = threading.Lock()
-        self.threads = ThreadWaiters(self.link)
-        self._tasks: TaskWaiters | None = None
+        self.waiters = Waiters(self.link, self._on_news)
         self.holder = holder
         self._opened = opened
         self._abandoned: dict[int, int] = {}  # place -> its request, whose caller has gone
@@ -37,16 +34,7 @@ class ChannelArena(Arena):
 
     def is_usable(self) -> bool:
         """Whether the server still has it; False in a forked child, and in another event loop."""
-        if self._tasks is not None and self._tasks.loop is not asyncio.get_running_loop():
-            return False
-        return self.link.is_alive()
-
-    @property
-    def tasks(self) -> TaskWaiters:
-        """The tasks that wait for answers. To be used in an event loop, always in the same."""
-        if self._tasks is None:
-            self._tasks = TaskWaiters(self.link, self._on_news)
-        return self._tasks
+        return self.waiters.are_here() and self.link.is_alive()
 
     def abandon(self, place: int, sequence: int) -> None:
         """The caller of a request has gone: its place is free once there is an answer."""
@@ -65,9 +53,7 @@ class ChannelArena(Arena):
         """Close the channel; the server frees its memory after the step that runs, if it is in it."""
         if self._opened.device is not None and not self.reclaim():
             _kept.append(self._opened.device)  # freeing it under a step would be undefined
-        if self._tasks is not None:
-            self._tasks.stop()
-        self.link.close()
+        self.waiters.close()
 
     def check(self, call: LayerCall) -> None:
         """Raises InvalidRequestError for shapes that are not the layer's."""
@@ -114,20 +100,3 @@ class ChannelArena(Arena):
     def _on_news(self) -> None:
         if self._abandoned or not self.link.is_open:
             self.holder.wake()
-
-
-@dataclass(slots=True)
-class Answer:
-    """Until a request has its answer. Raises ServerUnreachableError if it will not come, DeadlineError."""
-
-    arena: ChannelArena
-    sequence: int
-    deadline: Deadline
-
-    def in_thread(self) -> None:
-        """As Wait.in_thread. It spins only if no other thread waits."""
-        self.arena.threads.wait(self.sequence, self.deadline, spins=self.arena.users == 1)
-
-    async def in_loop(self) -> None:
-        """As Wait.in_loop."""
-        await self.arena.tasks.wait(self.sequence, self.deadline)

@@ -1,14 +1,11 @@
 """A channel without copies, for an event loop."""
 
-import asyncio
 from types import TracebackType
 from typing import Any
 
 from expertd_client.channel.base import BaseChannel
-from expertd_client.channel.opening import Opened
-from expertd_client.channel.slots import Shapes, Slot, Ticket
-from expertd_client.channel.waiting import TaskWaiters
-from expertd_client.deadline import Deadline
+from expertd_client.channel.slots import Slot, Ticket
+from expertd_client.steps import run_async
 
 
 class AsyncChannel(BaseChannel):
@@ -17,67 +14,34 @@ class AsyncChannel(BaseChannel):
     Made by AsyncExpertClient.open_channel; closed by `close`, or at the end of an `async with` block.
     """
 
-    def __init__(self, opened: Opened, shapes: Shapes, slots: list[Slot], timeout: float) -> None:
-        super().__init__(opened, shapes, slots, timeout)
-        self._waiters = TaskWaiters(self._link)
-
     async def submit(
         self,
         slot: Slot,
         num_tokens: int,
         *,
+        model: str | None = None,
         routed: bool = False,
         timeout: float | None = None,
         priority: int = 0,
         synchronize: bool = True,
     ) -> Ticket:
         """As Channel.submit. It waits only on a GPU, or if the answer of an earlier request is overdue."""
-        ticket, line, late = self._begin(slot, num_tokens, routed, timeout, priority)
-        try:
-            if late is not None and not late.is_done:
-                await self._settle(late, ticket.deadline)
-            if synchronize and self._current_stream is not None:
-                stream = self._current_stream()
-                if not stream.query():
-                    await asyncio.to_thread(stream.synchronize)
-            while (first := self._send(ticket, line)) is not None:
-                await self._settle(first, ticket.deadline)
-        finally:
-            if not ticket.sequence:
-                slot.ticket = late
+        ticket, late = self._begin(slot, num_tokens, model, routed, timeout, priority, synchronize)
+        if not ticket.sequence:
+            await run_async(self._submit(ticket, late, synchronize))
         return ticket
 
     async def wait(self, ticket: Ticket) -> Any:
         """As Channel.wait. If the task is cancelled, the slot is in use until the server is done with it."""
-        self._check(ticket)
-        if not ticket.is_done:
-            try:
-                await self._settle(ticket, ticket.deadline)
-            except BaseException:
-                ticket.is_late = True
-                raise
-            self._check(ticket)  # another task may have waited for it too
-        return self._output(ticket)
+        return await run_async(self._wait(ticket))
 
-    async def infer(
-        self,
-        slot: Slot,
-        num_tokens: int,
-        *,
-        routed: bool = False,
-        timeout: float | None = None,
-        priority: int = 0,
-        synchronize: bool = True,
-    ) -> Any:
-        """`submit`, then `wait`."""
-        ticket = await self.submit(
-            slot, num_tokens, routed=routed, timeout=timeout, priority=priority, synchronize=synchronize
-        )
-        return await self.wait(ticket)
+    async def infer(self, slot: Slot, num_tokens: int, **options: Any) -> Any:
+        """`submit` with the same options, then `wait`."""
+        return await self.wait(await self.submit(slot, num_tokens, **options))
 
     async def close(self) -> None:
         """As Channel.close. Tasks that wait get ServerUnreachableError."""
-        self._end()
+        self._close()
 
     async def __aenter__(self) -> "AsyncChannel":
         return self
@@ -85,19 +49,4 @@ class AsyncChannel(BaseChannel):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_waiters"):  # the event loop has it, and with it the channel
-            self._end()
-
-    async def _settle(self, ticket: Ticket, deadline: Deadline) -> None:
-        """Wait for an answer, and keep what it says. Raises ServerUnreachableError, DeadlineError."""
-        await self._waiters.wait(ticket.sequence, deadline)
-        if self._tickets.get(ticket.sequence) is ticket:  # else another task has done it
-            self._take(ticket)
-            self._waiters.taken(ticket.sequence)
-
-    def _end(self) -> None:
-        self._waiters.stop()
         self._close()

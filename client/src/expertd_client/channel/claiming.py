@@ -1,5 +1,6 @@
 """The connection that a channel lives as long as, and the memory that comes over it."""
 
+import ctypes
 import mmap
 import os
 import socket
@@ -14,6 +15,7 @@ from expertd_client.deadline import Deadline
 from expertd_client.errors import TransportUnavailableError
 
 _DESCRIPTORS = 4
+_MAP_FIXED = 0x10
 _SECONDS = 10.0  # after which the server gives an unclaimed channel up
 
 
@@ -30,8 +32,10 @@ class Claimed:
     connection: socket.socket
 
 
-def claim(opened: Any, deadline: Deadline) -> Claimed:
+def claim(opened: Any, deadline: Deadline, memory: mmap.mmap | None = None) -> Claimed:
     """Claim the channel that POST /v1/channels answered with.
+
+    `memory`: of a channel that has ended, for the data of this one, which gets its bytes.
 
     Raises TransportUnavailableError if its socket cannot be reached from here, or speaks another version;
     DeadlineError.
@@ -50,7 +54,7 @@ def claim(opened: Any, deadline: Deadline) -> Claimed:
     try:
         connection.settimeout(seconds)
         descriptors = _exchange(connection, path, token)
-        return _mapped(opened, sizes, descriptors, connection)
+        return _mapped(opened, sizes, descriptors, connection, memory)
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError | ValueError):
@@ -82,12 +86,16 @@ def _exchange(connection: socket.socket, path: str, token: bytes) -> list[int]:
 
 
 def _mapped(
-    opened: Mapping[str, Any], sizes: Mapping[str, int], descriptors: list[int], connection: socket.socket
+    opened: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    descriptors: list[int],
+    connection: socket.socket,
+    memory: mmap.mmap | None,
 ) -> Claimed:
     control, *data, bell, answers = descriptors
     try:
         control_map = mmap.mmap(control, sizes["control_bytes"])
-        data_map = mmap.mmap(data[0], sizes["data_bytes"]) if data else None
+        data_map = _in_place(data[0], sizes["data_bytes"], memory) if data else None
     except BaseException:
         os.close(bell)
         os.close(answers)
@@ -100,6 +108,28 @@ def _mapped(
     return Claimed(
         str(opened.get("id")), sizes["num_slots"], control_map, data_map, bell, answers, connection
     )
+
+
+def _in_place(descriptor: int, num_bytes: int, memory: mmap.mmap | None) -> mmap.mmap:
+    """A file mapped where `memory` is, whose arrays then are in it; None: at a new place."""
+    if os.fstat(descriptor).st_size < num_bytes:
+        raise ValueError(f"data: expected {num_bytes} bytes, got {os.fstat(descriptor).st_size}")
+    if memory is None:
+        memory = mmap.mmap(-1, num_bytes)  # not of the file, which it would keep
+    elif len(memory) != num_bytes:
+        raise ValueError(f"data_bytes: expected {len(memory)}, got {num_bytes}")
+    else:
+        done = 0
+        while done < num_bytes:
+            done += os.pwrite(descriptor, memoryview(memory)[done:], done)
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    if library.mmap(place, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != place:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memory
 
 
 _connections: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()

@@ -13,9 +13,11 @@ TIMES_OFFSET = 24  # in the answer line: queue_ns, compute_ns, and the sequence 
 ERROR_OFFSET = 192  # of the error's text
 WORD_BYTES = 8
 
-# num_tokens, datatype, output datatype, flags, timeout_us, four offsets, priority: all but the sequence. The
-# upper half of the priority is the number of the model, 0.
-REQUEST = struct.Struct("<IBBHQQQQQQ")
+# num_tokens, datatype, output datatype, flags, timeout_us, four offsets, priority: all but the sequence, in
+# front of them, and the model's number behind.
+REQUEST = struct.Struct("<IBBHQQQQQI")
+MODEL = struct.Struct("<I")
+TIMEOUT_OFFSET = 8  # in a line without its sequence
 # status, bytes of the error's text, retry_after_ms, reserved, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")
 CODES = {"BF16": 1, "FP16": 2, "FP32": 3}

@@ -171,7 +171,7 @@ class Link:
     def closed_error(self) -> ServerUnreachableError:
         """The error of requests that will have no answer."""
         if self.is_closed:
-            return ServerUnreachableError("channel: expected an open one, got a closed one")
+            return ServerUnreachableError("channel: expected an open one, got a closed one", may_repeat=False)
         return ServerUnreachableError("channel: expected an answer, got none: the server has closed it")
 
     def close(self) -> None:

@@ -1,22 +1,23 @@
 """From the arguments of a client's open_channel to a channel."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from expertd_client.arenas import Sizes
 from expertd_client.calls import check_model
-from expertd_client.channel.base import BaseChannel
-from expertd_client.channel.layout import CODES, MAX_REQUESTS
+from expertd_client.channel.base import BaseChannel, Made
+from expertd_client.channel.layout import CODES, MAX_REQUESTS, MODEL
 from expertd_client.channel.link import SPIN_SECONDS
-from expertd_client.channel.opening import open_channel
+from expertd_client.channel.opening import Opened, open_channel
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
 from expertd_client.directory import RefusedError
 from expertd_client.errors import InvalidRequestError, TransportUnavailableError
 from expertd_client.http.requests import model_path
-from expertd_client.metadata import read_metadata
+from expertd_client.metadata import ModelMetadata, read_metadata
 from expertd_client.places import aligned
 from expertd_client.steps import Steps
 from expertd_client.transport import Asker
@@ -29,7 +30,7 @@ C = TypeVar("C", bound=BaseChannel)
 class ChannelOptions:
     """What a caller wants of a channel; datatypes None: the model's, and the same."""
 
-    model: str
+    models: str | Sequence[str]
     num_slots: int
     max_tokens: int
     datatype: str | None
@@ -38,9 +39,17 @@ class ChannelOptions:
     deadline: Deadline  # of the opening; requests have as many seconds
     spin_seconds: float = SPIN_SECONDS
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the models."""
+        return (self.models,) if isinstance(self.models, str) else tuple(self.models)
+
     def check(self) -> None:
         """Raises InvalidRequestError for arguments that cannot work."""
-        check_model(self.model)
+        if not self.names or len(set(self.names)) < len(self.names):
+            raise InvalidRequestError(f"models: expected different names, got {self.names!r:.200}")
+        for name in self.names:
+            check_model(name)
         for name, value in (("num_slots", self.num_slots), ("max_tokens", self.max_tokens)):
             if not 1 <= value < 1 << 32:
                 raise InvalidRequestError(f"{name}: expected at least 1, got {value}")
@@ -56,24 +65,60 @@ class ChannelOptions:
 
 
 def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C]:
-    """Ask for the layer's sizes, and open a channel for them. Raises as ExpertClient.open_channel."""
-    deadline = options.deadline
+    """Ask for the layers' sizes, and open a channel for them. Raises as ExpertClient.open_channel."""
+    deadline, names = options.deadline, options.names
     options.check()
     gpu = _gpu(options.device)
-    model = read_metadata((yield from http.request("GET", model_path(options.model), deadline)))
-    datatype = options.datatype or model.datatype
+    layers = yield from _layers(http, names, deadline)
+    first = layers[0]
+    for layer in layers[1:]:
+        if (layer.hidden_size, layer.top_k) != (first.hidden_size, first.top_k):
+            expected = f"expected the sizes of {first.name}, {first.hidden_size} and top {first.top_k}"
+            raise InvalidRequestError(f"{layer.name}: {expected}, got {layer.hidden_size} and {layer.top_k}")
+    datatype = options.datatype or first.datatype
     shapes = Shapes(
-        options.max_tokens, model.hidden_size, model.top_k, datatype, options.output_datatype or datatype
+        options.max_tokens, first.hidden_size, first.top_k, datatype, options.output_datatype or datatype
     )
     sizes = Sizes(options.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), options.num_slots)
-    try:
-        opened = yield from open_channel(http, options.model, sizes, gpu, deadline, options.spin_seconds)
-    except RefusedError as refused:
-        raise refused.error from None
-    except DeviceMemoryError as error:
-        raise TransportUnavailableError(str(error)) from None
+
+    def opening(deadline: Deadline, lost: Opened | None = None) -> Steps[Opened]:
+        try:
+            return (yield from open_channel(http, names, sizes, gpu, deadline, options.spin_seconds, lost))
+        except RefusedError as refused:
+            raise refused.error from None
+        except DeviceMemoryError as error:
+            raise TransportUnavailableError(str(error)) from None
+
+    def reopen(lost: Opened, deadline: Deadline) -> Steps[Opened]:
+        opened = yield from opening(deadline, lost)
+        try:
+            for before, now in zip(layers, (yield from _layers(http, names, deadline)), strict=True):
+                _check_same(before, now)
+        except BaseException:
+            opened.link.close()
+            raise
+        return opened
+
+    opened = yield from opening(deadline)
     slots = make_slots(opened, shapes, options.device is not None)
-    return kind(opened, shapes, slots, deadline.seconds)
+    models = {name: MODEL.pack(number) for number, name in enumerate(names)}
+    return kind(Made(opened, shapes, slots, models, deadline, reopen))
+
+
+def _layers(http: Asker, names: Sequence[str], deadline: Deadline) -> Steps[list[ModelMetadata]]:
+    layers = []
+    for name in names:
+        layers.append(read_metadata((yield from http.request("GET", model_path(name), deadline))))
+    return layers
+
+
+def _check_same(before: ModelMetadata, now: ModelMetadata) -> None:
+    """Raises InvalidRequestError if a server that was started again has another layer, or other weights."""
+    known = replace(now, max_request_tokens=before.max_request_tokens)
+    if before.weights_id is None or now.weights_id is None:  # while it loads
+        known = replace(known, weights_id=before.weights_id)
+    if known != before:
+        raise InvalidRequestError(f"{now.name}: expected the layer as before, {before}, got {now}")
 
 
 def _gpu(device: object) -> int | None:

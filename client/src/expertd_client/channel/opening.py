@@ -38,7 +38,7 @@ _SLOTS_PER_PLACE = 4
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A channel and its data region: bytes in host memory, or in memory of a GPU (`device`)."""
+    """A channel and its data region: bytes in host memory, or in memory of a GPU, `exported` (`device`)."""
 
     link: Link
     sizes: Sizes
@@ -46,51 +46,68 @@ class Opened:
     top_k: int
     host: "npt.NDArray[np.uint8] | None"
     device: "torch.Tensor | None"
+    exported: DeviceMemory | None = None
 
 
 def open_channel(
     http: Asker,
-    model: str,
+    models: tuple[str, ...],
     sizes: Sizes,
     device: int | None,
     deadline: Deadline,
     spin_seconds: float = SPIN_SECONDS,
+    lost: Opened | None = None,
 ) -> Steps[Opened]:
     """Open a channel with `sizes.num_bytes` of data, on the GPU `device` or in host memory (None).
+
+    `lost`: one that has ended, whose memory the new one takes over, at the same addresses.
 
     Raises RefusedError, TransportUnavailableError if the server has no channels or they cannot be used from
     here; AccessDeniedError, UnknownModelError, DeadlineError, ServerUnreachableError.
     """
+    is_tried = False
     memory: Any = {"system": {"byte_size": sizes.num_bytes}}
-    exported = None
-    if device is not None:
+    exported = lost.exported if lost is not None else None
+    if device is not None and exported is None:
         exported = yield Work(partial(DeviceMemory, device, sizes.num_bytes))
+    if exported is not None:
         memory = {"cuda": exported.described()}
     num_slots = min(MAX_REQUESTS, _SLOTS_PER_PLACE * sizes.num_places)
-    body = {"model": model, "num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
-    opened = yield from _post(http, model, body, deadline)
-    link = yield Work(lambda: Link(claim(opened, deadline), spin_seconds))
+    body = {"num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
+    body |= {"model": models[0]} if len(models) == 1 else {"models": models}
+    place = lost.link.data if lost is not None else None
+    while True:
+        opened = yield from _post(http, models, body, deadline)
+        try:
+            link = Link((yield Work(partial(claim, opened, deadline, place))), spin_seconds)
+            break
+        except TransportUnavailableError:  # it may have ended since it answered
+            if is_tried or not deadline.may_repeat():
+                raise
+            is_tried = True
     geometry = opened["geometry"]
     try:
         hidden_size, top_k = int(geometry["hidden_size"]), int(geometry["top_k"])
     except (KeyError, TypeError, ValueError) as error:
         raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
     host = None if link.data is None else np.frombuffer(link.data, np.uint8)
-    return Opened(link, sizes, hidden_size, top_k, host, exported.tensor() if exported else None)
+    device_data = exported.tensor() if exported else None
+    return Opened(link, sizes, hidden_size, top_k, host, device_data, exported)
 
 
 def open_largest(http: Asker, wanted: Wanted) -> Steps[Opened]:
     """`open_channel` with the sizes that are wanted, or else with smaller ones."""
     model, gpu, deadline = wanted.model, wanted.gpu, wanted.deadline
-    return (yield from largest(wanted, lambda sizes: open_channel(http, model, sizes, gpu, deadline)))
+    return (yield from largest(wanted, lambda sizes: open_channel(http, (model,), sizes, gpu, deadline)))
 
 
-def _post(http: Asker, model: str, body: object, deadline: Deadline) -> Steps[Any]:
+def _post(http: Asker, models: tuple[str, ...], body: object, deadline: Deadline) -> Steps[Any]:
     try:
         return (yield from http.request("POST", _PATH, deadline, body))
     except UnknownModelError as error:
         # Raises it too, unless it is the path that is unknown.
-        yield from http.request("GET", model_path(model), deadline)
+        for model in models:
+            yield from http.request("GET", model_path(model), deadline)
         text = f"channels: expected a server that has them, got: {error}"
         raise TransportUnavailableError(text, is_offered=False) from error
     except InvalidRequestError as error:

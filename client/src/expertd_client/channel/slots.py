@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from expertd_client.arrays import FLOATS
-from expertd_client.channel.link import Link
+from expertd_client.channel.layout import TIMEOUT_OFFSET, WORD_BYTES
 from expertd_client.channel.opening import Opened
+from expertd_client.channel.waiting import Waiters
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError
 from expertd_client.gpu_places import typed
@@ -29,7 +30,8 @@ class Ticket:
     slot: "Slot"
     num_tokens: int
     deadline: Deadline
-    link: Link
+    waiters: Waiters  # of the channel that it is sent over
+    line: bytes
     sequence: int = 0  # once it is sent
     error: ExpertError | None = None
     is_done: bool = False
@@ -50,6 +52,21 @@ class Ticket:
         """
         return self._times()[1]
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its server has gone without an answer."""
+        link = self.waiters.link
+        return (
+            bool(self.sequence) and not self.is_done and not (link.is_open or link.is_answered(self.sequence))
+        )
+
+    def again(self) -> None:
+        """To be sent once more, with what is left of its time."""
+        self.sequence, self.is_done, self.error = 0, False, None
+        if (left := self.deadline.microseconds()) is not None:
+            end = TIMEOUT_OFFSET + WORD_BYTES
+            self.line = self.line[:TIMEOUT_OFFSET] + left.to_bytes(WORD_BYTES, "little") + self.line[end:]
+
     def __repr__(self) -> str:
         state = "in flight" if not self.is_done else "answered" if self.error is None else "failed"
         return f"Ticket(slot={self.slot.index}, num_tokens={self.num_tokens}, {state})"
@@ -58,7 +75,7 @@ class Ticket:
         if not self.is_done:
             return 0.0, 0.0
         if self.times is None:
-            self.times = self.link.times(self.sequence) or (math.nan, math.nan)
+            self.times = self.waiters.link.times(self.sequence) or (math.nan, math.nan)
         return self.times
 
 

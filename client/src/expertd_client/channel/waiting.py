@@ -5,12 +5,68 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from expertd_client.channel.link import Link
 from expertd_client.deadline import Deadline
 from expertd_client.steps import settle, settled
 
 _MAX_SECONDS = 1e6
+
+
+class Waiters:
+    """Who waits for answers of a link: threads, and tasks of one event loop. `on_news`: as in TaskWaiters."""
+
+    def __init__(self, link: Link, on_news: Callable[[], None] = lambda: None) -> None:
+        self.link = link
+        self.threads = ThreadWaiters(link)
+        self._tasks: TaskWaiters | None = None
+        self._on_news = on_news
+
+    @property
+    def tasks(self) -> "TaskWaiters":
+        """To be used in an event loop, always in the same."""
+        if self._tasks is None:
+            self._tasks = TaskWaiters(self.link, self._on_news)
+        return self._tasks
+
+    def are_here(self) -> bool:
+        """Whether tasks of the running event loop may wait, and threads if none runs."""
+        return self._tasks is None or self._tasks.loop is asyncio.get_running_loop()
+
+    def taken(self, sequence: int) -> None:
+        """As TaskWaiters.taken."""
+        if self._tasks is not None:
+            self._tasks.taken(sequence)
+
+    def close(self) -> None:
+        """Close the link, and wake the tasks that wait."""
+        if self._tasks is not None:
+            self._tasks.stop()
+        self.link.close()
+
+
+@dataclass(slots=True)
+class Answer:
+    """Until a request has its answer. Raises ServerUnreachableError if it will not come, DeadlineError."""
+
+    waiters: Waiters
+    sequence: int
+    deadline: Deadline
+    spins: bool = True
+
+    def in_thread(self) -> None:
+        """As Wait.in_thread."""
+        self.waiters.threads.wait(self.sequence, self.deadline, self.spins)
+
+    async def in_loop(self) -> None:
+        """As Wait.in_loop."""
+        await self.waiters.tasks.wait(self.sequence, self.deadline)
+
+    def is_over(self) -> bool:
+        """As Wait.is_over."""
+        link = self.waiters.link
+        return link.is_answered(self.sequence) or not link.is_alive() or self.deadline.remaining() <= 0
 
 
 class ThreadWaiters:

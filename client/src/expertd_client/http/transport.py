@@ -10,7 +10,7 @@ from expertd_client.errors import ExpertError
 from expertd_client.http.answers import read_json, read_output
 from expertd_client.http.attempts import Attempts, Reader, Request
 from expertd_client.http.requests import control_request, infer_request
-from expertd_client.steps import Steps
+from expertd_client.steps import Steps, as_work
 from expertd_client.transport import TransportName
 from expertd_client.turns import Turns
 
@@ -34,7 +34,7 @@ class HttpTransport:
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """A call without tensors, with `body` as JSON: the answer's JSON, or None."""
-        return self._call(control_request(self.address, method, path, body), read_json, deadline)
+        return as_work(self._call(control_request(self.address, method, path, body), read_json, deadline))
 
     def close(self) -> Steps[None]:
         """Close idle connections now, and others once their calls are done."""

@@ -34,9 +34,11 @@ class Ready:
         """As Wait.in_thread."""
         connection = self.connection
         while True:
-            milliseconds = 1e3 * min(connection.deadline.check(), _MAX_POLL_SECONDS)
-            if events := connection.poll(self.events, milliseconds):
+            # What has come in time may be read later, by a caller that was busy.
+            left = connection.deadline.remaining() if self.events == READ else connection.deadline.check()
+            if events := connection.poll(self.events, 1e3 * min(max(0.0, left), _MAX_POLL_SECONDS)):
                 return events
+            connection.deadline.check()
 
     async def in_loop(self) -> int:
         """As Wait.in_loop."""
@@ -56,6 +58,12 @@ class Ready:
         if not events:
             raise deadline.error()
         return events
+
+    def is_over(self) -> bool:
+        """As Wait.is_over; sending is work, also if the other side is slow."""
+        return bool(
+            self.events & WRITE or self.connection.poll(READ, 0) or self.connection.deadline.remaining() <= 0
+        )
 
 
 @dataclass(slots=True)
@@ -98,6 +106,10 @@ class Connect:
             raise
         _give_up(connecting)
         raise self.deadline.error()
+
+    def is_over(self) -> bool:
+        """As Wait.is_over: connecting is work."""
+        return True
 
     async def _first(self) -> Connection:
         """A connection to the first of the host's addresses that has one."""
