@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,6 @@ from expertd_client import (
     ExpertClient,
     ExpertError,
     InvalidRequestError,
-    ModelMetadata,
     ModelStatus,
     ServerBusyError,
     ServerUnreachableError,
@@ -61,7 +61,11 @@ def test_what_a_server_says_about_itself(connect: Connect, server: RunningServer
     about = client.server()
     assert (about.name, "binary_tensor_data" in about.extensions) == ("expertd", True)
     assert client.models() == [ModelStatus(MODEL, True, "")]
-    assert client.metadata(MODEL) == ModelMetadata(MODEL, HIDDEN, TOP_K, "FP32")
+    model = client.metadata(MODEL)
+    assert (model.name, model.hidden_size, model.top_k, model.datatype) == (MODEL, HIDDEN, TOP_K, "FP32")
+    assert (model.num_experts, model.num_shared_experts, model.shared_experts) == (NUM_EXPERTS, 0, "none")
+    assert model.max_request_tokens is not None
+    assert re.fullmatch("[0-9a-f]{64}", model.weights_id or "")
     with pytest.raises(UnknownModelError, match=r"^model: expected demo, got 'other'"):
         client.metadata("other")
     assert client.ready("other") is False
