@@ -208,6 +208,7 @@ class BaseChannel:
                 if lost.is_closed:  # meanwhile, by its owner
                     opened.link.close()
                     raise lost.closed_error()
+                self._waiters.close(is_lost=True)
                 self._use(opened)
         finally:
             self._opening.give_back()

@@ -37,6 +37,7 @@ class Link:
         self.id = claimed.id
         self.data = claimed.data
         self.is_open = True  # False: the server has closed it, or this side has
+        self.is_closed = False  # by this side, for good
         self.sequence = 0  # of the latest request
         self.num_slots = claimed.num_slots
         self._is_taken = [False] * claimed.num_slots  # by a request whose answer was not taken
@@ -163,20 +164,16 @@ class Link:
             self.is_open = False
         return self.is_open
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether this side has closed it."""
-        return self._bell < 0
-
     def closed_error(self) -> ServerUnreachableError:
         """The error of requests that will have no answer."""
         if self.is_closed:
             return ServerUnreachableError("channel: expected an open one, got a closed one", may_repeat=False)
         return ServerUnreachableError("channel: expected an answer, got none: the server has closed it")
 
-    def close(self) -> None:
-        """Give the channel up. Nothing may wait for it."""
+    def close(self, is_lost: bool = False) -> None:
+        """Give the channel up. Nothing may wait for it. `is_lost`: because the server has."""
         self.is_open = False
+        self.is_closed = self.is_closed or not is_lost
         bell, self._bell = self._bell, -1
         if bell >= 0:
             _links.discard(self)

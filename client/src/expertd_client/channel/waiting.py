@@ -39,11 +39,11 @@ class Waiters:
         if self._tasks is not None:
             self._tasks.taken(sequence)
 
-    def close(self) -> None:
+    def close(self, is_lost: bool = False) -> None:
         """Close the link, and wake the tasks that wait."""
         if self._tasks is not None:
             self._tasks.stop()
-        self.link.close()
+        self.link.close(is_lost)
 
 
 @dataclass(slots=True)
