@@ -129,6 +129,10 @@ class AsyncChannelCaller:
         self.max_tokens, self.hidden_size, self.top_k = channel.max_tokens, channel.hidden_size, channel.top_k
 
     @property
+    def models(self) -> tuple[str, ...]:
+        return self._channel.models
+
+    @property
     def _link(self) -> Link:
         return self._channel._link
 

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,10 +132,12 @@ def channels_in(directory: Path) -> str:
 
 
 @contextmanager
-def running_server(directory: Path, *settings: str) -> Iterator[RunningServer]:
-    """A small layer on a free port, with settings such as `limits.max_request_tokens=64`."""
+def running_server(
+    directory: Path, *settings: str, layers: Sequence[Mapping[str, Any]] = (LAYER,)
+) -> Iterator[RunningServer]:
+    """Small layers on a free port, with settings such as `limits.max_request_tokens=64`."""
     log, config = directory / "server.log", directory / "server.yaml"
-    config.write_text(json.dumps({"models": [LAYER]}))
+    config.write_text(json.dumps({"models": list(layers)}))
     command = [EXPERTD, "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
     for setting in settings:
         command += ["--set", setting]

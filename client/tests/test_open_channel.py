@@ -1,6 +1,7 @@
 """Channels without copies, of threads and of event loops: slots, tickets, and what callers can do wrong."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,16 @@ from expertd_client import (
 )
 from expertd_client.channel import layout, link
 from tests.callers import AnyCaller, AnyChannel, Connect
-from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
+from tests.expertd import (
+    HIDDEN,
+    LAYER,
+    MODEL,
+    NUM_EXPERTS,
+    TOP_K,
+    RunningServer,
+    channels_in,
+    running_server,
+)
 from tests.late import check_late_requests
 from tests.rounding import assert_rounded
 
@@ -176,6 +186,34 @@ def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
         with pytest.raises(InvalidRequestError, match=r"^ticket: expected one of this channel, got one of a"):
             channel.wait(foreign)
         assert other.wait(foreign).shape == (1, HIDDEN)
+
+
+def test_a_channel_of_several_models(connect: Connect, tmp_path: Path) -> None:
+    names = ["one", "two", "three"]
+    layers = [{**LAYER, "name": name, "weights": {"seed": seed}} for seed, name in enumerate(names)]
+    odd = {**LAYER, "name": "odd", "hidden_size": 2 * HIDDEN}
+    with running_server(tmp_path, channels_in(tmp_path), layers=[*layers, odd]) as server:
+        client = connect(server.url)
+        with client.open_channel(names, max_tokens=16, num_slots=3) as channel:
+            assert channel.models == tuple(names)
+            assert len(server.channels()) == 1
+            for _ in range(2):
+                tickets = []
+                for slot, name in zip(channel.slots, names, strict=True):
+                    slot.hidden_states[:5] = X[:5]
+                    tickets.append(channel.submit(slot, 5, model=name))
+                for ticket, name in zip(tickets, names, strict=True):
+                    output = channel.wait(ticket)
+                    np.testing.assert_allclose(output, client.infer(name, X[:5]), rtol=1e-4, atol=1e-5)
+            for model in (None, "odd"):
+                with pytest.raises(InvalidRequestError, match=r"^model: expected one or two or three, got "):
+                    channel.submit(channel.slots[0], 1, model=model)
+            channel.infer(channel.slots[0], 1, model="two")  # the slot is free
+        for wrong in ([], ["one", "one"], ["one", "odd"], ["one", ""]):
+            with pytest.raises(InvalidRequestError, match="expected"):
+                client.open_channel(wrong, max_tokens=16)
+        with pytest.raises(UnknownModelError):
+            client.open_channel(["one", "four"], max_tokens=16)
 
 
 @pytest.mark.parametrize(

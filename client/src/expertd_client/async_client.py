@@ -11,7 +11,8 @@ from expertd_client.calls import layer_call
 from expertd_client.channel.async_channel import AsyncChannel
 from expertd_client.channel.making import ChannelOptions
 from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata
-from expertd_client.steps import run_async
+from expertd_client.outputs import Output
+from expertd_client.steps import Steps, run_async
 
 
 class AsyncExpertClient(BaseClient):
@@ -42,11 +43,20 @@ class AsyncExpertClient(BaseClient):
         return result
 
     async def submit(
-        self, model: str, hidden_states: Array, topk_ids: Any = None, topk_weights: Any = None, **options: Any
+        self,
+        model: str,
+        hidden_states: Array,
+        topk_ids: Any = None,
+        topk_weights: Any = None,
+        *,
+        output_dtype: Any = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        out: Array | None = None,
     ) -> "AsyncPendingCall[Array]":
-        """As ExpertClient.submit: `infer`, with the same options, in a task of its own."""
-        call = self.infer(model, hidden_states, topk_ids, topk_weights, **options)
-        pending: AsyncPendingCall[Array] = AsyncPendingCall(asyncio.ensure_future(call))
+        """As ExpertClient.submit; the call goes on in a task of its own."""
+        call = layer_call(model, hidden_states, topk_ids, topk_weights, output_dtype, out, priority)
+        pending: AsyncPendingCall[Array] = AsyncPendingCall(self._infer(call, timeout), call.output)
         await asyncio.sleep(0)  # it begins
         return pending
 
@@ -109,8 +119,9 @@ class AsyncExpertClient(BaseClient):
 class AsyncPendingCall(Generic[Array]):
     """A call of AsyncExpertClient.submit."""
 
-    def __init__(self, task: "asyncio.Future[Any]") -> None:
-        self._task = task
+    def __init__(self, steps: Steps[None], output: Output) -> None:
+        self._task = asyncio.ensure_future(run_async(steps))
+        self._output = output
 
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -118,5 +129,6 @@ class AsyncPendingCall(Generic[Array]):
 
     async def wait(self) -> Array:
         """The output. Raises what `infer` does. If the task that waits is cancelled, so is the call."""
-        output: Array = await self._task
-        return output
+        await self._task
+        result: Array = self._output.result()
+        return result
