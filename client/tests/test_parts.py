@@ -65,7 +65,7 @@ def test_other_refusals_are_the_callers(client: AnyCaller) -> None:
     with pytest.raises(InvalidRequestError, match="hidden_states: expected"):
         client.infer(MODEL, X[:, :8])
     wrong = IDS.copy()
-    wrong[330] = NUM_EXPERTS  # of the last part
+    wrong[330] = NUM_EXPERTS + 1  # of the last part
     with pytest.raises(InvalidRequestError, match="topk_ids: expected"):
         client.infer(MODEL, X, wrong, WEIGHTS)
     assert client.infer(MODEL, X).shape == X.shape

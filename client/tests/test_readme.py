@@ -17,6 +17,7 @@ COMMAND = re.compile(r"^\.venv/bin/expertd serve --config configs/demo\.yaml((?:
 OUTPUTS = (
     "(5, 512) (5, 512)\n",
     "[(16, 512), (16, 512), (16, 512), (16, 512)] torch.bfloat16\n",
+    "(4, 512)\n",
     "True\n",
 )
 CHANNEL_OUTPUTS = (
