@@ -39,7 +39,6 @@ def test_a_file_that_cannot_be_written_to(capsys: Captured, file: str, reason: s
     ("arguments", "text"),
     [
         (["--model", "other"], "model: expected demo, got 'other'"),
-        (["--tokens", "20000"], "request: expected at most"),
         (["--transport", "channel"], "channels: expected the setting channels.socket, got null"),
     ],
 )
