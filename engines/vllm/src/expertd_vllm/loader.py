@@ -1,0 +1,62 @@
+"""`--load-format expertd`: makes a model without routed experts, and reads a checkpoint's other tensors."""
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+logger = init_logger("vllm.expertd")
+
+# mlp.experts.3.up_proj.weight, experts.gate_up_proj; Granite's and Step's stacks. Not .shared_experts.
+EXPERTS = re.compile(
+    r"\.experts\.(?!e_score_correction_bias)|\.block_sparse_moe\.(in|out)put_linear\.|\.moe\.(gate|up|down)_proj\."
+)
+
+
+class ExpertdLoader(DefaultModelLoader):
+    """DefaultModelLoader without the experts."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(dataclasses.replace(load_config, load_format="auto"))
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+        """As BaseModelLoader's. Raises ValueError for what cannot work with a server."""
+        from expertd_vllm import experts
+
+        experts.prepare(vllm_config, model_config)
+        return super().load_model(vllm_config, model_config, prefix)
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """As BaseModelLoader's. Raises ValueError if the server has other experts than the checkpoint."""
+        from expertd_vllm import experts
+
+        experts.check_weights(
+            model,
+            lambda: self._prepare_weights(model_config.model, None, model_config.revision, False, None)[0],
+        )
+        super().load_weights(model, model_config)
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        _, files, use_safetensors, _ = self._prepare_weights(
+            source.model_or_path, source.subfolder, source.revision, False, source.allow_patterns_overrides
+        )
+        if not use_safetensors:
+            raise ValueError(f"load_format expertd: expected safetensors files, got {files[0]}")
+        self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
+        read = skipped = 0
+        for file in sorted(files):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118: it is no dict
+                    if EXPERTS.search(name):
+                        skipped += 1
+                    else:
+                        read += 1
+                        yield source.prefix + name, tensors.get_tensor(name)
+        logger.info("expertd: read %d tensors, left %d of routed experts in the files", read, skipped)

@@ -1,0 +1,136 @@
+"""What a process of vLLM asks of a server: one client, and one channel for all its layers."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from expertd_client import ExpertClient, TransportUnavailableError
+from torch import Tensor
+
+from expertd_vllm.settings import Settings
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.expertd")
+
+_DATATYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+_SLOTS = 2  # of a batch, which may be larger than a request: one is copied while another is computed
+
+
+@cache
+def server_of(settings: Settings) -> "Server":
+    """The one of this process."""
+    return Server(settings)
+
+
+class Server:
+    """Its client, and the channel that is opened for all layers at the first call."""
+
+    def __init__(self, settings: Settings) -> None:
+        seconds = settings.retry_seconds
+        self.client = ExpertClient(
+            settings.url, transport="http", timeout=60 + seconds, retry_seconds=seconds
+        )
+        self.settings = settings
+        self._layers: dict[str, RemoteLayer] = {}
+        self._channel: Any = None
+        self._has_channels = settings.transport != "http"
+
+    def layer(self, number: int) -> "RemoteLayer":
+        """Layer `number` of the checkpoint. Raises UnknownModelError."""
+        name = f"{self.settings.name}.layers.{number}"
+        self._layers[name] = RemoteLayer(self, name, number, self.client.metadata(name))
+        return self._layers[name]
+
+    def channel(self, x: Tensor, num_slots: int) -> Any:
+        """The channel; None if this process has none, so that calls go over HTTP."""
+        if self._channel is None and self._has_channels:
+            most = min(layer.metadata.max_request_tokens for layer in self._layers.values())
+            try:
+                self._channel = self.client.open_channel(
+                    list(self._layers),
+                    max_tokens=min(self.settings.max_tokens, most),
+                    num_slots=num_slots,
+                    datatype=_DATATYPES[x.dtype],
+                    device=str(x.device),
+                )
+            except TransportUnavailableError as error:
+                if self.settings.transport == "channel":
+                    raise
+                logger.warning("expertd: calls go over HTTP: %s", error)
+                self._has_channels = False
+        return self._channel
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteLayer:
+    """A layer on the server."""
+
+    server: Server
+    name: str
+    number: int
+    metadata: Any
+
+    @property
+    def where(self) -> str:
+        """Its name, for errors."""
+        return f"{self.name} on {self.server.settings.url}"
+
+    def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, part: int, parts: int) -> "Call":
+        """Begin to compute the experts of x [n, hidden_size], topk_ids and topk_weights [n, top_k].
+
+        `part`: of the `parts` microbatches that may be under way at once. The tensors must not change before `wait`.
+        """
+        channel = self.server.channel(x, _SLOTS * parts)
+        if channel is None:
+            return HttpCall(self.server.client.submit(self.name, x, topk_ids, topk_weights.float()))
+        slots = channel.slots[_SLOTS * part : _SLOTS * (part + 1)]
+        return ChannelCall(self.name, channel, slots, (x, topk_ids, topk_weights))
+
+
+class HttpCall:
+    """A batch on its way over HTTP."""
+
+    def __init__(self, pending: Any) -> None:
+        self._pending = pending
+
+    def wait(self, out: Tensor) -> None:
+        """Write the weighted sums of the experts' outputs [n, hidden_size]. Raises ExpertError."""
+        out.copy_(self._pending.wait())
+
+
+class ChannelCall:
+    """A batch in the slots of a channel, in as many requests as it takes."""
+
+    def __init__(
+        self, name: str, channel: Any, slots: Sequence[Any], inputs: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        self._name, self._channel, self._inputs = name, channel, inputs
+        self._begins = deque(range(0, len(inputs[0]), channel.max_tokens))
+        self._sent: deque[tuple[Any, int]] = deque()
+        for slot in slots:
+            self._send(slot)
+
+    def wait(self, out: Tensor) -> None:
+        """As HttpCall.wait."""
+        while self._sent:
+            ticket, begin = self._sent.popleft()
+            sums = self._channel.wait(ticket)
+            out[begin : begin + len(sums)].copy_(sums)
+            self._send(ticket.slot)
+
+    def _send(self, slot: Any) -> None:
+        if self._begins:
+            begin = self._begins.popleft()
+            rows = [tensor[begin : begin + self._channel.max_tokens] for tensor in self._inputs]
+            for target, source in zip(
+                (slot.hidden_states, slot.topk_ids, slot.topk_weights), rows, strict=True
+            ):
+                target[: len(source)] = source
+            ticket = self._channel.submit(slot, len(rows[0]), routed=True, model=self._name)
+            self._sent.append((ticket, begin))
+
+
+Call = HttpCall | ChannelCall

@@ -1,0 +1,70 @@
+"""Small checkpoints with random weights, as transformers writes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 320
+_SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512, "initializer_range": 0.1, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32,
+    "qk_nope_head_dim": 32, "head_dim": 64, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "norm_topk_prob": True},
+    "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 128},
+    "deepseek_v2": _LATENT | {"topk_method": "greedy", "routed_scaling_factor": 2.0, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": _LATENT | {"topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 128, "sliding_window": 64},
+    "granitemoe": {"num_local_experts": 8, "intermediate_size": 128},
+}  # fmt: skip
+_CHAT = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+
+
+def make_checkpoint(directory: Path, family: str, seed: int = 0) -> None:
+    """Write `directory`: a model of `family` in bfloat16, whose experts lose nothing when rounded to FP8."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family]))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name or "_linear.weight" in name:
+                parameter.copy_(
+                    _exact(parameter) if parameter.ndim == 3 else torch.randn_like(parameter) * 0.1
+                )
+    model.save_pretrained(directory)
+    _make_tokenizer().save_pretrained(directory)
+
+
+def change(directory: Path, **values: Any) -> None:
+    """Change config.json."""
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def _exact(like: Tensor) -> Tensor:
+    """Random numbers that FP8 with a scale for each block represents: the largest of a block is 448 times a power of 2."""
+    numbers = (torch.randn(like.shape) * 100).clamp(-448, 448)
+    numbers[..., ::64, ::64] = 448
+    numbers[..., 1::64, ::64] = 448  # where gate and up are interleaved, by rows or
+    numbers[..., ::64, 1::64] = 448  # by columns
+    return numbers.to(torch.float8_e4m3fn).to(like.dtype) * 2.0**-11
+
+
+def _make_tokenizer() -> Any:
+    words = {f"w{number}": number for number in range(VOCABULARY - 2)} | {
+        "user": VOCABULARY - 2,
+        "<end>": VOCABULARY - 1,
+    }
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=_CHAT)
