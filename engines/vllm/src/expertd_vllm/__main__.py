@@ -1,4 +1,4 @@
-"""`expertd-vllm serve MODEL --expertd URL [flags of vLLM]`: `vllm serve` with the flags that the plugin needs."""
+"""`expertd-vllm serve MODEL --expertd URL [flags of vLLM]`: `vllm serve`, with the plugin's flags."""
 
 import argparse
 import os
@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from expertd_vllm.settings import expect
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     serve.add_argument("model", help="directory of the checkpoint, or its name on the Hugging Face hub")
     serve.add_argument("--expertd", required=True, metavar="URL", help="of the server that has the experts")
     given, others = parser.parse_known_args(arguments)
+    first = (sys.argv[1:] if arguments is None else arguments)[1]
     try:
+        expect(first == given.model, "serve", "MODEL right behind it", first)  # or it may be a flag's value
         flags = vllm_flags(given.expertd, others)
     except ValueError as error:
         parser.exit(2, f"expertd-vllm: {error}\n")
@@ -40,9 +44,7 @@ def vllm_flags(url: str, others: Sequence[str]) -> list[str]:
     """Those of `vllm serve`. Raises ValueError for flags that would replace the plugin's."""
     names = [flag.partition("=")[0].replace("_", "-") for flag in others]
     for taken in ("--load-format", "--additional-config"):
-        if taken in names:
-            dots = ", or each of its values, as in --additional-config.key=VALUE" if "config" in taken else ""
-            raise ValueError(f"{taken}: expected no such flag{dots}, got {taken}")
+        expect(taken not in names, "flags", f"no {taken} (--additional-config.NAME=VALUE works)", taken)
     flags = ["--load-format=expertd", f"--additional-config.expertd.url={url}"]
     # One of vLLM's flags for all of these settings would replace the plugin's.
     if not any(name.startswith(("-cc", "--compilation-config")) for name in names):

@@ -1,15 +1,11 @@
 """RoutedExperts without weights: vLLM's router chooses the experts, and a server computes them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from expertd_client.weights import weights_id
 from prometheus_client import Histogram
 from torch import Tensor
-
-from expertd_vllm.remote import Call, RemoteLayer, server_of
-from expertd_vllm.settings import check_config, expect, read_settings
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -22,6 +18,10 @@ from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
+
+from expertd_client.weights import weights_id
+from expertd_vllm.remote import Call, RemoteLayer, server_of
+from expertd_vllm.settings import check_config, expect, read_settings
 
 _KINDS = ("RoutedExperts", "GptOssRoutedExperts", "DbrxExperts", "TransformersRoutedExperts")
 # Where CUDA graphs are split: at the operations below, and at those of vLLM in which they are called.
@@ -60,12 +60,9 @@ def check_weights(model: torch.nn.Module, find_directory: Callable[[], str]) -> 
         return
     directory = find_directory()
     for layer in layers:
-        here = weights_id(directory, layer.number)
-        if layer.metadata.weights_id != here:
-            raise ValueError(
-                f"{layer.where}: expected the experts of {directory}, weights_id {here}, got {layer.metadata.weights_id}; "
-                "if their encodings differ on purpose, set check_weights: off"
-            )
+        here, there = weights_id(directory, layer.number), layer.metadata.weights_id
+        expected = f"{here}, of {directory} (or check_weights: off, if encodings differ on purpose)"
+        expect(here == there, f"{layer.where}: weights_id", expected, there)
 
 
 class Remote:
@@ -77,12 +74,10 @@ class Remote:
         config = get_current_vllm_config()
         if config.load_config.load_format != "expertd":
             return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
-        expect(f"{prefix}: class of the experts", self.kind, *_KINDS)
-        expect(f"{prefix}: apply_router_weight_on_input", self.apply_router_weight_on_input, False)
-        if "mtp" in prefix.split("."):
-            raise ValueError(
-                f"{prefix}: expected a layer that the server numbers, got one beside model.layers"
-            )
+        weighs_input = self.apply_router_weight_on_input
+        expect(self.kind in _KINDS, f"{prefix}: experts", " or ".join(_KINDS), self.kind)
+        expect(not weighs_input, f"{prefix}: routing weights", "on outputs of experts", "on their inputs")
+        expect("mtp" not in prefix.split("."), "layer", "one that the server numbers", prefix)
         settings = read_settings(config)
         return ExpertdMoEMethod(moe_config, prefix, server_of(settings).layer(extract_layer_index(prefix)))
 
@@ -90,20 +85,24 @@ class Remote:
 class ExpertdMoEMethod(FusedMoEMethodBase):
     """Takes the place of what the checkpoint's quantization has: no weights, and `apply` calls the server."""
 
-    of: dict[
-        str, "ExpertdMoEMethod"
-    ] = {}  # by vLLM's name of the layer, which is all an operation can be given
+    # By vLLM's name of the layer, which is all that an operation can be given.
+    of: ClassVar[dict[str, "ExpertdMoEMethod"]] = {}
 
     def __init__(self, moe: Any, prefix: str, remote: RemoteLayer) -> None:
         super().__init__(moe)
         has, where = remote.metadata, remote.where
-        expect(f"{where}: hidden_size", has.hidden_size, moe.hidden_dim)
-        expect(f"{where}: num_experts", has.num_experts, moe.num_logical_experts)
-        expect(f"{where}: top_k", has.top_k, moe.experts_per_token)
-        if has.shared_experts == "included":
-            raise ValueError(
-                f"{where}: expected the setting shared_experts: false, as vLLM computes them itself, got true"
-            )
+        for name, size in (
+            ("hidden_size", moe.hidden_dim),
+            ("num_experts", moe.num_logical_experts),
+            ("top_k", moe.experts_per_token),
+        ):
+            expect(getattr(has, name) == size, f"{where}: {name}", size, getattr(has, name))
+        expect(
+            has.shared_experts != "included",
+            f"{where}: shared_experts",
+            "false, as vLLM computes them",
+            "true",
+        )
         self.prefix, self.remote = prefix, remote
         self.of[prefix] = self
         self._seconds = _WAIT.labels(remote.name)
@@ -141,7 +140,7 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Any,
     ) -> Tensor:
-        """This rank's part of the sum over experts, to which the runner adds the other tensor parallel ranks' parts."""
+        """This rank's tokens, and zeros for those of other tensor parallel ranks; the runner adds all up."""
         out = torch.empty_like(x)
         torch.ops.expertd.submit(x, topk_ids, topk_weights, out, self.prefix)
         if shared_experts is not None:
@@ -199,7 +198,8 @@ def _with_subclasses(kind: type) -> list[type]:
     return [kind, *found]
 
 
-# Opaque to torch.compile, and breaks of vLLM's breakable CUDA graphs. Both take all tensors, which keeps their memory.
+# Opaque to torch.compile, and breaks of vLLM's breakable CUDA graphs. Both take all tensors, so that the
+# memory of none is used again in between.
 @eager_break_during_capture
 def _submit(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, layer: str) -> None:
     ExpertdMoEMethod.of[layer].submit(x, topk_ids, topk_weights)

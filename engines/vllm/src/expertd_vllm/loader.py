@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -53,7 +52,7 @@ class ExpertdLoader(DefaultModelLoader):
         read = skipped = 0
         for file in sorted(files):
             with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118: it is no dict
+                for name in tensors.keys():  # noqa: SIM118, it is no dict
                     if EXPERTS.search(name):
                         skipped += 1
                     else:

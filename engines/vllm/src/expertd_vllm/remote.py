@@ -1,5 +1,6 @@
 """What a process of vLLM asks of a server: one client, and one channel for all its layers."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +8,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from expertd_client import ExpertClient, TransportUnavailableError
 from torch import Tensor
-
-from expertd_vllm.settings import Settings
 from vllm.logger import init_logger
+
+from expertd_client import ExpertClient, TransportUnavailableError
+from expertd_vllm.settings import Settings
 
 logger = init_logger("vllm.expertd")
 
@@ -39,9 +40,13 @@ class Server:
         self._has_channels = settings.transport != "http"
 
     def layer(self, number: int) -> "RemoteLayer":
-        """Layer `number` of the checkpoint. Raises UnknownModelError."""
+        """Layer `number` of the checkpoint, once the server has loaded it. Raises UnknownModelError."""
         name = f"{self.settings.name}.layers.{number}"
-        self._layers[name] = RemoteLayer(self, name, number, self.client.metadata(name))
+        metadata, end = self.client.metadata(name), time.monotonic() + self.settings.retry_seconds
+        while metadata.weights_id is None and not self.client.ready(name) and time.monotonic() < end:
+            time.sleep(0.1)
+            metadata = self.client.metadata(name)
+        self._layers[name] = RemoteLayer(self, name, number, metadata)
         return self._layers[name]
 
     def channel(self, x: Tensor, num_slots: int) -> Any:
@@ -81,7 +86,7 @@ class RemoteLayer:
     def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, part: int, parts: int) -> "Call":
         """Begin to compute the experts of x [n, hidden_size], topk_ids and topk_weights [n, top_k].
 
-        `part`: of the `parts` microbatches that may be under way at once. The tensors must not change before `wait`.
+        The tensors must not change before `wait`. part: of the `parts` microbatches that are under way at once.
         """
         channel = self.server.channel(x, _SLOTS * parts)
         if channel is None:

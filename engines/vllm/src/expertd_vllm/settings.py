@@ -25,8 +25,19 @@ class Settings:
     check_weights: str = "on"
 
     def __post_init__(self) -> None:
-        expect("transport", self.transport, "auto", "channel", "http")
-        expect("check_weights", self.check_weights, "on", "off")
+        is_size = isinstance(self.max_tokens, int) and self.max_tokens > 0
+        is_time = isinstance(self.retry_seconds, (int, float)) and self.retry_seconds >= 0
+        expect(isinstance(self.url, str), "url", "text", self.url)
+        expect(isinstance(self.name, str), "name", "text", self.name)
+        expect(
+            self.transport in ("auto", "channel", "http"),
+            "transport",
+            "auto, channel or http",
+            self.transport,
+        )
+        expect(is_size, "max_tokens", "1 or more", self.max_tokens)
+        expect(is_time, "retry_seconds", "0 or more", self.retry_seconds)
+        expect(self.check_weights in ("on", "off"), "check_weights", "on or off", self.check_weights)
 
 
 def read_settings(config: Any) -> Settings:
@@ -34,40 +45,38 @@ def read_settings(config: Any) -> Settings:
     additional = config.additional_config
     given = additional.get("expertd") if isinstance(additional, dict) else None
     if not isinstance(given, dict) or not given.get("url"):
+        example = '--additional-config \'{"expertd": {"url": "http://localhost:8000"}}\''
         raise ValueError(
-            'load_format expertd: expected the URL of a server, as in --additional-config \'{"expertd": '
-            f'{{"url": "http://localhost:8000"}}}}\', got {additional!r}'
+            f"load_format expertd: expected the URL of a server, as in {example}, got {additional}"
         )
     names = [field.name for field in fields(Settings)]
     for key in given:
-        expect("expertd's settings", key, *names)
+        expect(key in names, "expertd's settings", " or ".join(names), key)
     return Settings(**{"name": _served_name(config.model_config.model), **given})
 
 
 def check_config(config: Any) -> None:
     """Raises ValueError for what vLLM is asked to do and calls to a server cannot."""
-    graphs = config.compilation_config.cudagraph_mode
-    if graphs is not None and graphs.has_full_cudagraphs():
-        raise _refusal(
-            f"CUDA graphs around calls to the server, not over them: -cc.cudagraph_mode=PIECEWISE, got {graphs.name}"
-        )
-    if config.parallel_config.enable_eplb:
-        raise _refusal("no --enable-eplb: the server balances its experts itself")
-    if config.parallel_config.prefill_context_parallel_size > 1:
-        raise _refusal("--prefill-context-parallel-size 1")
-    lora = config.lora_config
-    if lora is not None and (lora.target_modules is None or any("experts" in m for m in lora.target_modules)):
-        raise _refusal(f"--lora-target-modules without experts, got {lora.target_modules}")
+
+    def check(is_good: bool, name: str, expected: str, got: object) -> None:
+        expect(is_good, f"load_format expertd: {name}", expected, got)
+
+    graphs, parallel = config.compilation_config.cudagraph_mode, config.parallel_config
+    pieces = "PIECEWISE (-cc.cudagraph_mode=PIECEWISE), as no CUDA graph can hold a call to a server"
+    check(not graphs or not graphs.has_full_cudagraphs(), "cudagraph_mode", pieces, graphs and graphs.name)
+    check(not parallel.enable_eplb, "enable_eplb", "false, as the server places experts itself", True)
+    ranks = parallel.prefill_context_parallel_size
+    check(ranks == 1, "prefill_context_parallel_size", "1", ranks)
+    if config.lora_config is not None:
+        targets = config.lora_config.target_modules
+        has_experts = targets is None or any("experts" in target.split(".") for target in targets)
+        check(not has_experts, "lora_target_modules", "modules other than experts", targets)
 
 
-def expect(name: str, got: object, *allowed: object) -> None:
-    """Raises ValueError unless `got` is allowed."""
-    if got not in allowed:
-        raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {got}")
-
-
-def _refusal(text: str) -> ValueError:
-    return ValueError(f"load_format expertd: expected {text}")
+def expect(is_good: bool, name: str, expected: object, got: object) -> None:
+    """Raises ValueError unless `is_good`."""
+    if not is_good:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def _served_name(model: str) -> str:

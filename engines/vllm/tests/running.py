@@ -1,0 +1,119 @@
+"""Servers in processes of their own: expertd, by the command EXPERTD, and vLLM, by `expertd-vllm serve`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from socket import create_server
+from typing import Any
+
+from tests.generating import ENVIRONMENT
+
+_START_SECONDS = 300.0
+
+
+class Running:
+    """A server on a port of its own, ready when this is made."""
+
+    def __init__(self, command: Sequence[str | Path], port: int, health: str, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._command, self._health, self._log = command, health, log
+        self.start()
+
+    def start(self) -> None:
+        """Start it, maybe once more, and wait until it is ready."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env=ENVIRONMENT | os.environ, start_new_session=True
+            )
+        end = time.monotonic() + _START_SECONDS
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.kill()
+                raise RuntimeError(f"{self._command}: expected a ready server, got {self.output()[-5000:]}")
+            time.sleep(0.1)
+
+    def output(self) -> str:
+        """What it has printed."""
+        return self._log.read_text()
+
+    def ask(self, path: str, body: Any = None) -> str:
+        """The text of the answer to a GET, or to a POST of JSON."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=_START_SECONDS) as response:
+            answer: bytes = response.read()
+        return answer.decode()
+
+    def total(self, metric: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = [line.rpartition(" ") for line in self.ask("/metrics").splitlines()]
+        return sum(float(value) for name, _, value in lines if name.partition("{")[0] == metric)
+
+    def stop(self) -> int:
+        """End it by SIGTERM; the exit code."""
+        self._process.terminate()
+        return self._process.wait(60)
+
+    def kill(self) -> None:
+        """End it, with its children, by SIGKILL."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _is_healthy(self) -> bool:
+        try:
+            self.ask(self._health)
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+
+@contextmanager
+def running_expertd(directory: Path, *checkpoints: Path) -> Iterator[Running]:
+    """All MoE layers of the checkpoints, without shared experts."""
+    served = [{"path": str(path), "layers": "all", "shared_experts": False} for path in checkpoints]
+    config, port = directory / "expertd.yaml", _free_port()
+    config.write_text(
+        json.dumps({"checkpoints": served, "channels": {"socket": str(directory / "channels")}})
+    )
+    command = [os.environ["EXPERTD"], "serve", "--config", config, "--port", str(port)]
+    yield from _until_killed(Running(command, port, "/v2/health/ready", directory / "expertd.log"))
+
+
+@contextmanager
+def running_vllm(directory: Path, model: Path, expertd: str, *flags: str) -> Iterator[Running]:
+    """vLLM with its experts at the URL `expertd`."""
+    port, program = _free_port(), Path(sys.executable).with_name("expertd-vllm")
+    command = [
+        program,
+        "serve",
+        model,
+        "--expertd",
+        expertd,
+        "--port",
+        str(port),
+        "--max-model-len=256",
+        *flags,
+    ]
+    yield from _until_killed(Running(command, port, "/health", directory / "vllm.log"))
+
+
+def _until_killed(running: Running) -> Iterator[Running]:
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+def _free_port() -> int:
+    with create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

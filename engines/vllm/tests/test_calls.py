@@ -1,0 +1,122 @@
+"""Which tokens a process asks for, and in what requests, without vLLM's engine or a server."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.forward_context import ForwardContext, override_forward_context
+
+from expertd_vllm.experts import ExpertdMoEMethod
+from expertd_vllm.remote import ChannelCall
+
+TOKENS, HIDDEN, TOP_K = 23, 8, 2
+
+
+class FakeChannel:
+    """Answers with ids and weights in the first columns of 1 + x, when waited for."""
+
+    def __init__(self, max_tokens: int, num_slots: int) -> None:
+        self.max_tokens = max_tokens
+        self.slots = [
+            SimpleNamespace(
+                hidden_states=torch.zeros(max_tokens, HIDDEN),
+                topk_ids=torch.zeros(max_tokens, TOP_K, dtype=torch.int32),
+                topk_weights=torch.zeros(max_tokens, TOP_K),
+                is_free=True,
+            )
+            for _ in range(num_slots)
+        ]
+        self.sizes: list[int] = []
+
+    def submit(self, slot: Any, num_tokens: int, *, routed: bool, model: str) -> Any:
+        assert (slot.is_free, routed, model) == (True, True, "layer")
+        slot.is_free = False
+        self.sizes.append(num_tokens)
+        return SimpleNamespace(slot=slot, num_tokens=num_tokens)
+
+    def wait(self, ticket: Any) -> Tensor:
+        slot, n = ticket.slot, ticket.num_tokens
+        slot.is_free = True
+        return expected_of(slot.hidden_states[:n], slot.topk_ids[:n], slot.topk_weights[:n])
+
+
+def expected_of(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    out = x + 1
+    out[:, :TOP_K] = topk_ids.to(out.dtype) + topk_weights
+    return out
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [1, 7, 8, TOKENS - 1, TOKENS, 100])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_a_batch_is_cut_into_requests(max_tokens: int, num_slots: int, ids: torch.dtype) -> None:
+    channel = FakeChannel(max_tokens, num_slots)
+    inputs = (
+        torch.randn(TOKENS, HIDDEN),
+        torch.randint(-1, 9, (TOKENS, TOP_K), dtype=ids),
+        torch.rand(TOKENS, TOP_K),
+    )
+    out = torch.full((TOKENS, HIDDEN), torch.nan)
+    ChannelCall("layer", channel, channel.slots, inputs).wait(out)
+    torch.testing.assert_close(out, expected_of(*inputs), rtol=0, atol=0)
+    assert sum(channel.sizes) == TOKENS
+    assert len(channel.sizes) == -(-TOKENS // max_tokens)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+@pytest.mark.parametrize("real", [None, 0, 1, 2, 20, TOKENS])
+def test_each_real_token_is_asked_for_by_one_rank(
+    ranks: int, is_sequence_parallel: bool, real: int | None
+) -> None:
+    rows = -(-TOKENS // ranks) if is_sequence_parallel else TOKENS
+    padded = rows * ranks if is_sequence_parallel else rows
+    padding = None if real is None else torch.arange(padded) >= real
+    asked: list[int] = []
+    with override_forward_context(context(padding)):
+        for rank in range(ranks):
+            part = method(rank, ranks, is_sequence_parallel)._rows(rows)
+            first = rank * rows if is_sequence_parallel else 0
+            asked += range(first + part.start, first + part.stop)
+    assert asked == list(range(padded if real is None else real))
+
+
+def test_a_dummy_batch_asks_for_no_token() -> None:
+    with override_forward_context(context(None, attn_metadata=None)):
+        assert method(0, 1, False)._rows(TOKENS) == slice(0, 0)
+
+
+def test_a_rank_has_zeros_for_the_tokens_of_others() -> None:
+    x, ids, weights = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, TOP_K), torch.ones(TOKENS, TOP_K)
+    total = torch.zeros(TOKENS, HIDDEN)
+    with override_forward_context(context(torch.arange(TOKENS) >= 20)):
+        for rank in range(3):
+            part, out = method(rank, 3, False), torch.full((TOKENS, HIDDEN), torch.nan)
+            part.submit(x, ids, weights)
+            part.wait(out)
+            total += out
+    expected = expected_of(x, ids, weights)
+    expected[20:] = 0
+    torch.testing.assert_close(total, expected, rtol=0, atol=0)
+
+
+def context(padding: Tensor | None, attn_metadata: Any = ()) -> ForwardContext:
+    """Of a step."""
+    return ForwardContext({}, attn_metadata, {}, is_padding=padding)
+
+
+def method(rank: int, ranks: int, is_sequence_parallel: bool) -> Any:
+    """One of a tensor parallel rank, which computes in this process."""
+
+    def submit(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *_: int) -> Any:
+        return SimpleNamespace(wait=lambda out: out.copy_(expected_of(x, topk_ids, topk_weights)))
+
+    made = ExpertdMoEMethod.__new__(ExpertdMoEMethod)
+    parallel = SimpleNamespace(is_sequence_parallel=is_sequence_parallel)
+    made.moe = SimpleNamespace(moe_parallel_config=parallel)
+    made._rank, made._ranks, made._microbatches, made._calls = rank, ranks, 1, {}
+    made.remote = SimpleNamespace(submit=submit, name="layer")
+    made._seconds = SimpleNamespace(time=lambda: torch.no_grad())
+    return made

@@ -1,0 +1,93 @@
+"""What the loader reads of a checkpoint's files, and that the plugin is idle without it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from vllm.config.load import LoadConfig
+
+from expertd_vllm.loader import EXPERTS, ExpertdLoader
+from tests.checkpoints import FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("name", "is_expert"),
+    [
+        ("model.layers.3.mlp.experts.0.gate_proj.weight", True),
+        ("model.layers.3.mlp.experts.0.gate_proj.weight_scale_inv", True),
+        ("model.language_model.layers.3.mlp.experts.gate_up_proj", True),
+        ("model.layers.3.mlp.experts.down_proj_blocks", True),
+        ("model.layers.3.mlp.experts.gate_up_proj_bias", True),
+        ("model.layers.3.block_sparse_moe.experts.7.w1.weight", True),
+        ("model.layers.3.block_sparse_moe.input_linear.weight", True),
+        ("model.layers.3.block_sparse_moe.output_linear.weight", True),
+        ("model.layers.3.feed_forward.experts.7.w1.weight", True),
+        ("model.layers.3.moe.gate_proj.weight", True),
+        ("transformer.blocks.3.ffn.experts.mlp.w1", True),
+        ("model.layers.61.mlp.experts.255.down_proj.weight", True),
+        ("model.layers.3.mlp.shared_experts.gate_proj.weight", False),
+        ("model.layers.3.mlp.shared_expert.gate_proj.weight", False),
+        ("model.layers.3.mlp.shared_expert_gate.weight", False),
+        ("model.layers.3.mlp.experts.e_score_correction_bias", False),
+        ("model.layers.3.mlp.gate.e_score_correction_bias", False),
+        ("model.layers.3.block_sparse_moe.router.layer.weight", False),
+        ("model.layers.3.moe.gate.weight", False),
+        ("model.layers.3.shared_mlp.input_linear.weight", False),
+        ("model.layers.3.mlp.gate_proj.weight", False),
+        ("model.layers.3.self_attn.q_proj.weight", False),
+    ],
+)
+def test_names_of_experts(name: str, is_expert: bool) -> None:
+    assert bool(EXPERTS.search(name)) == is_expert
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_else_is_read(
+    family: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file,) = checkpoints[family].glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        names = set(tensors.keys())
+    asked: list[str] = []
+    monkeypatch.setattr("expertd_vllm.loader.safe_open", lambda *given: Recording(*given, asked=asked))
+    loader = ExpertdLoader(LoadConfig(load_format="expertd"))
+    source = loader.Source(str(checkpoints[family]), None)
+    read = {name for name, _ in loader._get_weights_iterator(source)}
+    left = names - read
+    assert read == set(asked)
+    assert len(left) >= 4
+    assert all("shared" not in name and ("experts" in name or "_linear" in name) for name in left)
+    assert not any("experts" in name and "shared" not in name for name in read)
+
+
+class Recording:
+    """A safetensors file that notes what is read of it."""
+
+    def __init__(self, *given: str, asked: list[str]) -> None:
+        self._file, self._asked = safe_open(*given), asked
+
+    def __enter__(self) -> "Recording":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_tensor(self, name: str) -> object:
+        self._asked.append(name)
+        return self._file.get_tensor(name)
+
+
+def test_the_plugin_is_idle_without_the_loader() -> None:
+    program = (
+        "import sys; from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.model_executor.custom_op import op_registry_oot\n"
+        "from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders\n"
+        "print('expertd' in loaders, op_registry_oot, 'expertd_vllm.experts' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True {} False"

@@ -1,0 +1,124 @@
+"""Settings, and what of vLLM's configuration is refused, each in a sentence."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+
+from expertd_vllm.settings import Settings, check_config, read_settings
+
+
+def config(additional: Any = None, model: str = "Qwen/Qwen3-30B-A3B", **changed: Any) -> Any:
+    """The parts of a VllmConfig that are looked at; changed: by name, with __ for dots."""
+    made = SimpleNamespace(
+        additional_config=additional,
+        model_config=SimpleNamespace(model=model),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE),
+        parallel_config=SimpleNamespace(enable_eplb=False, prefill_context_parallel_size=1),
+        lora_config=None,
+    )
+    for name, value in changed.items():
+        *owners, last = name.split("__")
+        owner = made
+        for each in owners:
+            owner = getattr(owner, each)
+        setattr(owner, last, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+        ("/models/small/", "small"),
+        ("/cache/models--Qwen--Qwen3-30B-A3B/snapshots/ad44e777", "Qwen3-30B-A3B"),
+        ("/cache/snapshots/ad44e777", "ad44e777"),
+    ],
+)
+def test_layers_are_named_as_the_server_names_them(model: str, name: str) -> None:
+    assert read_settings(config({"expertd": {"url": "http://a"}}, model)) == Settings("http://a", name)
+
+
+def test_all_settings_are_read() -> None:
+    given = {
+        "url": "http://a", "name": "b", "transport": "http", "max_tokens": 3, "retry_seconds": 0,
+        "check_weights": "off",
+    }  # fmt: skip
+    assert read_settings(config({"expertd": given})) == Settings(**given)
+
+
+@pytest.mark.parametrize(
+    ("additional", "text"),
+    [
+        (None, "expected the URL of a server, .* got None"),
+        ({}, "expected the URL of a server, .* got {}"),
+        ({"expertd": {}}, "expected the URL of a server"),
+        ({"expertd": "http://a"}, "expected the URL of a server"),
+        (
+            {"expertd": {"url": "http://a", "max_token": 3}},
+            "settings: expected url or name .*, got max_token",
+        ),
+        (
+            {"expertd": {"url": "http://a", "transport": "tcp"}},
+            "transport: expected auto, channel or http, got tcp",
+        ),
+        (
+            {"expertd": {"url": "http://a", "check_weights": False}},
+            "check_weights: expected on or off, got False",
+        ),
+        ({"expertd": {"url": "http://a", "max_tokens": 0}}, "max_tokens: expected .*, got 0"),
+        ({"expertd": {"url": "http://a", "max_tokens": "many"}}, "max_tokens: expected .*, got many"),
+        ({"expertd": {"url": "http://a", "retry_seconds": -1}}, "retry_seconds: expected .*, got -1"),
+        ({"expertd": {"url": "http://a", "retry_seconds": None}}, "retry_seconds: expected .*, got None"),
+        ({"expertd": {"url": "http://a", "name": 3}}, "name: expected .*, got 3"),
+    ],
+)
+def test_wrong_settings_are_refused(additional: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        read_settings(config(additional))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"compilation_config__cudagraph_mode": None},
+        {"compilation_config__cudagraph_mode": CUDAGraphMode.NONE},
+        {"lora_config": SimpleNamespace(target_modules=["q_proj", "v_proj"])},
+    ],
+)
+def test_what_works(changed: dict[str, Any]) -> None:
+    check_config(config(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"compilation_config__cudagraph_mode": CUDAGraphMode.FULL}, "PIECEWISE .*, got FULL"),
+        (
+            {"compilation_config__cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY},
+            "PIECEWISE .*, got FULL_DECODE_ONLY",
+        ),
+        (
+            {"compilation_config__cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE},
+            "PIECEWISE .*, got FULL_AND_PIECEWISE",
+        ),
+        ({"parallel_config__enable_eplb": True}, "enable_eplb: expected false, .* got True"),
+        (
+            {"parallel_config__prefill_context_parallel_size": 2},
+            "prefill_context_parallel_size: expected 1, got 2",
+        ),
+        (
+            {"lora_config": SimpleNamespace(target_modules=None)},
+            "lora_target_modules: expected modules other than experts, got None",
+        ),
+        (
+            {"lora_config": SimpleNamespace(target_modules=["q_proj", "experts"])},
+            "other than experts, got .'q_proj', 'experts'",
+        ),
+    ],
+)
+def test_what_is_refused(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_config(config(**changed))
