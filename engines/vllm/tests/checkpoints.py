@@ -1,10 +1,12 @@
-"""Small checkpoints with random weights, as transformers writes them."""
+"""Small checkpoints with random weights: `python checkpoints.py DIRECTORY [FAMILY]` makes one."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -21,9 +23,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 8, "shared_expert_intermediate_size": 128},
     "deepseek_v3": {  # vLLM's latent attention has these sizes alone
         "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-        "v_head_dim": 32, "qk_nope_head_dim": 32, "head_dim": 64, "n_routed_experts": 8, "n_shared_experts": 2,
-        "first_k_dense_replace": 1, "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1,
-        "routed_scaling_factor": 2.5,
+        "v_head_dim": 32, "qk_nope_head_dim": 32, "head_dim": 64, "n_routed_experts": 8,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "n_group": 2,
+        "topk_group": 1, "routed_scaling_factor": 2.5,
     },
     "gpt_oss": {"num_local_experts": 8, "intermediate_size": 128, "sliding_window": 64},
     "granitemoe": {"num_local_experts": 8, "intermediate_size": 128},
@@ -31,8 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _CHAT = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 
 
-def make_checkpoint(directory: Path, family: str, seed: int = 0) -> None:
-    """Write `directory`: a model of `family` in bfloat16, whose experts lose nothing when rounded to FP8."""
+def make_checkpoint(directory: Path, family: str = "qwen3_moe", seed: int = 0) -> None:
+    """Write `directory`: a model in bfloat16, whose experts lose nothing when they are rounded to FP8."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family]))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -44,12 +46,27 @@ def make_checkpoint(directory: Path, family: str, seed: int = 0) -> None:
                 )
     model.save_pretrained(directory)
     _make_tokenizer().save_pretrained(directory)
+    if family == "deepseek_v3":
+        _add_next_token_layer(directory)
 
 
-def change(directory: Path, **values: Any) -> None:
-    """Change config.json."""
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+def _add_next_token_layer(directory: Path) -> None:
+    """A layer for multi-token prediction, which transformers does not write: the last layer's once more."""
+    (file,) = directory.glob("*.safetensors")
+    tensors, number = load_file(file), _SIZES["num_hidden_layers"]
+    last, name = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    added = {key.replace(last, name): value.clone() for key, value in tensors.items() if key.startswith(last)}
+    added |= {
+        f"{name}{norm}.weight": tensors["model.norm.weight"].clone()
+        for norm in ("enorm", "hnorm", "shared_head.norm")
+    }
+    added[f"{name}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    added[f"{name}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    size = _SIZES["hidden_size"]
+    added[f"{name}eh_proj.weight"] = torch.randn(size, 2 * size, dtype=torch.bfloat16) * 0.1
+    save_file(tensors | added, file, {"format": "pt"})
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
 
 
 def _exact(like: Tensor) -> Tensor:
@@ -69,3 +86,7 @@ def _make_tokenizer() -> Any:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=_CHAT)
+
+
+if __name__ == "__main__":
+    make_checkpoint(Path(sys.argv[1]), *sys.argv[2:])

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from expertd_vllm.experts import ExpertdMoEMethod
-from expertd_vllm.remote import ChannelCall
+from expertd_vllm.remote import ChannelCall, RemoteLayer
 
 TOKENS, HIDDEN, TOP_K = 23, 8, 2
 
@@ -63,6 +63,21 @@ def test_a_batch_is_cut_into_requests(max_tokens: int, num_slots: int, ids: torc
     torch.testing.assert_close(out, expected_of(*inputs), rtol=0, atol=0)
     assert sum(channel.sizes) == TOKENS
     assert len(channel.sizes) == -(-TOKENS // max_tokens)
+
+
+def test_two_microbatches_are_under_way_in_slots_of_their_own() -> None:
+    channel = FakeChannel(8, 4)
+    server: Any = SimpleNamespace(channel=lambda x, num_slots: channel)
+    layer = RemoteLayer(server, "layer", 3, None)
+    batches = [
+        (torch.randn(TOKENS, HIDDEN), torch.ones(TOKENS, TOP_K) * part, torch.rand(TOKENS, TOP_K))
+        for part in (0, 1)
+    ]
+    calls = [layer.submit(*batch, part, 2) for part, batch in enumerate(batches)]
+    for batch, call in zip(batches, calls, strict=True):
+        out = torch.empty(TOKENS, HIDDEN)
+        call.wait(out)
+        torch.testing.assert_close(out, expected_of(*batch), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])

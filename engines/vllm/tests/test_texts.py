@@ -1,4 +1,4 @@
-"""vLLM says the same with its experts on a server, in every family, and has no parameters of experts."""
+"""vLLM says the same with its experts on a server, and has no parameters of experts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,31 +6,63 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.generating import Outcome, generate
 from tests.running import Running
 
-Plain = Callable[..., Outcome]
+_NEXT_TOKEN = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
 
 
-def remote(model: Path, expertd: Running, transport: str = "channel", **options: Any) -> Outcome:
-    settings = {"url": expertd.url, "transport": transport}
-    return generate(model, load_format="expertd", additional_config={"expertd": settings}, **options)
+def remote(model: Path, expertd: Running, settings: dict[str, Any], **options: Any) -> Outcome:
+    """With the plugin's settings, and vLLM's options."""
+    additional = {"expertd": {"url": expertd.url, "transport": "channel"} | settings}
+    return generate(model, load_format="expertd", additional_config=additional, **options)
 
 
-def check(got: Outcome, plain: Outcome, exact: Outcome) -> None:
-    """As near to plain vLLM as that is to float32; another text begins only where two tokens nearly tie."""
-    bound = plain.distance(exact)
-    assert got.expert_parameters == 0 < plain.expert_parameters
-    assert got.distance(plain) <= bound
-    for text, expected, margins in zip(got.texts, plain.texts, plain.margins, strict=True):
-        ties = [
-            margin for token, other, margin in zip(text, expected, margins, strict=True) if token != other
-        ]
-        assert all(margin < 6 * bound for margin in ties[:1]), f"expected {expected}, got {text}"
+@pytest.mark.parametrize(
+    ("family", "settings", "options"),
+    [
+        *((family, {}, {}) for family in FAMILIES),
+        ("qwen3_moe", {"transport": "http"}, {}),
+        ("qwen3_moe", {"max_tokens": 16}, {}),
+        ("qwen3_moe", {}, {"enforce_eager": False}),  # with torch.compile
+        ("qwen3_moe", {}, {"model_impl": "transformers"}),
+        ("qwen2_moe", {}, {"tensor_parallel_size": 2}),
+        ("deepseek_v3", {}, _NEXT_TOKEN),
+    ],
+    ids=str,
+)
+def test_texts_and_log_probabilities_agree(
+    family: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    checkpoints: dict[str, Path],
+    expertd: Running,
+    plain: Callable[..., Outcome],
+) -> None:
+    """With plain vLLM as well as that does with float32; other texts begin where two tokens nearly tie."""
+    got = remote(checkpoints[family], expertd, settings, **options)
+    expected = plain(family, **options)
+    bound = expected.distance(plain(family, dtype="float32"))
+    assert got.expert_parameters == 0 < expected.expert_parameters
+    assert got.distance(expected) <= bound
+    for text, other, margins in zip(got.texts, expected.texts, expected.margins, strict=True):
+        ties = [margin for a, b, margin in zip(text, other, margins, strict=True) if a != b]
+        assert all(margin < 6 * bound for margin in ties[:1]), f"expected {other}, got {text}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str, checkpoints: dict[str, Path], expertd: Running, plain: Plain) -> None:
-    got = remote(checkpoints[family], expertd)
-    check(got, plain(family, "bfloat16"), plain(family, "float32"))
+def test_another_checkpoint_of_the_same_shape_is_refused(
+    checkpoints: dict[str, Path], expertd: Running, tmp_path: Path
+) -> None:
+    other = tmp_path / "qwen3_moe"
+    make_checkpoint(other, "qwen3_moe", seed=1)
+    with pytest.raises(
+        RuntimeError, match=r"qwen3_moe\.layers\.0 on http\S+: weights_id: expected \w+, of \S+ \(or"
+    ):
+        remote(other, expertd, {})
+    got, right = (
+        remote(other, expertd, {"check_weights": "off"}),
+        remote(checkpoints["qwen3_moe"], expertd, {}),
+    )
+    assert got.expert_parameters == 0
+    assert got.texts != right.texts  # experts of one, the rest of the other

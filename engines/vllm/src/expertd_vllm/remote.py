@@ -86,7 +86,7 @@ class RemoteLayer:
     def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, part: int, parts: int) -> "Call":
         """Begin to compute the experts of x [n, hidden_size], topk_ids and topk_weights [n, top_k].
 
-        The tensors must not change before `wait`. part: of the `parts` microbatches that are under way at once.
+        They must not change before `wait`. part: the number of the microbatch, of `parts` that are under way.
         """
         channel = self.server.channel(x, _SLOTS * parts)
         if channel is None:

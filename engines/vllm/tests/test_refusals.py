@@ -1,0 +1,95 @@
+"""Layers that cannot be on a server are refused when vLLM makes them, each in a sentence."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+from expertd_client import ModelMetadata
+from expertd_vllm import experts
+from expertd_vllm.experts import ExpertdMoEMethod, Remote, prepare
+from tests.test_settings import config
+
+METADATA = {"hidden_size": 128, "num_experts": 8, "top_k": 2, "shared_experts": "none"}
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A configuration for which the plugin is prepared."""
+    made = config({"expertd": {"url": "http://a"}}, compilation_config__splitting_ops=["vllm::attention"])
+    made.load_config = SimpleNamespace(load_format="expertd")
+    monkeypatch.setattr(experts, "get_model_architecture", lambda _: None)
+    monkeypatch.setattr(experts, "get_current_vllm_config", lambda: made)
+    before = dict(op_registry_oot)
+    prepare(made, None)
+    yield made
+    op_registry_oot.clear()
+    op_registry_oot.update(before)
+
+
+def test_all_classes_of_experts_are_replaced(prepared: Any) -> None:
+    from vllm.model_executor.models.dbrx import DbrxExperts
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+    from vllm.model_executor.models.transformers.moe import TransformersRoutedExperts
+
+    prepare(prepared, None)
+    for kind in (RoutedExperts, DbrxExperts, GptOssRoutedExperts, TransformersRoutedExperts):
+        assert issubclass(op_registry_oot[kind.__name__], kind)
+        assert issubclass(op_registry_oot[kind.__name__], Remote)
+        assert kind.__name__ in experts._KINDS
+
+
+def test_graphs_are_split_at_calls(prepared: Any) -> None:
+    assert prepared.compilation_config.splitting_ops == ["vllm::attention", *experts._SPLITTING]
+    prepare(prepared, None)
+    assert len(prepared.compilation_config.splitting_ops) == 1 + len(experts._SPLITTING)
+    prepared.compilation_config.splitting_ops = []  # nothing is split, as with --enforce-eager
+    prepare(prepared, None)
+    assert prepared.compilation_config.splitting_ops == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "weighs_input", "prefix", "text"),
+    [
+        (
+            "MuseSparkRoutedExperts",
+            False,
+            "model.layers.3.mlp.experts",
+            "experts: expected RoutedExperts or ",
+        ),
+        (
+            "RoutedExperts",
+            True,
+            "model.layers.3.mlp.experts",
+            "3.mlp.experts: routing weights: expected on outputs",
+        ),
+        ("RoutedExperts", False, "mtp.layers.0.mlp.experts", "layer: expected .*, got mtp.layers.0"),
+    ],
+)
+def test_experts(prepared: Any, kind: str, weighs_input: bool, prefix: str, text: str) -> None:
+    layer = type("Layer", (Remote,), {"kind": kind, "apply_router_weight_on_input": weighs_input})()
+    with pytest.raises(ValueError, match=text):
+        layer._get_quant_method(prefix, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"hidden_size": 64}, "layer on http://a: hidden_size: expected 128, got 64"),
+        ({"num_experts": 16}, "num_experts: expected 8, got 16"),
+        ({"num_experts": None}, "num_experts: expected 8, got None"),
+        ({"top_k": 4}, "top_k: expected 2, got 4"),
+        ({"shared_experts": "included"}, "shared_experts: expected false, as vLLM computes them, got true"),
+    ],
+)
+def test_metadata(changed: dict[str, Any], text: str) -> None:
+    remote: Any = SimpleNamespace(
+        metadata=ModelMetadata(name="layer", datatype="BF16", **(METADATA | changed)),
+        where="layer on http://a",
+    )
+    moe = SimpleNamespace(hidden_dim=128, num_logical_experts=8, experts_per_token=2)
+    with pytest.raises(ValueError, match=text):
+        ExpertdMoEMethod(moe, "model.layers.3.mlp.experts", remote)
