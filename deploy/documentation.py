@@ -21,6 +21,7 @@ PAGES = {
     "client/README.md": "client.md",
     "kernels/README.md": "kernels.md",
     "examples/README.md": "examples.md",
+    "engines/vllm/README.md": "expertd-vllm.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",

@@ -26,7 +26,7 @@ DOCUMENTS = sorted(
     for path in (
         *ROOT.glob("*.md"),
         *(ROOT / "docs").glob("*.md"),
-        *(ROOT / name for name in ("kernels/README.md", "client/README.md", "examples/README.md")),
+        *(ROOT / name / "README.md" for name in ("kernels", "client", "examples", "engines/vllm")),
     )
 )
 _CODE = re.compile(r"^```.*?^```$", re.M | re.S)

@@ -80,7 +80,7 @@ class Running:
 def running_expertd(directory: Path, *checkpoints: Path) -> Iterator[Running]:
     """All MoE layers of the checkpoints, without shared experts."""
     served = [{"path": str(path), "layers": "all", "shared_experts": False} for path in checkpoints]
-    config, port = directory / "expertd.yaml", _free_port()
+    config, port = directory / "expertd.yaml", free_port()
     config.write_text(
         json.dumps({"checkpoints": served, "channels": {"socket": str(directory / "channels")}})
     )
@@ -91,7 +91,7 @@ def running_expertd(directory: Path, *checkpoints: Path) -> Iterator[Running]:
 @contextmanager
 def running_vllm(directory: Path, model: Path, expertd: str, *flags: str) -> Iterator[Running]:
     """vLLM with its experts at the URL `expertd`."""
-    port, program = _free_port(), Path(sys.executable).with_name("expertd-vllm")
+    port, program = free_port(), Path(sys.executable).with_name("expertd-vllm")
     command = [
         program,
         "serve",
@@ -113,7 +113,8 @@ def _until_killed(running: Running) -> Iterator[Running]:
         running.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on."""
     with create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port

@@ -1,4 +1,4 @@
-"""`expertd-vllm serve`: answers, the tokens that it asks for, its metrics, and a server that ends under it."""
+"""`expertd-vllm serve`: answers, the tokens it asks for, its metrics, and a server that ends under it."""
 
 import json
 import threading
