@@ -25,7 +25,11 @@ class Running:
     def __init__(self, command: Sequence[str | Path], port: int, health: str, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self._command, self._health, self._log = command, health, log
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.kill()
+            raise
 
     def start(self) -> None:
         """Start it, maybe once more, and wait until it is ready."""
@@ -36,7 +40,6 @@ class Running:
         end = time.monotonic() + _START_SECONDS
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() > end:
-                self.kill()
                 raise RuntimeError(f"{self._command}: expected a ready server, got {self.output()[-5000:]}")
             time.sleep(0.1)
 

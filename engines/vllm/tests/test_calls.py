@@ -82,31 +82,33 @@ def test_two_microbatches_are_under_way_in_slots_of_their_own() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("is_sequence_parallel", [False, True])
-@pytest.mark.parametrize("real", [None, 0, 1, 2, 20, TOKENS])
+@pytest.mark.parametrize("known_by", ["attention", "padding", "data parallel ranks"])
+@pytest.mark.parametrize("real", [0, 1, 2, 20, TOKENS])
 def test_each_real_token_is_asked_for_by_one_rank(
-    ranks: int, is_sequence_parallel: bool, real: int | None
+    ranks: int, is_sequence_parallel: bool, known_by: str, real: int
 ) -> None:
     rows = -(-TOKENS // ranks) if is_sequence_parallel else TOKENS
-    padded = rows * ranks if is_sequence_parallel else rows
-    padding = None if real is None else torch.arange(padded) >= real
     asked: list[int] = []
-    with override_forward_context(context(padding)):
+    with override_forward_context(context(known_by, real, rows * ranks if is_sequence_parallel else rows)):
         for rank in range(ranks):
             part = method(rank, ranks, is_sequence_parallel)._rows(rows)
             first = rank * rows if is_sequence_parallel else 0
             asked += range(first + part.start, first + part.stop)
-    assert asked == list(range(padded if real is None else real))
+    assert asked == list(range(real))
 
 
-def test_a_dummy_batch_asks_for_no_token() -> None:
-    with override_forward_context(context(None, attn_metadata=None)):
-        assert method(0, 1, False)._rows(TOKENS) == slice(0, 0)
+@pytest.mark.parametrize(("attn_metadata", "rows"), [(None, 0), ({}, TOKENS), ({"mamba": None}, TOKENS)])
+def test_a_dummy_batch_asks_for_no_token_and_one_that_says_nothing_for_all(
+    attn_metadata: Any, rows: int
+) -> None:
+    with override_forward_context(ForwardContext({}, attn_metadata, {})):
+        assert method(0, 1, False)._rows(TOKENS) == slice(0, rows)
 
 
 def test_a_rank_has_zeros_for_the_tokens_of_others() -> None:
     x, ids, weights = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, TOP_K), torch.ones(TOKENS, TOP_K)
     total = torch.zeros(TOKENS, HIDDEN)
-    with override_forward_context(context(torch.arange(TOKENS) >= 20)):
+    with override_forward_context(context("attention", 20, TOKENS)):
         for rank in range(3):
             part, out = method(rank, 3, False), torch.full((TOKENS, HIDDEN), torch.nan)
             part.submit(x, ids, weights)
@@ -117,9 +119,16 @@ def test_a_rank_has_zeros_for_the_tokens_of_others() -> None:
     torch.testing.assert_close(total, expected, rtol=0, atol=0)
 
 
-def context(padding: Tensor | None, attn_metadata: Any = ()) -> ForwardContext:
-    """Of a step."""
-    return ForwardContext({}, attn_metadata, {}, is_padding=padding)
+def context(known_by: str, real: int, rows: int) -> ForwardContext:
+    """Of a step with `real` tokens and padding behind them, up to `rows`."""
+    padding, attention = torch.arange(rows) >= real, {"mamba": SimpleNamespace()}
+    if known_by == "attention":  # and asking a tensor of this device raises, as no answer may be waited for
+        padding = padding.to("meta")
+        attention["attn"] = SimpleNamespace(num_actual_tokens=real)
+    elif known_by == "data parallel ranks":  # whose dummy batches have attention, too
+        attention["attn"] = SimpleNamespace(num_actual_tokens=rows)
+    ranks: Any = "some" if known_by == "data parallel ranks" else None
+    return ForwardContext({}, attention, {}, dp_metadata=ranks, is_padding=padding)
 
 
 def method(rank: int, ranks: int, is_sequence_parallel: bool) -> Any:

@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def complete(vllm: Running, prompt: list[int]) -> str:
     """The text after a prompt, chosen greedily."""
-    body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
     text: str = json.loads(vllm.ask("/v1/completions", body))["choices"][0]["text"]
     assert len(text.split()) == NEW_TOKENS
     return text

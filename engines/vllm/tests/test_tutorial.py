@@ -34,7 +34,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
             (serve, f"http://127.0.0.1:{vllm}/health"),
         ):
             servers.callback(end, start(replaced(command, changed), health, tmp_path / "log"))
-        assert without_words(run(replaced(chat, changed))) == without_words(answer)
+        assert run(replaced(chat, changed)) == answer
         assert run(replaced(count, changed)) == counted
 
 
@@ -72,8 +72,3 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def without_words(text: str) -> str:
-    """Without what another processor's rounding may change."""
-    return re.sub(r"\bw\d+", "w", text)

@@ -178,17 +178,24 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
 
 
 def _num_tokens() -> int | None:
-    """Of this step's batch, without the padding behind them; None: there is no padding."""
+    """Of this step's batch, without the padding behind them; None: nothing says how many."""
     context = get_forward_context()
     if context.attn_metadata is None:
         return 0  # memory is measured, graphs are captured, or only other data parallel ranks have requests
-    if context.is_padding is None:
-        return None
     kept = context.additional_kwargs
     if "expertd" not in kept:  # at the step's first layer: a GPU's answer takes time
-        kept["expertd"] = int(context.is_padding.logical_not().sum())
-    number: int = kept["expertd"]
+        kept["expertd"] = _count_tokens(context)
+    number: int | None = kept["expertd"]
     return number
+
+
+def _count_tokens(context: Any) -> int | None:
+    """By what attention knows on the host; dummy batches of data parallel ranks look real there."""
+    known = [getattr(of, "num_actual_tokens", None) for of in dict(context.attn_metadata).values()]
+    numbers = [number for number in known if number is not None]
+    if context.is_padding is not None and (context.dp_metadata is not None or not numbers):
+        return int(context.is_padding.logical_not().sum())  # waits for the GPU
+    return max(numbers, default=None)
 
 
 def _with_subclasses(kind: type) -> list[type]:

@@ -11,6 +11,8 @@ from safetensors import safe_open
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from expertd_vllm.settings import expect
+
 logger = init_logger("vllm.expertd")
 
 # mlp.experts.3.up_proj.weight, experts.gate_up_proj; Granite's and Step's stacks. Not .shared_experts.
@@ -36,6 +38,8 @@ class ExpertdLoader(DefaultModelLoader):
         """As BaseModelLoader's. Raises ValueError if the server has other experts than the checkpoint."""
         from expertd_vllm import experts
 
+        left = [name for name, tensor in model.named_parameters() if tensor.ndim == 3 and EXPERTS.search(name)]
+        expect(not left, "load_format expertd: experts", "those of vLLM's RoutedExperts", left[:1])
         experts.check_weights(
             model,
             lambda: self._prepare_weights(model_config.model, None, model_config.revision, False, None)[0],
@@ -46,8 +50,7 @@ class ExpertdLoader(DefaultModelLoader):
         _, files, use_safetensors, _ = self._prepare_weights(
             source.model_or_path, source.subfolder, source.revision, False, source.allow_patterns_overrides
         )
-        if not use_safetensors:
-            raise ValueError(f"load_format expertd: expected safetensors files, got {files[0]}")
+        expect(use_safetensors, "load_format expertd: files", "safetensors", files[0])
         self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
         read = skipped = 0
         for file in sorted(files):
