@@ -21,7 +21,7 @@ from expertd.kernels import (
 )
 from expertd.kernels.backends.reference import cpu_ffn, matrices
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu
+from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
 from tests.kernels.helpers import diff, fresh_generator, random_rows, random_weights
 
@@ -397,6 +397,13 @@ def test_it_works_in_inference_mode_and_after() -> None:
     outside = case.run(backend)
     assert not outside.requires_grad
     assert torch.equal(inside, outside)
+
+
+@pytest.mark.parametrize("activation", [Swiglu(1.702, 7.0), Swiglu(0.5), OtherGlu(1.702, 7.0, 1.0)])
+def test_activations_of_many_steps_are_rounded_once(activation: Activation) -> None:
+    gate_up = random_rows((33, 2 * I), fresh_generator())
+    expected = swiglu(gate_up, activation).to(torch.bfloat16)
+    assert torch.equal(cpu_ffn._swiglu(gate_up, activation), expected)
 
 
 @pytest.mark.parametrize("step", [1, 16])

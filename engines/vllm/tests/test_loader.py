@@ -3,12 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors import safe_open
 from vllm.config.load import LoadConfig
+from vllm.model_executor.models.utils import extract_layer_index, make_layers
 
-from expertd_vllm.loader import EXPERTS, ExpertdLoader
+from expertd_vllm.loader import EXPERTS, DummyLoader, ExpertdLoader
 from tests.checkpoints import FAMILIES
 
 
@@ -80,6 +83,38 @@ class Recording:
     def get_tensor(self, name: str) -> object:
         self._asked.append(name)
         return self._file.get_tensor(name)
+
+
+@pytest.mark.parametrize("name", ["mlp.experts.w13_weight", "block_sparse_moe.experts.mega.w2"])
+def test_experts_of_other_classes_are_refused(name: str) -> None:
+    model = torch.nn.Module()
+    owner, last = model, name.split(".")[-1]
+    for part in ["model", "layers", "0", *name.split(".")[:-1]]:
+        owner.add_module(part, torch.nn.Module())
+        owner = owner.get_submodule(part)
+    owner.register_parameter(last, torch.nn.Parameter(torch.empty(8, 2, 2)))
+    with pytest.raises(ValueError, match=f"experts: expected those of .*, got .*0.{name}"):
+        ExpertdLoader(LoadConfig(load_format="expertd")).load_weights(model, None)
+
+
+def test_a_measurement_needs_no_checkpoint() -> None:
+    model = torch.nn.Linear(8, 8)
+    torch.nn.init.zeros_(model.weight)
+    DummyLoader(LoadConfig(load_format="expertd_dummy")).load_weights(model, None)
+    assert model.weight.all()
+
+
+def test_a_later_pipeline_stage_has_the_models_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = SimpleNamespace(rank_in_group=1, world_size=2)
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_pp_group", lambda: stage)
+    asked: list[int] = []
+
+    def layer(prefix: str) -> torch.nn.Module:
+        asked.append(extract_layer_index(f"{prefix}.mlp.experts"))
+        return torch.nn.Module()
+
+    make_layers(8, layer, "model.layers")
+    assert asked == [4, 5, 6, 7]
 
 
 def test_the_plugin_is_idle_without_the_loader() -> None:

@@ -2,33 +2,27 @@
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.generating import NEW_TOKENS, PROMPTS, Outcome
 from tests.running import Running, running_expertd, running_vllm
 
 LAYERS = 3
-NEW_TOKENS = 8
-PROMPTS = [[number] * (3 + number) for number in range(8)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint."""
-    directory = tmp_path_factory.mktemp("model") / "small"
-    make_checkpoint(directory)
-    return directory
-
-
-def complete(vllm: Running, prompt: list[int]) -> str:
-    """The text after a prompt, chosen greedily."""
-    body = {"prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
-    text: str = json.loads(vllm.ask("/v1/completions", body))["choices"][0]["text"]
-    assert len(text.split()) == NEW_TOKENS
-    return text
+def complete(vllm: Running, prompt: list[int]) -> list[int]:
+    """The tokens after a prompt, chosen greedily."""
+    body = {
+        "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
+    tokens: list[int] = json.loads(vllm.ask("/v1/completions", body))["choices"][0]["token_ids"]
+    assert len(tokens) == NEW_TOKENS
+    return tokens
 
 
 @pytest.mark.parametrize(
@@ -40,8 +34,16 @@ def complete(vllm: Running, prompt: list[int]) -> str:
     ],
     ids=str,
 )
-def test_tokens_and_requests(flags: list[str], processes: int, model: Path, tmp_path: Path) -> None:
+def test_tokens_and_requests(
+    flags: list[str],
+    processes: int,
+    checkpoints: dict[str, Path],
+    plain: Callable[..., Outcome],
+    tmp_path: Path,
+) -> None:
     """Each token is asked for once, also while other data parallel ranks run dummy batches; none is lost."""
+    model, expected = checkpoints["qwen3_moe"], plain("qwen3_moe")
+    bound = expected.distance(plain("qwen3_moe", dtype="float32"))
     with (
         running_expertd(tmp_path, model) as expertd,
         running_vllm(tmp_path, model, expertd.url, *flags) as vllm,
@@ -54,18 +56,21 @@ def test_tokens_and_requests(flags: list[str], processes: int, model: Path, tmp_
 
         answered = threading.Semaphore(0)
 
-        def ask(prompt: list[int]) -> None:
-            complete(vllm, prompt)
+        def ask(prompt: list[int]) -> list[int]:
+            text = complete(vllm, prompt)
             answered.release()
+            return text
 
         with ThreadPoolExecutor(4) as callers:
-            calls = [callers.submit(ask, prompt) for prompt in PROMPTS * 4]
+            calls = [callers.submit(ask, prompt) for prompt in PROMPTS * 8]
             for _ in range(3):
                 answered.acquire()
             expertd.kill()
             expertd.start()
-        for call in calls:
-            call.result()
-        assert [complete(vllm, prompt) for prompt in PROMPTS] == texts
+        texts += [call.result() for call in calls]
+        texts += [complete(vllm, prompt) for prompt in PROMPTS]
+        for begin in range(0, len(texts), len(PROMPTS)):
+            ties = expected.ties(texts[begin : begin + len(PROMPTS)])
+            assert all(margin < 6 * bound for margin in ties)
         assert len(json.loads(expertd.ask("/v1/channels"))["channels"]) == processes
         assert vllm.stop() == 0

@@ -41,7 +41,7 @@ def test_layers_are_named_as_the_server_names_them(model: str, name: str) -> Non
 
 
 def test_all_settings_are_read() -> None:
-    given = {
+    given: dict[str, Any] = {
         "url": "http://a", "name": "b", "transport": "http", "max_tokens": 3, "retry_seconds": 0,
         "check_weights": "off",
     }  # fmt: skip

@@ -23,8 +23,8 @@ def test_the_tutorial(tmp_path: Path) -> None:
     expertd, vllm = free_port(), free_port()
     changed = {
         "/tmp/": f"{tmp_path}/", ":8000": f":{expertd}", ":8001": f":{vllm}", "--port 8001": f"--port {vllm}",
-        "build/engines-venv/bin/": f"{Path(sys.executable).parent}/", ".venv/bin/expertd": os.environ["EXPERTD"],
-        " serve --model": f" serve --port {expertd} --model",
+        "build/engines-venv/bin/": f"{Path(sys.executable).parent}/",
+        ".venv/bin/expertd": os.environ["EXPERTD"], " serve --model": f" serve --port {expertd} --model",
     }  # fmt: skip
     text = (ROOT / "docs" / "vllm.md").read_text()
     serve_experts, serve, chat, answer, count, counted = re.findall(TESTED, text, re.M | re.S)

@@ -1,6 +1,6 @@
 """A vLLM plugin: attention in vLLM, the routed experts of MoE layers on an expertd server.
 
-A run with `--load-format expertd` uses it; in any other it changes nothing.
+A run with `--load-format expertd`, or `expertd_dummy`, uses it; in any other it changes nothing.
 """
 
 
@@ -8,6 +8,7 @@ def register() -> None:
     """What vLLM calls in each of its processes, before there is a configuration (`vllm.general_plugins`)."""
     from vllm.model_executor.model_loader import register_model_loader
 
-    from expertd_vllm.loader import ExpertdLoader
+    from expertd_vllm.loader import DummyLoader, ExpertdLoader
 
     register_model_loader("expertd")(ExpertdLoader)
+    register_model_loader("expertd_dummy")(DummyLoader)

@@ -72,7 +72,7 @@ class Remote:
 
     def _get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         config = get_current_vllm_config()
-        if config.load_config.load_format != "expertd":
+        if config.load_config.load_format not in ("expertd", "expertd_dummy"):
             return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
         weighs_input = self.apply_router_weight_on_input
         expect(self.kind in _KINDS, f"{prefix}: experts", " or ".join(_KINDS), self.kind)
@@ -181,7 +181,7 @@ def _num_tokens() -> int | None:
     """Of this step's batch, without the padding behind them; None: nothing says how many."""
     context = get_forward_context()
     if context.attn_metadata is None:
-        return 0  # memory is measured, graphs are captured, or only other data parallel ranks have requests
+        return 0  # memory is measured, or only other data parallel ranks have requests
     kept = context.additional_kwargs
     if "expertd" not in kept:  # at the step's first layer: a GPU's answer takes time
         kept["expertd"] = _count_tokens(context)

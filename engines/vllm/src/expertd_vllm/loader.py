@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.config.load import LoadConfig
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from expertd_vllm.settings import expect
 
@@ -38,7 +40,8 @@ class ExpertdLoader(DefaultModelLoader):
         """As BaseModelLoader's. Raises ValueError if the server has other experts than the checkpoint."""
         from expertd_vllm import experts
 
-        left = [name for name, tensor in model.named_parameters() if tensor.ndim == 3 and EXPERTS.search(name)]
+        parameters = model.named_parameters()
+        left = [name for name, tensor in parameters if tensor.ndim == 3 and EXPERTS.search(name)]
         expect(not left, "load_format expertd: experts", "those of vLLM's RoutedExperts", left[:1])
         experts.check_weights(
             model,
@@ -62,3 +65,11 @@ class ExpertdLoader(DefaultModelLoader):
                         read += 1
                         yield source.prefix + name, tensors.get_tensor(name)
         logger.info("expertd: read %d tensors, left %d of routed experts in the files", read, skipped)
+
+
+class DummyLoader(ExpertdLoader):
+    """Gives a model random numbers, as vLLM's load format `dummy`: to measure speed without a checkpoint."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """As BaseModelLoader's."""
+        DummyModelLoader(LoadConfig()).load_weights(model, model_config)
