@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -67,7 +68,7 @@ class _Process:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.generating"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=ENVIRONMENT | _IN_PROCESS | os.environ,
+            env=ENVIRONMENT | _IN_PROCESS | os.environ, start_new_session=True,
         )  # fmt: skip
 
     def outcome(self, model: Path, options: dict[str, Any]) -> Outcome:
@@ -78,12 +79,13 @@ class _Process:
         for line in self._process.stdout:
             if line.startswith('{"expert_parameters"'):
                 return Outcome(**json.loads(line))
-        self._process.wait()
         self._errors.seek(0)
         raise RuntimeError(self._errors.read()[-5000:])
 
     def end(self) -> None:
-        self._process.communicate()
+        """By SIGKILL, as workers of tensor parallel ranks take their time."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 _process: _Process | None = None  # of all calls with one rank: to import vLLM takes longer than to generate
@@ -98,8 +100,8 @@ def generate(model: Path, **options: Any) -> Outcome:
     _process = _process or _Process()
     try:
         outcome = _process.outcome(model, options)
-    except RuntimeError:
-        _process = None
+    except BaseException:
+        end()
         raise
     if is_alone:
         end()

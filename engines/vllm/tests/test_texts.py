@@ -25,7 +25,7 @@ def remote(model: Path, expertd: Running, settings: dict[str, Any], **options: A
         *((family, {}, {}) for family in FAMILIES),
         ("qwen3_moe", {"transport": "http"}, {}),
         ("qwen3_moe", {"max_tokens": 16}, {}),
-        ("qwen3_moe", {}, {"enforce_eager": False}),  # with torch.compile
+        ("qwen2_moe", {}, {"enforce_eager": False}),  # with torch.compile
         ("qwen3_moe", {}, {"model_impl": "transformers"}),
         ("qwen2_moe", {}, {"tensor_parallel_size": 2}),
         ("deepseek_v3", {}, _NEXT_TOKEN),
