@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 320
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCABULARY,
     "max_position_embeddings": 512, "initializer_range": 0.1, "num_experts_per_tok": 2,
@@ -89,4 +89,4 @@ def _make_tokenizer() -> Any:
 
 
 if __name__ == "__main__":
-    make_checkpoint(Path(sys.argv[1]), *sys.argv[2:])
+    make_checkpoint(Path(sys.argv[1]), (sys.argv[2:] or ["qwen3_moe"])[0])

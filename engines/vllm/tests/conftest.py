@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.generating import Outcome, generate
+from tests.generating import Outcome, end, generate
 from tests.running import Running, running_expertd
 
 
@@ -29,7 +29,7 @@ def expertd(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Pat
 
 
 @pytest.fixture(scope="session")
-def plain(checkpoints: dict[str, Path]) -> Callable[..., Outcome]:
+def plain(checkpoints: dict[str, Path]) -> Iterator[Callable[..., Outcome]]:
     """What vLLM with its own experts says: `plain(family, **options)`."""
     known: dict[str, Outcome] = {}
 
@@ -39,4 +39,5 @@ def plain(checkpoints: dict[str, Path]) -> Callable[..., Outcome]:
             known[key] = generate(checkpoints[family], **options)
         return known[key]
 
-    return outcome
+    yield outcome
+    end()

@@ -87,7 +87,7 @@ def running_expertd(directory: Path, *checkpoints: Path) -> Iterator[Running]:
     config.write_text(
         json.dumps({"checkpoints": served, "channels": {"socket": str(directory / "channels")}})
     )
-    command = [os.environ["EXPERTD"], "serve", "--config", config, "--port", str(port)]
+    command: list[str | Path] = [os.environ["EXPERTD"], "serve", "--config", config, "--port", str(port)]
     yield from _until_killed(Running(command, port, "/v2/health/ready", directory / "expertd.log"))
 
 
@@ -95,7 +95,7 @@ def running_expertd(directory: Path, *checkpoints: Path) -> Iterator[Running]:
 def running_vllm(directory: Path, model: Path, expertd: str, *flags: str) -> Iterator[Running]:
     """vLLM with its experts at the URL `expertd`."""
     port, program = free_port(), Path(sys.executable).with_name("expertd-vllm")
-    command = [
+    command: list[str | Path] = [
         program,
         "serve",
         model,

@@ -137,7 +137,7 @@ def method(rank: int, ranks: int, is_sequence_parallel: bool) -> Any:
     def submit(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *_: int) -> Any:
         return SimpleNamespace(wait=lambda out: out.copy_(expected_of(x, topk_ids, topk_weights)))
 
-    made = ExpertdMoEMethod.__new__(ExpertdMoEMethod)
+    made: Any = ExpertdMoEMethod.__new__(ExpertdMoEMethod)
     parallel = SimpleNamespace(is_sequence_parallel=is_sequence_parallel)
     made.moe = SimpleNamespace(moe_parallel_config=parallel)
     made._rank, made._ranks, made._microbatches, made._calls = rank, ranks, 1, {}

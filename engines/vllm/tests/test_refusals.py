@@ -13,7 +13,7 @@ from expertd_vllm import experts
 from expertd_vllm.experts import ExpertdMoEMethod, Remote, prepare
 from tests.test_settings import config
 
-METADATA = {"hidden_size": 128, "num_experts": 8, "top_k": 2, "shared_experts": "none"}
+METADATA: dict[str, Any] = {"hidden_size": 128, "num_experts": 8, "top_k": 2, "shared_experts": "none"}
 
 
 @pytest.fixture

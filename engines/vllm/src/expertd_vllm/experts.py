@@ -199,9 +199,8 @@ def _count_tokens(context: Any) -> int | None:
 
 
 def _with_subclasses(kind: type) -> list[type]:
-    found = [
-        each for sub in kind.__subclasses__() if not issubclass(sub, Remote) for each in _with_subclasses(sub)
-    ]
+    kinds: list[type] = kind.__subclasses__()
+    found = [each for sub in kinds if not issubclass(sub, Remote) for each in _with_subclasses(sub)]
     return [kind, *found]
 
 

@@ -26,6 +26,8 @@ EXPERTS = re.compile(
 class ExpertdLoader(DefaultModelLoader):
     """DefaultModelLoader without the experts."""
 
+    counter_before_loading_weights: float
+
     def __init__(self, load_config: Any) -> None:
         super().__init__(dataclasses.replace(load_config, load_format="auto"))
 
@@ -34,7 +36,8 @@ class ExpertdLoader(DefaultModelLoader):
         from expertd_vllm import experts
 
         experts.prepare(vllm_config, model_config)
-        return super().load_model(vllm_config, model_config, prefix)
+        model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
+        return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """As BaseModelLoader's. Raises ValueError if the server has other experts than the checkpoint."""
