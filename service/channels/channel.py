@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from expertd.service.channels.layout import (
+    ANNOUNCED_OFFSET,
     ANSWER,
     ANSWER_OFFSET,
     CALLER,
@@ -17,6 +18,9 @@ from expertd.service.channels.layout import (
     ERROR_BYTES,
     ERROR_OFFSET,
     EXPIRED_OFFSET,
+    FAILED_OFFSET,
+    FLAGS_BYTE,
+    ON_STREAM,
     REASON_CODES,
     REQUEST,
     SEQUENCE_BYTES,
@@ -35,10 +39,24 @@ from expertd.service.moe.request import Output
 logger = logging.getLogger(__name__)
 
 _CANCELS = CANCELS_OFFSET // SEQUENCE_BYTES
+_ANNOUNCED = ANNOUNCED_OFFSET // SEQUENCE_BYTES
 
 
 class Channel(OpenChannel):
     """A source of requests. `poll` is safe from any thread, the other methods are for the event loop."""
+
+    def is_awaited(self) -> bool:
+        """See `Source`: the caller's GPU will write a request, or has written one."""
+        with self._lock:
+            return not self._ended and self._words[_ANNOUNCED] > self.taken
+
+    def has_arrived(self) -> bool:
+        """See `Source`."""
+        with self._lock:
+            if self._ended:
+                return False
+            slot = self._slots[self.taken % len(self._slots)]
+            return self._words[slot.start // SEQUENCE_BYTES] == self.taken + 1
 
     def poll(self) -> None:
         """Submit every request that has arrived, and cancel those that the caller wants no more."""
@@ -103,6 +121,7 @@ class Channel(OpenChannel):
         start = slot.start + SEQUENCE_BYTES
         data = bytes(self._view[start : start + REQUEST.size])
         self.taken = slot.sequence = expected
+        slot.on_stream = bool(data[FLAGS_BYTE] & ON_STREAM)
         slot.taken = True
         self._in_flight += 1
         try:
@@ -183,7 +202,8 @@ class Channel(OpenChannel):
                 slot.deadline = math.inf
                 slot.taken = False
                 counted = self._counts(slot)
-                self._scheduler.do_later(partial(self._note, slot, slot.sequence, pending, counted))
+                later = partial(self._note, slot, slot.sequence, pending, counted, not slot.on_stream)
+                self._scheduler.do_later(later)
             else:
                 self._answer(slot, 200, None, "")
         if self._look_again:
@@ -202,10 +222,10 @@ class Channel(OpenChannel):
         expired, slot.expired = slot.expired, False
         return self.counted and not expired
 
-    def _note(self, slot: Slot, sequence: int, pending: Pending, counted: bool) -> None:
+    def _note(self, slot: Slot, sequence: int, pending: Pending, counted: bool, rings: bool) -> None:
         """Complete the answer to a request that the device has answered; its slot may be in use again."""
         with self._lock:
-            seconds, stages = self._announce(slot, sequence, pending)
+            seconds, stages = self._announce(slot, sequence, pending, rings)
         if counted:
             tokens = pending.request.num_tokens
             answer = Answered(pending.model, sequence, 200, None, "", seconds, stages, tokens)
@@ -227,8 +247,10 @@ class Channel(OpenChannel):
                 ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, *values)
                 slot.says_ok = status == 200
             fence()
-            self._words[slot.word] = slot.sequence
-        seconds, stages = self._announce(slot, slot.sequence, pending)
+            failed = status != 200 and slot.on_stream
+            self._words[slot.word + (FAILED_OFFSET // SEQUENCE_BYTES if failed else 0)] = slot.sequence
+        rings = status != 200 or not slot.on_stream
+        seconds, stages = self._announce(slot, slot.sequence, pending, rings)
         if self._counts(slot):
             line = slot.line
             model = self.models[0] if len(self.models) == 1 else line.model.name if line else ""
@@ -236,7 +258,9 @@ class Channel(OpenChannel):
             answer = Answered(model, slot.sequence, status, reason, text, seconds, stages, tokens)
             self._owner.answered(self, answer)
 
-    def _announce(self, slot: Slot, sequence: int, pending: Pending | None) -> tuple[float, Stages]:
+    def _announce(
+        self, slot: Slot, sequence: int, pending: Pending | None, rings: bool
+    ) -> tuple[float, Stages]:
         """Write the times of an answer, and ring; seconds since the request was read, and their stages."""
         queue = seconds = compute = 0.0
         if pending is not None:
@@ -251,7 +275,8 @@ class Channel(OpenChannel):
                 words[times], words[times + 1] = int(queue * 1e9), int(compute * 1e9)
                 fence()
                 words[times + 2] = slot.timed = sequence
-            self._ring()
+            if rings:
+                self._ring()
         elif not self._in_flight:
             self._owner.idle(self)
         return seconds, (0.0, queue, compute)

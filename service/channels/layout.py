@@ -18,6 +18,7 @@ HEADER = struct.Struct("<8s6I7Q")
 HEADER_BYTES = 256
 SLOT_BYTES = 512
 CANCELS_OFFSET = 192  # in the header, written by the caller: how many requests it has cancelled
+ANNOUNCED_OFFSET = 200  # likewise: the latest request whose sequence its GPU will write
 # Within a slot. Request and answer are written by one side each, 128 bytes apart: CPUs fetch pairs of lines.
 CANCEL_OFFSET = 64
 CALLER_OFFSET = 72  # of the number of a request's caller, if an HTTP process of the server has the channel
@@ -27,17 +28,20 @@ ERROR_BYTES = SLOT_BYTES - ERROR_OFFSET
 
 # num_tokens, two datatypes, flags, timeout_us, four offsets, priority, model: all but the sequence
 REQUEST = struct.Struct("<IBBHQQQQQII")
+FLAGS_BYTE = 6  # of those
 CALLER = struct.Struct("<I")
 # status, error_bytes, retry_after_ms, reason, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")
 TIMES_OFFSET = 24  # in the answer line: queue_ns, compute_ns, and the sequence that they belong to
 EXPIRED_OFFSET = 48  # in the answer line: the latest request whose timeout has passed during its own step
+FAILED_OFFSET = 56  # in the answer line: the latest request of a stream that has an error
 SEQUENCE_BYTES = 8
 
 DATATYPES = {1: ("BF16", 2), 2: ("FP16", 2), 3: ("FP32", 4)}  # code -> name, bytes
 FP8_CODE = 4  # of hidden states alone: rows of `expertd.service.moe.request.row_bytes`
 DATATYPE_CODES = {name: code for code, (name, _) in DATATYPES.items()} | {FP8: FP8_CODE}
-ROUTED = 1  # the only flag: topk_ids and topk_weights are given
+ROUTED = 1  # a flag: topk_ids and topk_weights are given
+ON_STREAM = 2  # a flag: a stream of the caller's GPU waits for the answer's sequence
 # Why a request has no output; 0: it has one.
 REASON_CODES: dict[Reason, int] = {
     "invalid_request": 1,

@@ -80,6 +80,7 @@ class Slot:
         "deadline",
         "expired",
         "line",
+        "on_stream",
         "pending",
         "request",
         "says_ok",
@@ -100,6 +101,7 @@ class Slot:
         self.sequence = 0  # of the latest request
         self.taken = False  # and not answered
         self.expired = False  # its timeout has passed during its step, and was counted
+        self.on_stream = False  # a stream of the caller's GPU waits: an error must not end that
         self.pending: Pending | None = None
         self.deadline = math.inf
         self.data = b""

@@ -4,7 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from expertd.service.channels.layout import ALIGNMENT, DATATYPE_CODES, DATATYPES, REQUEST, ROUTED, Geometry
+from expertd.service.channels.layout import (
+    ALIGNMENT,
+    DATATYPE_CODES,
+    DATATYPES,
+    ON_STREAM,
+    REQUEST,
+    ROUTED,
+    Geometry,
+)
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
 from expertd.service.memory import Span, host_view
@@ -71,15 +79,16 @@ class RequestReader:
             _refuse(f"datatype: expected 1, 2, 3 or 4, got {code}")
         if output_code not in DATATYPES:
             _refuse(f"output_datatype: expected 1, 2 or 3, got {output_code}")
-        if flags & ~ROUTED:
-            _refuse(f"flags: expected 0 or 1, got {flags}")
+        if flags & ~(ROUTED | ON_STREAM):
+            _refuse(f"flags: expected 0 to 3, got {flags}")
+        routed = bool(flags & ROUTED)
         if priority > LAST_PRIORITY:
             _refuse(f"priority: expected at most {LAST_PRIORITY}, got {priority}")
         if number >= len(self._models):
             _refuse(f"model: expected a number below {len(self._models)}, got {number}")
         model = self._models[number]
-        if flags and not model.routed:
-            _refuse("flags: expected 0 (a masked layout needs routing in host memory), got 1")
+        if routed and not model.routed:
+            _refuse("flags: expected no routing (a masked layout needs it in host memory), got 1")
         datatype, (output_datatype, output_size) = _NAMES[code], DATATYPES[output_code]
         if datatype == FP8 and not model.takes_fp8:
             _refuse("datatype: expected 1, 2 or 3 (the model takes no FP8), got 4")
@@ -88,7 +97,7 @@ class RequestReader:
         num_bytes = num_tokens * row_bytes(datatype, model.hidden_size)
         hidden_states = self._part("hidden_states", offsets[0], num_bytes)
         output = self._part("output", offsets[3], rows * output_size)
-        if flags:
+        if routed:
             ids = self._part("topk_ids", offsets[1], routing)
             weights = self._part("topk_weights", offsets[2], routing)
         for name, part in (("hidden_states", hidden_states), ("topk_ids", ids), ("topk_weights", weights)):

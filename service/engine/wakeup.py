@@ -3,10 +3,12 @@
 import os
 import select
 import threading
+import time
 import weakref
 from typing import Protocol
 
 _MAX_EVENTS = 64  # of one call; further ones are in the next
+_PAUSE_SECONDS = 50e-6  # between two looks for what a GPU will write, if nothing is expected at once
 
 
 class Source(Protocol):
@@ -19,6 +21,12 @@ class Source(Protocol):
 
     def poll(self) -> None:
         """Submit the requests that have arrived; called after each ring, on the worker thread or another."""
+
+    def is_awaited(self) -> bool:
+        """Whether a request will come without a ring, because the caller's GPU writes it."""
+
+    def has_arrived(self) -> bool:
+        """Whether it is there."""
 
 
 class Wakeup:
@@ -36,6 +44,8 @@ class Wakeup:
         self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._own)  # not in `close`: another thread may be about to write
         self.sources: dict[int, Source] = {}  # by descriptor
+        self._rang: list[Source] = []  # in the last `wait`: polled since
+        self._awaited: list[Source] = []
         self._lock = threading.Lock()
         for epoll in {self._epoll, self._asleep}:
             epoll.register(self._own, select.EPOLLIN | select.EPOLLET)
@@ -64,11 +74,20 @@ class Wakeup:
 
     def wait(self, seconds: float | None) -> list[Source] | None:
         """Wait up to `seconds` (None: without end); the sources that rang, None if nothing happened."""
-        events = (self._epoll if seconds == 0 else self._asleep).poll(seconds, _MAX_EVENTS)
-        if not events:
-            return None
-        sources = [self.sources.get(descriptor) for descriptor, _ in events]
-        return [source for source in sources if source is not None]
+        # Of those that rang last, which have been polled since, and of those from before.
+        known = dict.fromkeys((*self._awaited, *self._rang))
+        self._awaited = [source for source in known if source.is_awaited()]
+        while True:
+            arrived = [source for source in self._awaited if source.has_arrived()]
+            looks = bool(arrived) or (seconds is None and bool(self._awaited))
+            epoll = self._epoll if seconds == 0 else self._asleep
+            events = epoll.poll(0 if looks else seconds, _MAX_EVENTS)
+            if events or arrived or not looks:
+                break
+            time.sleep(_PAUSE_SECONDS)
+        rang = dict.fromkeys((*arrived, *(self.sources.get(descriptor) for descriptor, _ in events)))
+        self._rang = [source for source in rang if source is not None]
+        return self._rang if events or arrived else None
 
     def close(self) -> None:
         """End the waiting for good; `wake` does nothing from now on."""

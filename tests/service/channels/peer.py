@@ -102,6 +102,18 @@ class Peer:
         self.words[start // 8] = sequence
         self.ring()
 
+    def announce(self, sequence: int, line: bytes) -> int:
+        """Write a request line whose sequence another processor will write; the word to which it does."""
+        start = self.starts[(sequence - 1) % self.num_slots]
+        self.control[start + 8 : start + 8 + len(line)] = line
+        self.words[200 // 8] = sequence
+        self.ring()
+        return start // 8
+
+    def has_failed(self, sequence: int) -> bool:
+        """Whether request `sequence`, for which a stream waits, has an error instead of an answer."""
+        return bool(self.words[(self.starts[(sequence - 1) % self.num_slots] + 128 + 56) // 8] == sequence)
+
     def cancel(self, sequence: int) -> None:
         """Cancel request `sequence`, if it is still queued."""
         self.words[(self.starts[(sequence - 1) % self.num_slots] + 64) // 8] = sequence

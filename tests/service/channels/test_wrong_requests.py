@@ -38,7 +38,7 @@ WRONG = {
     "datatype: expected 1, 2, 3 or 4, got 0": {"datatype": 0},
     "datatype: expected 1, 2, 3 or 4, got 255": {"datatype": 255},
     "output_datatype: expected 1, 2 or 3, got 4": {"output_datatype": 4},
-    "flags: expected 0 or 1, got 2": {"flags": 2},
+    "flags: expected 0 to 3, got 4": {"flags": 4},
     "priority: expected at most 255, got 256": {"priority": 256},
     "model: expected a number below 1, got 1": {"model": 1},
     "hidden_states: expected an offset that is a multiple of 64, got 8": {"hidden_states": 8},
@@ -83,12 +83,47 @@ async def test_every_wrong_line_is_an_error_in_its_slot(tmp_path: Path) -> None:
         peer.close()
 
 
+async def test_errors_end_no_wait_of_a_stream(tmp_path: Path) -> None:
+    """A stream waits for the answer's sequence, so an error has another place; the channel goes on."""
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        peer = await claimed(server, memory={"system": {"byte_size": SIZE}})
+        peer.array(0, (2, HIDDEN), np.float32)[:] = 0
+        for text, changes in WRONG.items():
+            flags = changes.get("flags", 0) | 2
+            if text.startswith(("topk_ids: expected 0", "flags")):
+                continue
+            peer.sequence += 1
+            peer.write(peer.sequence, line(**{**changes, "flags": flags}))
+            await until(lambda: peer.has_failed(peer.sequence))
+            assert not peer.answered(peer.sequence)
+            peer.sequence += 1
+            peer.write(peer.sequence, line(flags=2))
+            assert (await answer_to(peer, peer.sequence)).status == 200
+            assert not peer.has_failed(peer.sequence)
+        peer.close()
+
+
+async def test_requests_that_are_written_after_their_ring(tmp_path: Path) -> None:
+    """As a GPU writes them when its stream gets there: announced, rung, and written later."""
+    async with channel_server(tmp_path, EchoRunner()) as server:
+        peer = await claimed(server, memory={"system": {"byte_size": SIZE}})
+        peer.array(0, (2, HIDDEN), np.float32)[:] = 0
+        for number in range(1, 40):
+            word = peer.announce(number, line(flags=2))
+            for _ in range(number % 4):
+                await asyncio.sleep(0.5e-3)
+                assert not peer.answered(number)
+            peer.words[word] = number
+            assert (await answer_to(peer, number)).status == 200
+        peer.close()
+
+
 lines = st.builds(
     line,
     num_tokens=st.integers(0, 20) | st.integers(0, 2**32 - 1),
     datatype=st.integers(0, 4),
     output_datatype=st.integers(0, 4),
-    flags=st.sampled_from((0, 1, 1, 2)),
+    flags=st.sampled_from((0, 1, 1, 2, 3, 4)),
     timeout_us=st.integers(0, 2**64 - 1),
     priority=st.sampled_from((0, 1, 255, 256)),
     model=st.sampled_from((0, 0, 0, 1)),
@@ -106,7 +141,7 @@ def test_any_line_is_refused_or_stays_inside_the_region(data: bytes) -> None:
         try:
             read = reader.line(data)
             assert num_tokens <= 16
-            assert (read.topk_ids is not None) == bool(flags)
+            assert (read.topk_ids is not None) == bool(flags & 1)
             used = [read.hidden_states, *(part for part in (read.topk_ids, read.topk_weights) if part)]
             for part in (*used, read.output):
                 assert part.view is not None

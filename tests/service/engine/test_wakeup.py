@@ -29,6 +29,7 @@ class Bell:
         self._fd = os.eventfd(0)
         self._values: deque[float] = deque()
         self._submit = submit
+        self.announced = self.taken = 0
 
     def fileno(self) -> int:
         return self._fd
@@ -37,6 +38,22 @@ class Bell:
         with suppress(IndexError):  # another thread may poll, too
             while True:
                 self._submit(self._values.popleft())
+                self.taken += 1
+
+    def is_awaited(self) -> bool:
+        return self.announced > self.taken
+
+    def has_arrived(self) -> bool:
+        return bool(self._values)
+
+    def announce(self) -> None:
+        """The next request will come without a ring."""
+        self.announced = self.taken + 1
+        os.eventfd_write(self._fd, 1)
+
+    def arrive(self, value: float) -> None:
+        """It has come."""
+        self._values.append(value)
 
     def ring(self, *values: float) -> None:
         """One request of 0.0, or one for each value, which whoever polls finds together."""
@@ -65,6 +82,19 @@ async def belled(
         bell.close()
         runner.gate.set()
         assert scheduler.stop(timeout=10)
+
+
+@pytest.mark.parametrize("spin_seconds", [0.0, 50e-6])
+async def test_announced_requests_need_no_ring(spin_seconds: float) -> None:
+    """They come when their caller's GPU has written them: at once, or long after the thread would sleep."""
+    async with belled(EchoRunner(), Observed(), spin_seconds) as (scheduler, bell, answers):
+        for count in range(1, 31):
+            bell.announce()
+            if count % 3 == 0:
+                await asyncio.sleep(2e-3)
+            bell.arrive(float(count))
+            await until(lambda count=count: len(answers) == count)  # type: ignore[misc]
+        await until(lambda: scheduler.is_asleep)
 
 
 @pytest.mark.parametrize("spin_seconds", [0.0, 50e-6, 0.1])
