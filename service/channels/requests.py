@@ -18,6 +18,7 @@ from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
 from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import FP8, LayerRequest, Signal, row_bytes
 
+_MOST_LINES = 256  # that are kept
 _NAMES = {code: name for name, code in DATATYPE_CODES.items()}
 
 
@@ -67,9 +68,19 @@ class RequestReader:
         self._geometry = geometry
         self._region = region
         self._models = models  # in the order of their numbers in request lines
+        self._lines: dict[bytes, Line] = {}  # because they repeat
 
     def line(self, data: bytes) -> Line:
         """Parse a request line without its sequence. Raises InvalidRequestError."""
+        line = self._lines.get(data)
+        if line is None:
+            line = self._parse(data)
+            if len(self._lines) >= _MOST_LINES:
+                self._lines.clear()
+            self._lines[data] = line
+        return line
+
+    def _parse(self, data: bytes) -> Line:
         num_tokens, code, output_code, flags, timeout_us, *offsets, priority, number = REQUEST.unpack(data)
         geometry = self._geometry
         if num_tokens > geometry.max_tokens:

@@ -8,11 +8,14 @@ import weakref
 from typing import Protocol
 
 _MAX_EVENTS = 64  # of one call; further ones are in the next
-_PAUSE_SECONDS = 50e-6  # between two looks for what a GPU will write, if nothing is expected at once
+# Between two looks for what a GPU will write, and once nothing has come for `_PATIENT_SECONDS`: the caller's
+# GPU may have other work for long.
+_PAUSE_SECONDS, _RARE_SECONDS = 50e-6, 1e-3
+_PATIENT_SECONDS = 1.0
 
 
 class Source(Protocol):
-    """Where requests arrive without the event loop, such as a channel. Both methods must not raise."""
+    """Where requests arrive without the event loop, such as a channel. Its methods must not raise."""
 
     lane: int  # of its last request
 
@@ -46,6 +49,7 @@ class Wakeup:
         self.sources: dict[int, Source] = {}  # by descriptor
         self._rang: list[Source] = []  # in the last `wait`: polled since
         self._awaited: list[Source] = []
+        self._news = 0.0  # when something has happened last
         self._lock = threading.Lock()
         for epoll in {self._epoll, self._asleep}:
             epoll.register(self._own, select.EPOLLIN | select.EPOLLET)
@@ -74,20 +78,26 @@ class Wakeup:
 
     def wait(self, seconds: float | None) -> list[Source] | None:
         """Wait up to `seconds` (None: without end); the sources that rang, None if nothing happened."""
-        # Of those that rang last, which have been polled since, and of those from before.
-        known = dict.fromkeys((*self._awaited, *self._rang))
-        self._awaited = [source for source in known if source.is_awaited()]
+        if self._rang:
+            self._awaited = list(dict.fromkeys((*self._awaited, *self._rang)))
+            self._rang = []
+        epoll = self._epoll if seconds == 0 else self._asleep
+        may_look = seconds is None and self._asleep is self._epoll
         while True:
+            self._awaited = [source for source in self._awaited if source.is_awaited()]
             arrived = [source for source in self._awaited if source.has_arrived()]
-            looks = bool(arrived) or (seconds is None and bool(self._awaited))
-            epoll = self._epoll if seconds == 0 else self._asleep
-            events = epoll.poll(0 if looks else seconds, _MAX_EVENTS)
+            looks = may_look and bool(self._awaited)
+            events = epoll.poll(0 if arrived or looks else seconds, _MAX_EVENTS)
             if events or arrived or not looks:
                 break
-            time.sleep(_PAUSE_SECONDS)
+            is_expected = time.perf_counter() - self._news < _PATIENT_SECONDS
+            select.select((epoll,), (), (), _PAUSE_SECONDS if is_expected else _RARE_SECONDS)
+        if not (events or arrived):
+            return None
+        self._news = time.perf_counter()
         rang = dict.fromkeys((*arrived, *(self.sources.get(descriptor) for descriptor, _ in events)))
         self._rang = [source for source in rang if source is not None]
-        return self._rang if events or arrived else None
+        return self._rang
 
     def close(self) -> None:
         """End the waiting for good; `wake` does nothing from now on."""

@@ -35,11 +35,11 @@ class DeviceMemory:
         self.index, self.num_bytes = index, num_bytes
         self._pointer = ctypes.c_uint64()
         handle = (ctypes.c_char * HANDLE_BYTES)()
-        with _context(index):
-            _call(
+        with in_context(index):
+            call(
                 "cuMemAlloc_v2", ctypes.byref(self._pointer), ctypes.c_size_t(-(-num_bytes // _UNIT) * _UNIT)
             )
-            _call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)
+            call("cuIpcGetMemHandle", ctypes.byref(handle), self._pointer)
         self.handle = bytes(handle.raw)
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (self._pointer.value, False), "version": 3
@@ -59,14 +59,15 @@ class DeviceMemory:
     def __del__(self) -> None:
         if self._pointer.value:
             try:
-                with _context(self.index):
-                    _call("cuMemFree_v2", self._pointer)
+                with in_context(self.index):
+                    call("cuMemFree_v2", self._pointer)
             except (DeviceMemoryError, AttributeError, TypeError):
                 pass  # the process ends, and its memory with it
 
 
 @lru_cache(maxsize=1)
-def _driver() -> Any:
+def get_driver() -> Any:
+    """libcuda. Raises DeviceMemoryError."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -78,26 +79,27 @@ def _driver() -> Any:
 
 
 @lru_cache(maxsize=64)
-def _primary_context(index: int) -> ctypes.c_void_p:
+def primary_context(index: int) -> ctypes.c_void_p:
     """torch's context of a GPU, kept for the rest of the process."""
     context, device = ctypes.c_void_p(), ctypes.c_int()
-    _call("cuInit", 0)
-    _call("cuDeviceGet", ctypes.byref(device), index)
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), index)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     return context
 
 
 @contextmanager
-def _context(index: int) -> Iterator[None]:
+def in_context(index: int) -> Iterator[None]:
     """torch's context current in this thread."""
-    _call("cuCtxPushCurrent_v2", _primary_context(index))
+    call("cuCtxPushCurrent_v2", primary_context(index))
     try:
         yield
     finally:
-        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+        call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
-def _call(name: str, *arguments: Any) -> None:
-    status = getattr(_driver(), name)(*arguments)
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the driver. Raises DeviceMemoryError."""
+    status = getattr(get_driver(), name)(*arguments)
     if status:
         raise DeviceMemoryError(f"{name}: expected CUDA_SUCCESS, got status {status}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from expertd_client.calls import checked_priority
+from expertd_client.channel.enqueueing import Enqueuer
 from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
 from expertd_client.channel.slots import Shapes, Slot, Ticket
@@ -49,6 +50,7 @@ class BaseChannel:
         self._shapes = made.shapes
         self._own = frozenset(made.slots)
         self._gpu = made.opened.device
+        self._enqueuer: Enqueuer | None = None  # once requests are enqueued on a stream; then all of them are
         self._current_stream = None if self._gpu is None else _current_stream(self._gpu)
         self._opening = Turns(1)  # one task at a time opens it again
         self._use(made.opened)
@@ -91,14 +93,17 @@ class BaseChannel:
         """A request that takes a slot, sent if it can be at once, and the slot's late request."""
         if slot not in self._own:
             raise InvalidRequestError("slot: expected one of this channel, got one of another channel")
+        if self._enqueuer is not None:
+            raise InvalidRequestError("channel: expected requests by enqueue, as before, got submit")
         late = slot.ticket
         if late is not None and not late.is_late:
             got = "got one in use, not waited for"
             raise InvalidRequestError(f"slot {slot.index}: expected a free one, {got}")
         seconds = self._made.deadline.seconds if timeout is None else timeout
-        line = slot.lines.get((num_tokens, routed, seconds, priority))
+        flags = ROUTED if routed else 0
+        line = slot.lines.get((num_tokens, flags, seconds, priority))
         if line is None:
-            line = self._line(slot, num_tokens, routed, seconds, priority)
+            line = self._line(slot, num_tokens, flags, seconds, priority)
         deadline = Deadline(seconds, self._made.deadline.retry_seconds)
         ticket = slot.ticket = Ticket(slot, num_tokens, deadline, self._waiters, line + self._number(model))
         if late is None and not (synchronize and self._current_stream is not None):
@@ -232,6 +237,8 @@ class BaseChannel:
     def _close(self) -> None:
         # Also if the server has closed it: a step that it had begun goes on.
         answered = all(self._link.is_answered(sequence) for sequence in self._tickets)
+        if self._enqueuer is not None:
+            answered = self._enqueuer.close()
         if self._gpu is not None and not answered and not self._link.is_closed:
             _kept.append(self._gpu)  # freeing it under a step would be undefined
         self._waiters.close()
@@ -245,7 +252,7 @@ class BaseChannel:
             raise InvalidRequestError(f"model: expected {' or '.join(models):.200}, got {model!r}")
         return models[model]
 
-    def _line(self, slot: Slot, num_tokens: int, routed: bool, seconds: float, priority: int) -> bytes:
+    def _line(self, slot: Slot, num_tokens: int, flags: int, seconds: float, priority: int) -> bytes:
         shapes, where = self._shapes, self._shapes.layout
         start = slot.index * self._opened.sizes.place_bytes
         if not 0 <= num_tokens <= shapes.max_tokens:
@@ -256,7 +263,7 @@ class BaseChannel:
             num_tokens,
             CODES[shapes.datatype],
             CODES[shapes.output_datatype],
-            ROUTED if routed else 0,
+            flags,
             0 if seconds >= _FOREVER_SECONDS else max(1, int(seconds * 1e6)),
             start + where.hidden_states,
             start + where.topk_ids,
@@ -266,7 +273,7 @@ class BaseChannel:
         )
         if len(slot.lines) >= _MAX_KEPT:
             slot.lines.clear()
-        slot.lines[num_tokens, routed, seconds, priority] = line
+        slot.lines[num_tokens, flags, seconds, priority] = line
         return line
 
 

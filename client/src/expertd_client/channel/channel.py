@@ -1,10 +1,16 @@
 """A channel without copies, for a thread: the caller writes to the memory that the server reads."""
 
+import math
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from expertd_client.channel.base import BaseChannel
+from expertd_client.channel.enqueueing import Enqueued, Enqueuer
+from expertd_client.channel.layout import ON_STREAM, ROUTED
 from expertd_client.channel.slots import Slot, Ticket
+from expertd_client.channel.stream import CudaStream, Stream
+from expertd_client.errors import ExpertError, InvalidRequestError
 from expertd_client.steps import run
 
 
@@ -13,7 +19,12 @@ class Channel(BaseChannel):
 
     Made by ExpertClient.open_channel; closed by `close`, or at the end of a `with` block. Arrays of slots may
     be used afterwards, but the server does not see them any more.
+
+    on_failure  is called with the error, on another thread, if an enqueued request fails for good, before the
+                stream goes on with NaN; to be set before the first `enqueue`
     """
+
+    on_failure: Callable[[ExpertError], object] = staticmethod(lambda error: None)
 
     def submit(
         self,
@@ -56,8 +67,68 @@ class Channel(BaseChannel):
         """`submit` with the same options, then `wait`."""
         return self.wait(self.submit(slot, num_tokens, **options))
 
+    def enqueue(
+        self,
+        slot: Slot,
+        num_tokens: int,
+        *,
+        model: str | None = None,
+        routed: bool = False,
+        priority: int = 0,
+    ) -> Enqueued:
+        """`submit` as work of torch's current stream, in a GPU's memory: this thread waits for nothing.
+
+        The server computes the slot's first rows when the stream has done what was enqueued before. Requests
+        are made in the order of these calls, and may be many: a slot may be used for the next one after
+        `enqueue_wait`. Only if the server has all the requests that it has room for, this thread waits.
+
+        A request has as many seconds as the channel's timeout, from when the stream gets to it. A lost server
+        is waited for, as by `submit`, while the stream waits. If a request fails for good, `on_failure` is
+        called, this output and those of later requests are NaN, and the next call raises the error.
+
+        Raises InvalidRequestError for a channel in the host's memory, or a stream that captures a graph;
+        TransportUnavailableError, if the GPU or its driver cannot do this; ExpertError, if an earlier request
+        has failed.
+        """
+        enqueuer = self._enqueuer or self._begin_to_enqueue()
+        if slot not in self._own:
+            raise InvalidRequestError("slot: expected one of this channel, got one of another channel")
+        if slot.enqueued is not None:
+            raise InvalidRequestError(
+                f"slot {slot.index}: expected a free one, got one in use, not waited for"
+            )
+        flags = ON_STREAM | ROUTED if routed else ON_STREAM
+        line = slot.lines.get((num_tokens, flags, math.inf, priority))
+        if line is None:
+            line = self._line(slot, num_tokens, flags, math.inf, priority)
+        slot.enqueued = request = enqueuer.enqueue(slot, num_tokens, line + self._number(model))
+        return request
+
+    def enqueue_wait(self, request: Enqueued) -> Any:
+        """Have torch's current stream wait for a request; its output [num_tokens, hidden_size].
+
+        It is for that stream, in the slot's memory, which the slot's next request may overwrite.
+        """
+        if self._enqueuer is None or request.slot.enqueued is not request:
+            raise InvalidRequestError("request: expected one that was not waited for, got one that was")
+        request.slot.enqueued = None
+        self._enqueuer.wait(request)
+        return request.slot.rows(request.num_tokens)
+
+    def _begin_to_enqueue(self) -> Enqueuer:
+        if any(slot.ticket is not None for slot in self.slots):
+            raise InvalidRequestError("channel: expected no request of submit in flight, got one")
+        made = self._made
+        self._enqueuer = Enqueuer(
+            self._opened, stream_of(self._gpu), made.reopen, made.deadline, self.on_failure
+        )
+        return self._enqueuer
+
     def close(self) -> None:
-        """Give the channel up. Requests in flight are not answered any more."""
+        """Give the channel up. Requests in flight are not answered any more.
+
+        What is enqueued is waited for, for five seconds; then its outputs are NaN, and the stream goes on.
+        """
         self._close()
 
     def __enter__(self) -> "Channel":
@@ -67,3 +138,10 @@ class Channel(BaseChannel):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def stream_of(memory: Any) -> Stream:
+    """For requests of tensors in a GPU's memory; None: the host's, which cannot be."""
+    if memory is None:
+        raise InvalidRequestError("device: expected a GPU for enqueue, got the host")
+    return CudaStream(memory.device)

@@ -8,8 +8,10 @@ VERSION = 2
 GREETING = b"expertd\0" + struct.pack("<I", VERSION)
 HEADER_BYTES = 256
 SLOT_BYTES = 512
+ANNOUNCED_OFFSET = 200  # in the header: the latest request whose sequence a GPU will write
 ANSWER_OFFSET = 128  # of the answer line within a slot
 TIMES_OFFSET = 24  # in the answer line: queue_ns, compute_ns, and the sequence that they belong to
+FAILED_OFFSET = 56  # likewise: the latest request of a stream that has an error
 ERROR_OFFSET = 192  # of the error's text
 WORD_BYTES = 8
 
@@ -17,11 +19,12 @@ WORD_BYTES = 8
 # front of them, and the model's number behind.
 REQUEST = struct.Struct("<IBBHQQQQQI")
 MODEL = struct.Struct("<I")
-TIMEOUT_OFFSET = 8  # in a line without its sequence
+FLAGS_BYTE, TIMEOUT_OFFSET = 6, 8  # in a line without its sequence
 # status, bytes of the error's text, retry_after_ms, reserved, queue_ns, compute_ns: all but the sequence
 ANSWER = struct.Struct("<IIIIQQ")
 CODES = {"BF16": 1, "FP16": 2, "FP32": 3}
-ROUTED = 1  # the only flag: topk_ids and topk_weights are given
+ROUTED = 1  # a flag: topk_ids and topk_weights are given
+ON_STREAM = 2  # a flag: a GPU's stream writes the sequence, and waits for that of the answer
 MAX_REQUESTS = 4096  # in flight, on the server's side: its slots
 
 RING = (1).to_bytes(8, "little")  # what is added to the eventfd after each request

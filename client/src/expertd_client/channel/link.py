@@ -2,15 +2,18 @@
 
 import os
 import select
+import socket
 import time
 import weakref
 from contextlib import suppress
 
 from expertd_client.channel.claiming import Claimed
 from expertd_client.channel.layout import (
+    ANNOUNCED_OFFSET,
     ANSWER,
     ANSWER_OFFSET,
     ERROR_OFFSET,
+    FAILED_OFFSET,
     HEADER_BYTES,
     RING,
     SLOT_BYTES,
@@ -74,6 +77,48 @@ class Link:
         os.write(self._bell, RING)
         return sequence
 
+    @property
+    def control(self) -> memoryview:
+        """The control memory, in which a GPU writes and reads words of `prepare`d requests."""
+        return self._control
+
+    def start_of(self, sequence: int) -> int:
+        """Where a request's slot begins in the control memory, and the word with its sequence."""
+        return HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
+
+    def prepare(self, line: bytes) -> int:
+        """Write the line of a request whose sequence a GPU will write; that, or 0 if no slot is free."""
+        sequence = self.sequence + 1
+        if sequence > self.num_slots and not self.is_answered(sequence - self.num_slots):
+            return 0
+        start = self.start_of(sequence) + WORD_BYTES
+        self._control[start : start + len(line)] = line
+        if WEAKLY_ORDERED:
+            fence()
+        self.sequence = sequence
+        return sequence
+
+    def announce(self, sequence: int) -> None:
+        """Have the server look for a request that a GPU will write."""
+        self._words[ANNOUNCED_OFFSET // WORD_BYTES] = sequence
+        os.write(self._bell, RING)
+
+    def has_arrived(self, sequence: int) -> bool:
+        """Whether the GPU has written the sequence of a request."""
+        return bool(self._words[self.start_of(sequence) // WORD_BYTES] == sequence)
+
+    def has_failed(self, sequence: int) -> bool:
+        """Whether a request that a GPU has written has an error, which `take_answer` raises."""
+        return bool(
+            self._words[(self.start_of(sequence) + ANSWER_OFFSET + FAILED_OFFSET) // WORD_BYTES] == sequence
+        )
+
+    def answer(self, sequence: int) -> None:
+        """Let the GPU's stream go on that waits for an answer."""
+        if WEAKLY_ORDERED:
+            fence()
+        self._words[(self.start_of(sequence) + ANSWER_OFFSET) // WORD_BYTES] = sequence
+
     def is_answered(self, sequence: int) -> bool:
         """Whether the answer is there, which was not yet taken."""
         start = HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
@@ -101,16 +146,16 @@ class Link:
             raise ServerUnreachableError(f"channel: expected an answer, got: {text}", status)
         raise error_of(status, text, retry_after / 1e3 if retry_after else None)
 
-    def times(self, sequence: int) -> tuple[float, float] | None:
+    def times(self, sequence: int, waits: bool = True) -> tuple[float, float] | None:
         """Seconds in the queue and of the step, which follow an answer soon.
 
-        None: the slot is used by a later request, or the channel has ended.
+        None: the slot is used by a later request, or the channel has ended; or they are to come, and it does
+        not wait.
         """
         words = self._words
-        word = (HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES + ANSWER_OFFSET) // WORD_BYTES
-        times = word + TIMES_OFFSET // WORD_BYTES
+        times = (self.start_of(sequence) + ANSWER_OFFSET + TIMES_OFFSET) // WORD_BYTES
         while words[times + 2] < sequence:
-            if not self.is_alive():
+            if not waits or not self.is_alive():
                 return None
         fence()
         queue, compute = words[times], words[times + 1]
@@ -169,6 +214,11 @@ class Link:
         if self.is_closed:
             return ServerUnreachableError("channel: expected an open one, got a closed one", may_repeat=False)
         return ServerUnreachableError("channel: expected an answer, got none: the server has closed it")
+
+    def hang_up(self) -> None:
+        """End the connection, which wakes a thread in `sleep`; another one may `close` afterwards."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self, is_lost: bool = False) -> None:
         """Give the channel up. Nothing may wait for it. `is_lost`: because the server has."""

@@ -34,6 +34,7 @@ _PATH = "/v1/channels"
 # Answers may come in any order, but requests take the server's slots in turn: with more slots than places,
 # a slow request does not hold up the others.
 _SLOTS_PER_PLACE = 4
+_STREAM_SLOTS = 256  # at least, with a GPU's memory: a caller may be so many requests ahead of its stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ def open_channel(
         exported = yield Work(partial(DeviceMemory, device, sizes.num_bytes))
     if exported is not None:
         memory = {"cuda": exported.described()}
-    num_slots = min(MAX_REQUESTS, _SLOTS_PER_PLACE * sizes.num_places)
+    least = 0 if exported is None else _STREAM_SLOTS
+    num_slots = min(MAX_REQUESTS, max(least, _SLOTS_PER_PLACE * sizes.num_places))
     body = {"num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
     body |= {"model": models[0]} if len(models) == 1 else {"models": models}
     place = lost.link.data if lost is not None else None
@@ -91,7 +93,7 @@ def open_channel(
     except (KeyError, TypeError, ValueError) as error:
         raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
     host = None if link.data is None else np.frombuffer(link.data, np.uint8)
-    device_data = exported.tensor() if exported else None
+    device_data = lost.device if lost is not None else exported.tensor() if exported else None
     return Opened(link, sizes, hidden_size, top_k, host, device_data, exported)
 
 
