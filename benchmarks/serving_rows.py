@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,11 +63,16 @@ def config(layers: int, folder: str) -> str:
 
 
 @contextmanager
-def server(workers: int, devices: str | None = None, layers: int = 1) -> Iterator[tuple[str, int]]:
+def server(
+    workers: int,
+    devices: str | None = None,
+    layers: int = 1,
+    make_config: Callable[[int, str], str] = config,
+) -> Iterator[tuple[str, int]]:
     """A ready server with this number of layers, on one GPU or on `devices`: its URL and port."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "serving.yaml"
-        file.write_text(config(layers, folder))
+        file.write_text(make_config(layers, folder))
         port = free_port()
         program = "import sys; from expertd.service.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "serve", "--config", str(file)]

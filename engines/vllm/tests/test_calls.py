@@ -1,5 +1,6 @@
 """Which tokens a process asks for, and in what requests, without vLLM's engine or a server."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,8 @@ class FakeChannel:
             )
             for _ in range(num_slots)
         ]
+        for slot in self.slots:
+            slot.first = partial(_first, slot)
         self.sizes: list[int] = []
 
     def submit(self, slot: Any, num_tokens: int, *, routed: bool, model: str) -> Any:
@@ -40,6 +43,10 @@ class FakeChannel:
         slot, n = ticket.slot, ticket.num_tokens
         slot.is_free = True
         return expected_of(slot.hidden_states[:n], slot.topk_ids[:n], slot.topk_weights[:n])
+
+
+def _first(slot: Any, n: int) -> tuple[Tensor, ...]:
+    return slot.hidden_states[:n], slot.topk_ids[:n], slot.topk_weights[:n], slot.hidden_states[:n]
 
 
 def expected_of(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
 
 from expertd_client.weights import weights_id
-from expertd_vllm.remote import Call, RemoteLayer, server_of
+from expertd_vllm.remote import Call, RemoteLayer, StreamCall, server_of
 from expertd_vllm.settings import check_config, expect, read_settings
 
 _KINDS = ("RoutedExperts", "GptOssRoutedExperts", "DbrxExperts", "TransformersRoutedExperts")
@@ -32,6 +32,7 @@ _SPLITTING = (
     "vllm::moe_forward_shared",
     "vllm::transformers_moe_forward",
 )
+_SAMPLED = 8  # of so many requests of a stream, the time of one is observed
 _WAIT = Histogram(
     "expertd_vllm_wait_seconds",
     "Time a process of vLLM waited for the routed experts of a layer.",
@@ -107,6 +108,8 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
         self.of[prefix] = self
         self._seconds = _WAIT.labels(remote.name)
         self._calls: dict[int, tuple[slice, Call | None]] = {}  # by microbatch
+        self._num_calls = 0
+        self._sample: Any = None
         self._microbatches = max(1, get_current_vllm_config().parallel_config.num_ubatches)
         self._ranks, self._rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
 
@@ -151,19 +154,33 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
     def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         rows, microbatch, call = self._rows(len(x)), dbo_current_ubatch_id(), None
         if rows.start < rows.stop:
-            call = self.remote.submit(
-                x[rows], topk_ids[rows], topk_weights[rows], microbatch, self._microbatches
-            )
+            if rows.stop - rows.start < len(x):
+                x, topk_ids, topk_weights = x[rows], topk_ids[rows], topk_weights[rows]
+            call = self.remote.submit(x, topk_ids, topk_weights, microbatch, self._microbatches)
         self._calls[microbatch] = rows, call
 
     def wait(self, out: Tensor) -> None:
         dbo_yield()  # to the other microbatch, if there are two
         rows, call = self._calls.pop(dbo_current_ubatch_id())
-        out[: rows.start].zero_()
-        out[rows.stop :].zero_()
-        if call is not None:
+        if rows.stop - rows.start < len(out):
+            out[: rows.start].zero_()
+            out[rows.stop :].zero_()
+            out = out[rows]
+        if isinstance(call, StreamCall):
+            call.wait(out)
+            self._observe(call.last)
+        elif call is not None:
             with self._seconds.time():
-                call.wait(out[rows])
+                call.wait(out)
+
+    def _observe(self, request: Any) -> None:
+        """Of a few requests, the time that the server says, some steps later: this thread is ahead."""
+        self._num_calls += 1
+        turn = self._num_calls % _SAMPLED
+        if turn == 0:
+            self._sample = request
+        elif turn == _SAMPLED // 2 and self._sample is not None and (times := self._sample.times()):
+            self._seconds.observe(sum(times))
 
     def _rows(self, num_rows: int) -> slice:
         """Those that this rank asks for: a share of the batch's tokens, without padding."""

@@ -1,5 +1,7 @@
 """What a process of vLLM asks of a server: one client, and one channel for all its layers."""
 
+import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -61,6 +63,7 @@ class Server:
                     datatype=_DATATYPES[x.dtype],
                     device=str(x.device),
                 )
+                self._channel.on_failure = end_process
             except TransportUnavailableError as error:
                 if self.settings.transport == "channel":
                     raise
@@ -92,7 +95,8 @@ class RemoteLayer:
         if channel is None:
             return HttpCall(self.server.client.submit(self.name, x, topk_ids, topk_weights.float()))
         slots = channel.slots[_SLOTS * part : _SLOTS * (part + 1)]
-        return ChannelCall(self.name, channel, slots, (x, topk_ids, topk_weights))
+        kind = StreamCall if x.is_cuda else ChannelCall
+        return kind(self.name, channel, slots, (x, topk_ids, topk_weights))
 
 
 class HttpCall:
@@ -122,20 +126,46 @@ class ChannelCall:
         """As HttpCall.wait."""
         while self._sent:
             ticket, begin = self._sent.popleft()
-            sums = self._channel.wait(ticket)
-            out[begin : begin + len(sums)].copy_(sums)
+            sums = self._wait(ticket)
+            (out if len(sums) == len(out) else out[begin : begin + len(sums)]).copy_(sums)
             self._send(ticket.slot)
 
     def _send(self, slot: Any) -> None:
         if self._begins:
-            begin = self._begins.popleft()
-            rows = [tensor[begin : begin + self._channel.max_tokens] for tensor in self._inputs]
-            for target, source in zip(
-                (slot.hidden_states, slot.topk_ids, slot.topk_weights), rows, strict=True
-            ):
-                target[: len(source)] = source
-            ticket = self._channel.submit(slot, len(rows[0]), routed=True, model=self._name)
-            self._sent.append((ticket, begin))
+            begin, most, rows = self._begins.popleft(), self._channel.max_tokens, self._inputs
+            if len(rows[0]) > most:
+                x, ids, weights = (tensor[begin : begin + most] for tensor in rows)
+                rows = x, ids, weights
+            num_tokens = len(rows[0])
+            for target, source in zip(slot.first(num_tokens), rows, strict=False):
+                target.copy_(source)
+            self._sent.append((self._submit(slot, num_tokens), begin))
+
+    def _submit(self, slot: Any, num_tokens: int) -> Any:
+        return self._channel.submit(slot, num_tokens, routed=True, model=self._name)
+
+    def _wait(self, ticket: Any) -> Any:
+        return self._channel.wait(ticket)
+
+
+class StreamCall(ChannelCall):
+    """A ChannelCall of a GPU, whose stream waits: the thread only enqueues. `last`: its last request."""
+
+    last: Any = None
+
+    def _submit(self, slot: Any, num_tokens: int) -> Any:
+        self.last = self._channel.enqueue(slot, num_tokens, routed=True, model=self._name)
+        return self.last
+
+    def _wait(self, ticket: Any) -> Any:
+        return self._channel.enqueue_wait(ticket)
 
 
 Call = HttpCall | ChannelCall
+
+
+def end_process(error: Exception) -> None:
+    """For a GPU whose outputs are missing: vLLM is ahead of it, and would make tokens of anything else."""
+    logger.critical("expertd: this process of vLLM ends, because it has no outputs of experts: %s", error)
+    logging.shutdown()
+    os._exit(1)
