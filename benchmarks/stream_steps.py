@@ -1,8 +1,9 @@
 """Decode steps with remote experts, on a GPU's stream: `python -m benchmarks.stream_steps [--json FILE]`.
 
-A server has MoE layers of Qwen3-30B-A3B's shape, with random weights, on the first GPU. One caller, on the second
-GPU if there is one, computes steps of `--layers` layers: in each, the GPU is busy for `--between` us, as with
-attention, tensors are copied to the channel's memory, a request is made, and its output is copied back.
+A server has MoE layers of Qwen3-30B-A3B's shape, with random weights, on the first GPU. One caller, on the
+second GPU if there is one, computes steps of `--layers` layers: in each, the GPU is busy for `--between` us,
+as attention would keep it, tensors are copied to the channel's memory, a request is made, and its output is
+copied back.
 
 way       stream: `enqueue` and `enqueue_wait`; host: `submit` and `wait`, which wait for the GPU
 step      ms, between the ends of two steps, with the host as far ahead as it gets; median and 99th percentile

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,12 +58,12 @@ class Caller:
                 ids[0, 0] = first_id
             self.inputs.append((x, ids, weights))
             slot = self.channel.slots[number % len(self.channel.slots)]
-            self.stream.then(lambda slot=slot, number=number: self._write(slot, number))
+            self.stream.then(partial(self._write, slot, number))
             request = self.channel.enqueue(slot, ROWS, routed=True)
-            output = self.channel.enqueue_wait(request)
-            self.stream.then(
-                lambda output=output, number=number: self.outputs.__setitem__(number, output.copy())
-            )
+            self.stream.then(partial(self._read, self.channel.enqueue_wait(request), number))
+
+    def _read(self, output: Array, number: int) -> None:
+        self.outputs[number] = output.copy()
 
     def _write(self, slot: Any, number: int) -> None:
         slot.hidden_states[:ROWS], slot.topk_ids[:ROWS], slot.topk_weights[:ROWS] = self.inputs[number]

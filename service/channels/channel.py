@@ -34,7 +34,7 @@ from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
 from expertd.service.memory.fence import fence
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import LayerRequest, Output
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,9 @@ class Channel(OpenChannel):
         with self._lock:
             for slot in self._slots:
                 if slot.line is not None and slot.line.model.name == model:
-                    slot.request = None
+                    slot.recurs = False
+            for data in [data for data in self._former if self._reader.line(data).model.name == model]:
+                del self._former[data]
 
     def _cancelled(self) -> list[Pending]:
         """The queued requests that the caller has cancelled. The caller of this holds the lock."""
@@ -133,18 +135,17 @@ class Channel(OpenChannel):
         return True
 
     def _submit(self, slot: Slot, data: bytes) -> None:
-        if data != slot.data or slot.line is None:
-            slot.line = None  # in case of an error
-            slot.line, slot.data, slot.request = self._reader.line(data), data, None
-        line = slot.line
+        slot.line = None  # in case of an error
+        line = slot.line = self._reader.line(data)
+        slot.data = data
         if not line.num_tokens:
             self._answer(slot, 200, None, "")
             return
-        request = slot.request
+        request = self._former.pop(data, None)  # no other slot may have it at the same time
         if request is None:
             request = self._reader.request(line, slot.signal)
-            if line.topk_ids is None:
-                slot.request = request
+        request.signal = slot.signal
+        slot.recurs = line.topk_ids is None or request.topk_ids is line.topk_ids  # else a copy
         slot.signal.value = slot.sequence
         if not slot.says_ok:  # before the device announces the output
             ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, 200, 0, 0, 0, 0, 0)
@@ -194,6 +195,8 @@ class Channel(OpenChannel):
 
     def _done(self, slot: Slot, output: Output | Exception) -> None:
         with self._lock:
+            if slot.recurs and slot.pending is not None:
+                self._keep(slot.data, slot.pending.request)
             if isinstance(output, Exception):
                 self._fail(slot, output)
             elif not self._closed and self._words[slot.word] == slot.sequence:  # the device has answered
@@ -209,6 +212,12 @@ class Channel(OpenChannel):
         if self._look_again:
             self._look_again = False
             self.poll()
+
+    def _keep(self, data: bytes, request: LayerRequest) -> None:
+        """Use a request again when its line comes again. The caller of this holds the lock."""
+        if len(self._former) >= len(self._slots):
+            del self._former[next(iter(self._former))]
+        self._former[data] = request
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, EngineError):

@@ -73,7 +73,7 @@ class Memory(NamedTuple):
 
 
 class Slot:
-    """The state of one slot. `data` and `line` are its latest valid request line, because lines repeat."""
+    """The state of one slot. `data` and `line` are its latest valid request line."""
 
     __slots__ = (
         "data",
@@ -82,7 +82,7 @@ class Slot:
         "line",
         "on_stream",
         "pending",
-        "request",
+        "recurs",
         "says_ok",
         "sequence",
         "signal",
@@ -106,7 +106,7 @@ class Slot:
         self.deadline = math.inf
         self.data = b""
         self.line: Line | None = None
-        self.request: LayerRequest | None = None  # of `line`, unless it has routing
+        self.recurs = False  # its request may be used again for the same line
 
 
 class OpenChannel:
@@ -140,6 +140,7 @@ class OpenChannel:
         self._view[: len(header)] = header
         address = memory.control.span.address
         self._slots = [Slot(index, address) for index in range(memory.geometry.num_slots)]
+        self._former: dict[bytes, LayerRequest] = {}  # of lines that may come again, in no slot now
         self._look_again = False  # a slot was used again before the end of its step was noticed
         self._requests = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # A pipe, because the caller could make an eventfd's writer block: both sides share its flags.
@@ -220,4 +221,5 @@ class OpenChannel:
     def release(self) -> None:
         """End the device's access to the memory, and forget it; may take milliseconds on a GPU."""
         self._slots.clear()  # they hold parts of the region
+        self._former.clear()
         self.memory.close()

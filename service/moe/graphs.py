@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, MAX_REQUESTS, RequestRows, RequestTable
 from expertd.layout import Layout
 from expertd.limits import MAX_GROUPS
-from expertd.service.memory import Span, host_view, is_on_gpu
+from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots
 from expertd.service.moe.capture import GraphPool, is_current, synchronize
@@ -256,10 +256,10 @@ def _fits(request: LayerRequest) -> bool:
 
 def _stays_in_place(request: LayerRequest) -> bool:
     """Whether nothing of a request that fits is copied on the host."""
-    memories = request.hidden_states, request.output
-    return request.topk_ids is None and all(
-        isinstance(memory, Span) and is_aligned(memory) for memory in memories
-    )
+    memories: list[Buffer | Span | None] = [request.hidden_states, request.output]
+    if request.topk_ids is not None:
+        memories += [request.topk_ids, request.topk_weights]
+    return all(isinstance(memory, Span) and is_aligned(memory) for memory in memories)
 
 
 def padded_tokens(num_tokens: int) -> int:
