@@ -175,7 +175,7 @@ def pair_us(channel: Any) -> float:
         stream.wait(address, 0)
     end.record()
     torch.cuda.synchronize()
-    return 10 * begin.elapsed_time(end)
+    return 10 * float(begin.elapsed_time(end))
 
 
 def measure(make: Callable[[], Any], way: str, tokens: int, between_us: float) -> Row:

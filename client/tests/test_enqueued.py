@@ -91,6 +91,7 @@ def test_many_are_enqueued_ahead_of_the_stream(sharing_server: RunningServer, st
         caller.channel.slots = caller.channel.slots[:2]  # 64 requests in the memory of two
         gate = threading.Event()
         for _ in range(3):
+            stream.synchronize()
             gate.clear()
             stream.then(gate.wait)
             caller.call(64)

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import partial
 
 from expertd.service.channels.layout import (
-    ANNOUNCED_OFFSET,
     ANSWER,
     ANSWER_OFFSET,
     CALLER,
@@ -39,24 +38,10 @@ from expertd.service.moe.request import LayerRequest, Output
 logger = logging.getLogger(__name__)
 
 _CANCELS = CANCELS_OFFSET // SEQUENCE_BYTES
-_ANNOUNCED = ANNOUNCED_OFFSET // SEQUENCE_BYTES
 
 
 class Channel(OpenChannel):
     """A source of requests. `poll` is safe from any thread, the other methods are for the event loop."""
-
-    def is_awaited(self) -> bool:
-        """See `Source`: the caller's GPU will write a request, or has written one."""
-        with self._lock:
-            return not self._ended and self._words[_ANNOUNCED] > self.taken
-
-    def has_arrived(self) -> bool:
-        """See `Source`."""
-        with self._lock:
-            if self._ended:
-                return False
-            slot = self._slots[self.taken % len(self._slots)]
-            return self._words[slot.start // SEQUENCE_BYTES] == self.taken + 1
 
     def poll(self) -> None:
         """Submit every request that has arrived, and cancel those that the caller wants no more."""

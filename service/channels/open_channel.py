@@ -8,7 +8,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from expertd.service.channels.layout import ANSWER_OFFSET, HEADER_BYTES, SEQUENCE_BYTES, SLOT_BYTES, Geometry
+from expertd.service.channels.layout import (
+    ANNOUNCED_OFFSET,
+    ANSWER_OFFSET,
+    HEADER_BYTES,
+    SEQUENCE_BYTES,
+    SLOT_BYTES,
+    Geometry,
+)
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.requests import Line, RequestReader
 from expertd.service.engine.errors import EngineError, QueueTimeoutError
@@ -17,6 +24,8 @@ from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.steps import Pending
 from expertd.service.moe.request import LayerRequest, Signal
+
+_ANNOUNCED = ANNOUNCED_OFFSET // SEQUENCE_BYTES
 
 
 class Answered(NamedTuple):
@@ -171,6 +180,19 @@ class OpenChannel:
             shared.append(memory.region.take_descriptor())
         answers, self._answers_read = self._answers_read, -1
         return [*shared, requests, answers]
+
+    def is_awaited(self) -> bool:
+        """See `Source`: the caller's GPU will write a request, or has written one."""
+        with self._lock:
+            return not self._ended and self._words[_ANNOUNCED] > self.taken
+
+    def has_arrived(self) -> bool:
+        """See `Source`."""
+        with self._lock:
+            if self._ended:
+                return False
+            slot = self._slots[self.taken % len(self._slots)]
+            return self._words[slot.start // SEQUENCE_BYTES] == self.taken + 1
 
     @abstractmethod
     def poll(self) -> None:

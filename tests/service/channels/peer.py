@@ -108,7 +108,7 @@ class Peer:
         self.control[start + 8 : start + 8 + len(line)] = line
         self.words[200 // 8] = sequence
         self.ring()
-        return start // 8
+        return int(start // 8)
 
     def has_failed(self, sequence: int) -> bool:
         """Whether request `sequence`, for which a stream waits, has an error instead of an answer."""

@@ -145,6 +145,11 @@ class BrokenSource:
     def poll(self) -> None:
         raise KeyError("channel")
 
+    def is_awaited(self) -> bool:
+        return False
+
+    has_arrived = is_awaited
+
 
 @pytest.mark.parametrize("what", ["chore", "source"])
 async def test_an_error_on_the_thread_of_the_steps_ends_the_server(
