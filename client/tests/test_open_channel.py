@@ -292,7 +292,7 @@ def test_sequence_numbers_are_fenced_on_weakly_ordered_machines(
     """After all that a request has written, and before all that is read of its answer."""
     fences: list[bool] = []
     slot = channel.slots[0]
-    words, first = channel._link._words, layout.HEADER_BYTES // layout.WORD_BYTES
+    words, first = channel._link.words, layout.HEADER_BYTES // layout.WORD_BYTES
     monkeypatch.setattr(link, "WEAKLY_ORDERED", True)
     monkeypatch.setattr(link, "fence", lambda: fences.append(words[first] == 1))
     channel.wait(channel.submit(slot, 1))

@@ -98,10 +98,12 @@ class Channel(BaseChannel):
                 f"slot {slot.index}: expected a free one, got one in use, not waited for"
             )
         flags = ON_STREAM | ROUTED if routed else ON_STREAM
-        line = slot.lines.get((num_tokens, flags, math.inf, priority))
+        key = num_tokens, flags, model, priority
+        line = slot.lines.get(key)
         if line is None:
-            line = self._line(slot, num_tokens, flags, math.inf, priority)
-        slot.enqueued = request = enqueuer.enqueue(slot, num_tokens, line + self._number(model))
+            line = self._line(slot, num_tokens, flags, math.inf, priority) + self._number(model)
+            slot.lines[key] = line
+        slot.enqueued = request = enqueuer.enqueue(slot, num_tokens, line)
         return request
 
     def enqueue_wait(self, request: Enqueued) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from expertd_client.channel.layout import ANSWER_OFFSET, FLAGS_BYTE, ON_STREAM
+from expertd_client.channel.layout import ANSWER_OFFSET, FLAGS_BYTE, ON_STREAM, WORD_BYTES
 from expertd_client.channel.link import Link
 from expertd_client.channel.opening import Opened
 from expertd_client.channel.slots import Slot
@@ -41,14 +41,16 @@ class Enqueued:
 
     slot: Slot
     num_tokens: int
+    line: bytes
     link: Link
     sequence: int
-    line: bytes
-    answer: int  # the address of the word that the stream waits for
+    place: int  # the address of the word with the sequence, for the stream
+    words: "memoryview[int]"
+    word: int  # the number of the answer's
 
     def is_answered(self) -> bool:
-        """Whether the stream may go on: valid until it has gone through all slots of the server."""
-        return self.link.is_answered(self.sequence)
+        """Whether the stream may go on; valid until so many requests follow as the server has slots."""
+        return self.words[self.word] == self.sequence
 
     def times(self) -> tuple[float, float] | None:
         """Seconds in the server's queue, and of the step; None: not known yet, or no more. Never waits."""
@@ -80,7 +82,8 @@ class Enqueuer:
         self._on_failure = on_failure
         self._error: ExpertError | None = None
         # The lock is never held while a stream is used: that may wait for the thread that mends.
-        self._news = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
         self._outstanding: deque[Enqueued] = deque()
         self._is_lost = self._is_closed = False
         self._oldest: Enqueued | None = None
@@ -98,18 +101,17 @@ class Enqueuer:
         self._stream.check()
         while (request := self._begin(slot, num_tokens, line)) is None:
             time.sleep(_PAUSE_SECONDS)
-        link, sequence = request.link, request.sequence
-        self._stream.write(self._addresses[link] + link.start_of(sequence), sequence)
-        with self._news:
+        self._stream.write(request.place, request.sequence)
+        with self._lock:
             if self._is_lost:
                 self._news.notify()
-            elif link.is_open:
-                link.announce(sequence)
+            elif request.link.is_open:
+                request.link.announce(request.sequence)
         return request
 
     def wait(self, request: Enqueued) -> None:
         """Have the stream wait for the answer."""
-        self._stream.wait(request.answer, request.sequence)
+        self._stream.wait(request.place + ANSWER_OFFSET, request.sequence)
 
     def close(self) -> bool:
         """Wait for what is outstanding, for a short time, then let the stream go on; False if it had to.
@@ -122,7 +124,7 @@ class Enqueuer:
         end = time.monotonic() + _CLOSE_SECONDS
         while is_other and not self._is_idle() and time.monotonic() < end:
             time.sleep(_PAUSE_SECONDS)
-        with self._news:
+        with self._lock:
             self._is_closed = True
             self._news.notify()
             rest = [request for request in self._outstanding if not request.is_answered()]
@@ -140,7 +142,7 @@ class Enqueuer:
         address = self._addresses.get(link)
         if address is None:
             address = self._addresses[link] = self._stream.register(link.control)
-        with self._news:
+        with self._lock:
             if self._error is not None:
                 raise self._error
             if self._is_closed or link.is_closed:
@@ -148,8 +150,9 @@ class Enqueuer:
             self._first()
             if link is not self._link or not (sequence := link.prepare(line)):
                 return None
-            answer = address + link.start_of(sequence) + ANSWER_OFFSET
-            request = Enqueued(slot, num_tokens, link, sequence, line, answer)
+            start = link.start_of(sequence)
+            word = (start + ANSWER_OFFSET) // WORD_BYTES
+            request = Enqueued(slot, num_tokens, line, link, sequence, address + start, link.words, word)
             self._outstanding.append(request)
             return request
 
@@ -161,7 +164,7 @@ class Enqueuer:
         return outstanding[0] if outstanding else None
 
     def _is_idle(self) -> bool:
-        with self._news:
+        with self._lock:
             return self._first() is None
 
     def _watch(self) -> None:
@@ -174,7 +177,7 @@ class Enqueuer:
     def _trouble(self, link: Link) -> ExpertError | None:
         """Why requests have no answers, or None."""
         link.clear()
-        with self._news:
+        with self._lock:
             failed = next((each for each in self._outstanding if link.has_failed(each.sequence)), None)
         if failed is not None:
             try:
@@ -183,7 +186,7 @@ class Enqueuer:
                 return error
         if not link.is_open:
             return link.closed_error()
-        with self._news:
+        with self._lock:
             request = self._first()
         now = time.monotonic()
         if request is None or request is not self._oldest or not link.has_arrived(request.sequence):
@@ -194,7 +197,7 @@ class Enqueuer:
 
     def _mend(self, error: ExpertError) -> None:
         """Make all requests without an answer once more, or give them up, until there are none."""
-        with self._news:
+        with self._lock:
             self._is_lost = True
             self._link.close(is_lost=True)
         opened: Opened | None = None
@@ -229,7 +232,7 @@ class Enqueuer:
     def _next(self, opened: Opened | None) -> Enqueued | None:
         """The next request to mend, once the stream has come to it; None: there is none any more."""
         while not self._is_closed:
-            with self._news:
+            with self._lock:
                 request = self._first()
                 if request is None and self._error is not None:
                     return None
@@ -245,7 +248,7 @@ class Enqueuer:
         return None
 
     def _fail(self, error: ExpertError) -> None:
-        with self._news:
+        with self._lock:
             self._error = error
         logger.error("channel: outputs of enqueued requests are NaN from now on: %s", error)
         try:

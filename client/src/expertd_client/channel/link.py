@@ -48,7 +48,7 @@ class Link:
         self.connection = claimed.connection
         self._bell = claimed.bell
         self._control = memoryview(claimed.control)
-        self._words = self._control.cast("Q")  # 8 bytes are read and written at once
+        self.words = self._control.cast("Q")  # of it: 8 bytes are read and written at once
         self._spin_seconds = spin_seconds
         self._is_slow = False
         self._poll = select.poll()
@@ -72,7 +72,7 @@ class Link:
         self._control[start + WORD_BYTES : start + WORD_BYTES + len(line)] = line
         if WEAKLY_ORDERED:
             fence()
-        self._words[start // WORD_BYTES] = sequence
+        self.words[start // WORD_BYTES] = sequence
         self.sequence = sequence
         os.write(self._bell, RING)
         return sequence
@@ -100,29 +100,29 @@ class Link:
 
     def announce(self, sequence: int) -> None:
         """Have the server look for a request that a GPU will write."""
-        self._words[ANNOUNCED_OFFSET // WORD_BYTES] = sequence
+        self.words[ANNOUNCED_OFFSET // WORD_BYTES] = sequence
         os.write(self._bell, RING)
 
     def has_arrived(self, sequence: int) -> bool:
         """Whether the GPU has written the sequence of a request."""
-        return bool(self._words[self.start_of(sequence) // WORD_BYTES] == sequence)
+        return bool(self.words[self.start_of(sequence) // WORD_BYTES] == sequence)
 
     def has_failed(self, sequence: int) -> bool:
         """Whether a request that a GPU has written has an error, which `take_answer` raises."""
         return bool(
-            self._words[(self.start_of(sequence) + ANSWER_OFFSET + FAILED_OFFSET) // WORD_BYTES] == sequence
+            self.words[(self.start_of(sequence) + ANSWER_OFFSET + FAILED_OFFSET) // WORD_BYTES] == sequence
         )
 
     def answer(self, sequence: int) -> None:
         """Let the GPU's stream go on that waits for an answer."""
         if WEAKLY_ORDERED:
             fence()
-        self._words[(self.start_of(sequence) + ANSWER_OFFSET) // WORD_BYTES] = sequence
+        self.words[(self.start_of(sequence) + ANSWER_OFFSET) // WORD_BYTES] = sequence
 
     def is_answered(self, sequence: int) -> bool:
         """Whether the answer is there, which was not yet taken."""
         start = HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
-        return bool(self._words[(start + ANSWER_OFFSET) // WORD_BYTES] == sequence)
+        return bool(self.words[(start + ANSWER_OFFSET) // WORD_BYTES] == sequence)
 
     def take_answer(self, sequence: int) -> None:
         """End a request whose answer is there. Raises ExpertError.
@@ -152,7 +152,7 @@ class Link:
         None: the slot is used by a later request, or the channel has ended; or they are to come, and it does
         not wait.
         """
-        words = self._words
+        words = self.words
         times = (self.start_of(sequence) + ANSWER_OFFSET + TIMES_OFFSET) // WORD_BYTES
         while words[times + 2] < sequence:
             if not waits or not self.is_alive():
@@ -170,7 +170,7 @@ class Link:
 
     def spin(self, sequence: int) -> bool:
         """Look for the answer for a moment; whether it is there."""
-        words = self._words
+        words = self.words
         start = HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
         word = (start + ANSWER_OFFSET) // WORD_BYTES
         if words[word] == sequence:

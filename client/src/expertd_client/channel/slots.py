@@ -96,7 +96,7 @@ class Slot:
     output: Any
     ticket: Ticket | None = None
     enqueued: object = None  # the request for which no stream waits yet
-    lines: dict[tuple[int, int, float, int], bytes] = field(default_factory=dict)
+    lines: dict[tuple[int, int, float | str | None, int], bytes] = field(default_factory=dict)
     views: dict[int, tuple[Any, Any, Any, Any]] = field(default_factory=dict)
 
     def first(self, num_tokens: int) -> tuple[Any, Any, Any, Any]:
