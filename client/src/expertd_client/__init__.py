@@ -3,6 +3,7 @@
 from expertd_client.async_client import AsyncExpertClient, AsyncPendingCall
 from expertd_client.channel.async_channel import AsyncChannel
 from expertd_client.channel.channel import Channel
+from expertd_client.channel.enqueueing import Enqueued
 from expertd_client.channel.slots import Slot, Ticket
 from expertd_client.client import ExpertClient, PendingCall
 from expertd_client.errors import (
@@ -27,6 +28,7 @@ __all__ = [
     "AsyncPendingCall",
     "Channel",
     "DeadlineError",
+    "Enqueued",
     "ExpertClient",
     "ExpertError",
     "InvalidAnswerError",
