@@ -224,6 +224,7 @@ def test_a_server_is_restarted_under_a_stream(own_server: RunningServer, stream:
     with ExpertClient(own_server.url, transport="http", retry_seconds=60) as client:
         caller = opened(client, stream)
         caller.call(3)
+        caller.check()
         for how in (signal.SIGKILL, signal.SIGTERM):
             gate = threading.Event()
             stream.then(gate.wait)
