@@ -21,6 +21,7 @@ import benchmarks.layer_peers
 import benchmarks.moe_layer
 import benchmarks.numerics
 import benchmarks.sm_counts
+import benchmarks.stream_steps
 from benchmarks import beside, cpus, deadlines, json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
 from benchmarks.open_loop import Outcome, summary
@@ -95,7 +96,7 @@ def test_rounding_errors_are_plausible(family: str) -> None:
     "benchmark",
     [
         benchmarks.gemm_sweep, benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.moe_layer,
-        benchmarks.sm_counts,
+        benchmarks.sm_counts, benchmarks.stream_steps,
     ],
 )  # fmt: skip
 def test_a_missing_gpu_is_reported_in_a_sentence(
