@@ -43,7 +43,7 @@ def table(heading: str) -> list[tuple[int, str]]:
     [
         ("The control memory begins with", HEADER),
         ("### Request line", struct.Struct("<Q" + REQUEST.format[1:])),
-        ("### Answer line", struct.Struct("<Q" + ANSWER.format[1:] + "QQ")),
+        ("### Answer line", struct.Struct("<Q" + ANSWER.format[1:] + "QQQ")),
     ],
 )
 def test_the_tables_are_the_codes_layout(heading: str, layout: struct.Struct) -> None:

@@ -453,7 +453,7 @@ async def test_memory_of_a_gpu_is_opened_checked_and_closed(tmp_path: Path) -> N
         assert peer.data_slot_bytes > 0, "the default places fit"
         assert events == [(bytes(64), 1 << 20)]
         answer = await answer_of(peer, routed=True)
-        expected = "flags: expected 0 (a masked layout needs routing in host memory), got 1"
+        expected = "flags: expected no routing (a masked layout needs it in host memory), got 1"
         assert (answer.status, answer.error) == (400, expected)
         peer.close()
         await until(lambda: events[-1] == "closed")

@@ -98,6 +98,7 @@ async def test_errors_end_no_wait_of_a_stream(tmp_path: Path) -> None:
             assert not peer.answered(peer.sequence)
             peer.sequence += 1
             peer.write(peer.sequence, line(flags=2))
+            await until(lambda: peer.answered(peer.sequence))  # nobody rings
             assert (await answer_to(peer, peer.sequence)).status == 200
             assert not peer.has_failed(peer.sequence)
         peer.close()
@@ -114,6 +115,7 @@ async def test_requests_that_are_written_after_their_ring(tmp_path: Path) -> Non
                 await asyncio.sleep(0.5e-3)
                 assert not peer.answered(number)
             peer.words[word] = number
+            await until(lambda number=number: peer.answered(number))  # type: ignore[misc]
             assert (await answer_to(peer, number)).status == 200
         peer.close()
 
