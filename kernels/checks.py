@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from expertd.activation import Activation, OtherGlu, Swiglu
+from expertd.backends import Capabilities
 from expertd.kernels.ops.quantize import Quantized
 from expertd.limits import MAX_GROUPS, SCALE_BLOCK
 
 MIN_N_STEP = 8  # one 16-byte store of bf16
 MAX_K = 2**31 - SCALE_BLOCK  # an int in kernels
-MAX_N = 2**23  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
 MAX_ROWS = 2**31 - 1  # offsets and counts are int32
 MAX_OFFSETS = 2**32 - 1  # kernels add up 32-bit offsets of scales
 _ALIGNMENT = 16  # bytes; TMA requires it of a base address
@@ -30,16 +30,20 @@ class Problem(NamedTuple):
 
 
 def check_contiguous(
-    a: Quantized, b: Quantized, offsets: Tensor, out: Tensor | None, num_sms: int | None
+    capabilities: Capabilities,
+    a: Quantized,
+    b: Quantized,
+    offsets: Tensor,
+    out: Tensor | None,
+    num_sms: int | None,
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_contiguous` can serve these arguments."""
-    check_quantized("a", a)
     check_quantized("b", b)
     if a.data.ndim != 2:
         raise refusal("a shape", "2 dimensions [M, K]", tuple(a.data.shape))
     m, a_k = a.data.shape
     device = a.data.device
-    num_groups, n, k = _check_weights(b, a_k, device)
+    num_groups, n, k = _check_weights(b, a_k, device, capabilities.max_n)
     if m > MAX_ROWS:
         raise refusal("a rows", f"at most {MAX_ROWS}", m)
     _check_data("a", a.data)
@@ -53,6 +57,7 @@ def check_contiguous(
 
 
 def check_masked(
+    capabilities: Capabilities,
     a: Quantized,
     b: Quantized,
     counts: Tensor,
@@ -61,13 +66,12 @@ def check_masked(
     num_sms: int | None,
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_masked` can serve these arguments."""
-    check_quantized("a", a)
     check_quantized("b", b)
     if a.data.ndim != 3:
         raise refusal("a shape", "3 dimensions [G, max_m, K]", tuple(a.data.shape))
     a_groups, max_m, a_k = a.data.shape
     device = a.data.device
-    num_groups, n, k = _check_weights(b, a_k, device)
+    num_groups, n, k = _check_weights(b, a_k, device, capabilities.max_n)
     if a_groups != num_groups:
         raise refusal("a groups", f"{num_groups} as in b", a_groups)
     if max_m < 1:
@@ -110,7 +114,7 @@ def check_quantized(name: str, operand: object) -> None:
         raise refusal(name, "Quantized(data, scales)", type(operand).__name__)
 
 
-def _check_weights(weights: Quantized, a_k: int, device: torch.device) -> tuple[int, int, int]:
+def _check_weights(weights: Quantized, a_k: int, device: torch.device, max_n: int) -> tuple[int, int, int]:
     b, b_scales = weights
     if b.ndim != 3:
         raise refusal("b shape", "3 dimensions [G, N, K]", tuple(b.shape))
@@ -123,8 +127,8 @@ def _check_weights(weights: Quantized, a_k: int, device: torch.device) -> tuple[
         raise refusal("K", f"at most {MAX_K}", k)
     if n < MIN_N_STEP or n % MIN_N_STEP != 0:
         raise refusal("N", f"a multiple of {MIN_N_STEP}, at least {MIN_N_STEP}", n)
-    if n > MAX_N:
-        raise refusal("N", f"at most {MAX_N}", n)
+    if n > max_n:
+        raise refusal("N", f"at most {max_n}", n)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise refusal("b groups", f"1 to {MAX_GROUPS}", num_groups)
     _check_data("b", b)

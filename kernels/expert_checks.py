@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from expertd.activation import Activation
+from expertd.backends import Capabilities
 from expertd.kernels.checks import (
-    MAX_N,
     MAX_OFFSETS,
     MAX_ROWS,
     check_activation,
@@ -19,7 +19,7 @@ from expertd.kernels.checks import (
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.rank_memory import RankMemory, RankTokens
-from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
+from expertd.limits import MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
 
 _E4M3, _FP32, _BF16, _INT32 = torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.int32
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,6 +27,7 @@ _LIKE = "hidden_states"  # all tensors are on its device
 
 
 def check_experts(
+    capabilities: Capabilities,
     hidden_states: HiddenStates,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -39,9 +40,9 @@ def check_experts(
     biases: ExpertBiases | None = None,
 ) -> None:
     """Raise ValueError (name, expected, got) unless `fused_experts` can serve these arguments."""
-    num_tokens, h, device = _check_hidden_states(hidden_states)
+    num_tokens, h, device = _check_hidden_states(capabilities, hidden_states)
     check_activation(activation)
-    num_groups = _check_experts(gate_up, down, biases, h, device)
+    num_groups = _check_experts(capabilities, gate_up, down, biases, h, device)
     _check_routing(topk_ids, topk_weights, num_tokens, device)
     check_num_sms(num_sms)
     if out is not None:
@@ -51,6 +52,7 @@ def check_experts(
 
 
 def check_parallel(
+    capabilities: Capabilities,
     memory: RankMemory,
     tokens: RankTokens,
     hidden_states: HiddenStates,
@@ -66,7 +68,7 @@ def check_parallel(
     has_overlap: bool = False,
 ) -> None:
     """Raise ValueError (name, expected, got) unless these arguments of a rank suit `memory` and `tokens`."""
-    num_tokens, h, device = _check_hidden_states(hidden_states)
+    num_tokens, h, device = _check_hidden_states(capabilities, hidden_states)
     if h != memory.hidden_size:
         raise refusal("hidden_states H", f"{memory.hidden_size} as in memory", h)
     memory.check(tokens.counts)
@@ -81,7 +83,7 @@ def check_parallel(
         raise refusal("places shape", f"1 to {MAX_EXPERTS} experts [E]", tuple(places.shape))
     check_tensor("places", places, tuple(places.shape), _INT32, device, _LIKE)
     check_activation(activation)
-    num_groups = _check_experts(gate_up, down, biases, h, device, len(places))
+    num_groups = _check_experts(capabilities, gate_up, down, biases, h, device, len(places))
     _check_routing(topk_ids, topk_weights, num_tokens, device)
     _check_out(out, (num_tokens, h), device)
     if num_sms is not None and has_overlap:
@@ -91,7 +93,9 @@ def check_parallel(
         _check_offsets(offsets, num_groups, device)
 
 
-def _check_hidden_states(hidden_states: HiddenStates) -> tuple[int, int, torch.device]:
+def _check_hidden_states(
+    capabilities: Capabilities, hidden_states: HiddenStates
+) -> tuple[int, int, torch.device]:
     """The tokens, their columns, and the device."""
     rows, is_fp8 = values_of(hidden_states), isinstance(hidden_states, Quantized)
     if rows.ndim != 2:
@@ -100,20 +104,21 @@ def _check_hidden_states(hidden_states: HiddenStates) -> tuple[int, int, torch.d
     if rows.dtype not in dtypes:
         raise refusal("hidden_states dtype", " or ".join(map(str, dtypes)), rows.dtype)
     num_tokens, h = rows.shape
-    _check_size("H", h, SCALE_BLOCK if is_fp8 else HIDDEN_STEP)
+    _check_size(capabilities, "H", h, SCALE_BLOCK if is_fp8 else capabilities.hidden_step)
     if isinstance(hidden_states, Quantized):
         _check_token_scales(hidden_states.scales, (num_tokens, h // SCALE_BLOCK), rows.device)
     return num_tokens, h, rows.device
 
 
-def _check_size(name: str, size: int, step: int) -> None:
+def _check_size(capabilities: Capabilities, name: str, size: int, step: int) -> None:
     if size < SCALE_BLOCK or size % step != 0:
         raise refusal(name, f"a multiple of {step}, at least {SCALE_BLOCK}", size)
-    if size > MAX_N:
-        raise refusal(name, f"at most {MAX_N}", size)
+    if size > capabilities.max_n:
+        raise refusal(name, f"at most {capabilities.max_n}", size)
 
 
 def _check_experts(
+    capabilities: Capabilities,
     gate_up: Quantized,
     down: Quantized,
     biases: ExpertBiases | None,
@@ -129,7 +134,7 @@ def _check_experts(
     if down.data.ndim != 3:
         raise refusal("down shape", "3 dimensions [G, H, I]", tuple(down.data.shape))
     num_groups, _, i = down.data.shape
-    _check_size("I", i, SCALE_BLOCK)
+    _check_size(capabilities, "I", i, SCALE_BLOCK)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
     for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):

@@ -63,17 +63,15 @@ def fused_experts(
     notice; or tell it by `Backend.weights_changed`. Raises ValueError (name, expected, got) before anything
     is launched.
     """
-    check_experts(
-        hidden_states, topk_ids, topk_weights, gate_up, down, out, activation, num_sms, offsets, biases
-    )
     rows = values_of(hidden_states)
     chosen = backend_for(backend, rows, "hidden_states")
+    operands = hidden_states, topk_ids, topk_weights, gate_up, down
+    check_experts(chosen.capabilities, *operands, out, activation, num_sms, offsets, biases)
     if out is None:
         out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     if rows.shape[0] == 0:
         if offsets is not None:
             write_no_rows(offsets, rows.device)
         return out
-    operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
-    chosen.experts(*operands, activation, num_sms, offsets, biases, stages)
+    chosen.experts(*operands, out, activation, num_sms, offsets, biases, stages)
     return out

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends import Backend, backend_for
-from expertd.kernels.checks import check_contiguous, check_masked
+from expertd.kernels.checks import check_contiguous, check_masked, check_quantized
 from expertd.kernels.ops.quantize import Quantized
 
 
@@ -34,8 +34,9 @@ def grouped_gemm_contiguous(
     backend "reference" does not notice. Raises ValueError naming expected and got, before anything is
     launched.
     """
-    problem = check_contiguous(a, b, offsets, out, num_sms)
+    check_quantized("a", a)
     chosen = backend_for(backend, a.data, "a")
+    problem = check_contiguous(chosen.capabilities, a, b, offsets, out, num_sms)
     if out is None:
         out = torch.empty((problem.m, problem.n), dtype=torch.bfloat16, device=a.data.device)
     if problem.m > 0:
@@ -71,8 +72,9 @@ def grouped_gemm_masked(
     backend "reference" does not notice. Raises ValueError naming expected and got, before anything is
     launched.
     """
-    problem = check_masked(a, b, counts, expected_m, out, num_sms)
+    check_quantized("a", a)
     chosen = backend_for(backend, a.data, "a")
+    problem = check_masked(chosen.capabilities, a, b, counts, expected_m, out, num_sms)
     if out is None:
         shape = (problem.num_groups, problem.m, problem.n)
         out = torch.empty(shape, dtype=torch.bfloat16, device=a.data.device)

@@ -1,21 +1,34 @@
 """Finds backends by name, builds them on first use, and resolves "auto".
 
-A backend is a folder here, named in `expertd.backends.BACKENDS`, whose package has two functions:
+A backend is a folder here, named in `expertd.backends.BACKENDS`, whose package has three functions:
 `why_not(device)` returns None if it can run on `device` (None: the current one), else the reason; `create()`
-returns the backend.
+returns the backend; `jit_variants()` the kernels that it compiles just in time.
 """
 
 import logging
 import threading
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from expertd.backends import BACKENDS
+from expertd.backends import BACKENDS, Capabilities
 from expertd.kernels.backends.base import Backend, Progress
 
-__all__ = ["Backend", "Progress", "backend_for", "backend_names", "resolve_backend", "why_not"]
+if TYPE_CHECKING:
+    from expertd.kernels.jit import Variant
+
+__all__ = [
+    "Backend",
+    "Progress",
+    "backend_for",
+    "backend_names",
+    "capabilities_here",
+    "jit_variants",
+    "resolve_backend",
+    "why_not",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +39,13 @@ _lock = threading.Lock()
 
 def backend_names() -> tuple[str, ...]:
     """The names that `resolve_backend` accepts besides "auto"."""
-    return BACKENDS
+    return tuple(BACKENDS)
 
 
 def resolve_backend(name: str = "auto", device: torch.device | str | None = None) -> Backend:
     """The backend called `name`, built on first use and shared afterwards.
 
-    "auto" is the first of `backend_names` that can run on `device` (None: the current CUDA device, if there
-    is one): "hopper" on a GPU of compute capability 9.0 where cuda.core can be imported, else "reference".
+    "auto" is the first of `backend_names` that can run on `device` (None: the current GPU, if there is one).
     The choice is logged once per device. Raises ValueError for an unknown name, RuntimeError for a backend
     that is requested by name and cannot run.
     """
@@ -53,18 +65,30 @@ def resolve_backend(name: str = "auto", device: torch.device | str | None = None
 
 
 def why_not(name: str, device: torch.device | None = None) -> str | None:
-    """Why the backend `name` cannot run on `device` (None: the current CUDA device); None if it can."""
+    """Why the backend `name` cannot run on `device` (None: the current GPU); None if it can."""
     reason: str | None = _package(name).why_not(device)
     return reason
+
+
+def capabilities_here(name: str) -> Capabilities | None:
+    """Those of what `resolve_backend(name)` would return; None if it would raise. Logs nothing."""
+    names = BACKENDS if name == "auto" else (name,)
+    return next((BACKENDS[each] for each in names if why_not(each) is None), None)
+
+
+def jit_variants() -> "Sequence[Variant]":
+    """The kernels that backends compile just in time; needs no GPU."""
+    return [variant for name in BACKENDS for variant in _package(name).jit_variants()]
 
 
 def backend_for(backend: Backend | str | None, tensor: torch.Tensor, name: str) -> Backend:
     """The backend for `tensor`, an argument called `name`; ValueError if it does not accept that device."""
     if not isinstance(backend, Backend):
         backend = resolve_backend("auto" if backend is None else backend, tensor.device)
-    if backend.device_type not in (None, tensor.device.type):
+    device_type = backend.capabilities.device_type
+    if device_type not in (None, tensor.device.type):
         raise ValueError(
-            f"{name} device: expected {backend.device_type} for backend {backend.name!r}, got {tensor.device}"
+            f"{name} device: expected {device_type} for backend {backend.name!r}, got {tensor.device}"
         )
     return backend
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from expertd.backends import Capabilities
 from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.checks import check_router
@@ -36,15 +37,15 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    device_type: ClassVar[str | None] = None
-    """The only device type ("cpu", "cuda") whose tensors are accepted; None: any."""
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     @property
     def device(self) -> torch.device:
         """Where a server keeps the tensors of its layers; the current GPU if it needs one."""
-        if self.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device(self.device_type or "cpu")
+        kind = self.capabilities.device_type or "cpu"
+        if not self.capabilities.on_gpu:
+            return torch.device(kind)
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def partitions(self) -> "SMPartitions | None":
         """Partitions of the device's SMs, whose counts become `num_sms`; None if it cannot be partitioned."""
@@ -281,13 +282,13 @@ class Backend(ABC):
 
         With topk_ids int32 [T, top_k] and topk_weights fp32 [T, top_k], also their routing; top_k at most
         256, and ids outside 0 to num_experts - 1 become -1. Tokens past the last request are padding: they
-        keep their rows and get expert -1. Only for backends whose layers are captured in CUDA graphs.
+        keep their rows and get expert -1. Only with `Capabilities.request_table`.
         """
-        raise RuntimeError(f"backend: expected one that captures CUDA graphs, got {self.name!r}")
+        raise RuntimeError(f"backend: expected one with request tables, got {self.name!r}")
 
     def scatter_rows(self, rows: Tensor, table: "RequestTable") -> None:
         """Copy rows fp32 [T, H] to the requests in `table`, each in its datatype. As `gather_rows`."""
-        raise RuntimeError(f"backend: expected one that captures CUDA graphs, got {self.name!r}")
+        raise RuntimeError(f"backend: expected one with request tables, got {self.name!r}")
 
     def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
         size = (a.data.shape[0], b.data.shape[1])

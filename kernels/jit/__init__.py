@@ -11,7 +11,7 @@ from expertd.kernels.jit.compiler import (
     compile_source,
     to_ptx,
 )
-from expertd.kernels.jit.source import Source
+from expertd.kernels.jit.source import Source, Variant
 from expertd.kernels.jit.statistics import JitStats, stats
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "JitStats",
     "ResourceUsage",
     "Source",
+    "Variant",
     "build",
     "build_all",
     "cache_directory",

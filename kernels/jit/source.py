@@ -1,8 +1,10 @@
 """A kernel variant as one text: definitions, then the file with its headers inlined."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 CSRC = Path(__file__).parent.parent / "csrc"
 _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
@@ -40,6 +42,19 @@ class Source:
             else:
                 self._append(lines, include[1], seen)
                 lines.append(_line(number + 1, file))
+
+
+class Variant(NamedTuple):
+    """How to compile and launch a kernel.
+
+    source        the file to compile, with its definitions
+    threads       threads per CTA
+    shared_bytes  dynamic shared memory per CTA, by the number of groups, or of experts
+    """
+
+    source: Source
+    threads: int
+    shared_bytes: Callable[[int], int]
 
 
 def _line(number: int, file: str) -> str:

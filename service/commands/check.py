@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from expertd.backends import BACKENDS, Capabilities
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
 from expertd.service.commands.cpus import check_cpus, prepare_openmp
-from expertd.service.commands.devices import check_backend, check_partitions, check_sockets
+from expertd.service.commands.devices import capabilities_of, check_backend, check_partitions, check_sockets
 from expertd.service.commands.serve import (
     check_grpc,
     check_keys,
@@ -125,23 +126,23 @@ def _memory(settings: "Settings") -> Iterator[Result]:
     """What each device of this node holds, and the host, and whether it fits."""
     from expertd.service.ranks.shares import shares_here, size, what_would_do
 
-    on_gpu = _is_on_gpu(settings)
-    for rank, share, available in shares_here(settings, on_gpu):
+    capabilities = _capabilities(settings)
+    for rank, share, available in shares_here(settings, capabilities):
         name = f"memory, rank {rank}" if settings.num_ranks > 1 else "memory"
         fits = available is None or share.num_bytes <= available
         left = "" if available is None else f"; {size(available)} are free"
-        hint = "" if fits else what_would_do(settings, on_gpu, available or 0)
+        hint = "" if fits else what_would_do(settings, capabilities, available or 0)
         yield Result(name, fits, share.text + left + hint)
-    yield _result("host memory", lambda: _host_memory(settings, on_gpu))
+    yield _result("host memory", lambda: _host_memory(settings, capabilities))
 
 
-def _host_memory(settings: "Settings", on_gpu: bool) -> str:
+def _host_memory(settings: "Settings", capabilities: Capabilities) -> str:
     from expertd.service.commands.host_memory import check_host_memory
     from expertd.service.ranks.shares import size
 
     if settings.node_rank > 0:
         return _ON_NODE_0
-    memory = check_host_memory(settings, on_gpu)
+    memory = check_host_memory(settings, capabilities)
     if memory.warning is not None:
         return f"warning: {memory.warning}"
     return f"{memory.text}; {size(memory.free)} are free"
@@ -229,11 +230,11 @@ def _temporary_folder(settings: "Settings") -> str:
 
 
 def _cpus(settings: "Settings") -> str:
-    return check_cpus(settings, _is_on_gpu(settings))
+    return check_cpus(settings, _capabilities(settings))
 
 
 def _kernel_cache(settings: "Settings") -> str:
-    if not _is_on_gpu(settings):
+    if not _capabilities(settings).compiles:
         return "none"
     from expertd.kernels.jit import cache_directory, check_writable
 
@@ -245,13 +246,9 @@ def _kernel_cache(settings: "Settings") -> str:
     return str(directory)
 
 
-def _is_on_gpu(settings: "Settings") -> bool:
-    from expertd.kernels import resolve_backend
-
-    try:
-        return resolve_backend(settings.backend).device.type == "cuda"
-    except RuntimeError:  # another check says so; the plan for other machines is of use all the same
-        return True
+def _capabilities(settings: "Settings") -> Capabilities:
+    """Also of a backend that cannot run here, as another check says: the plan is for other machines, too."""
+    return capabilities_of(settings) or BACKENDS[settings.backend]
 
 
 # As serve makes them, in its order: the name, the check, and whether only node 0 makes it.

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from expertd.backends import BACKENDS, Capabilities
 from expertd.cpus import cpus
 
 if TYPE_CHECKING:
@@ -24,14 +25,15 @@ def prepare_openmp(settings: "Settings") -> None:
     found = cpus()
     if found.count < found.affinity and not _THREADS.fullmatch(os.environ.get("OMP_NUM_THREADS", "")):
         os.environ["OMP_NUM_THREADS"] = str(found.count)
-    if settings.backend == "reference" or not any(Path("/dev").glob("nvidia[0-9]*")):
+    given = BACKENDS.get(settings.backend)  # None: "auto"
+    if (given is not None and not given.on_gpu) or not any(Path("/dev").glob("nvidia[0-9]*")):
         os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY") or "passive"
 
 
-def check_cpus(settings: "Settings", on_gpu: bool) -> str:
+def check_cpus(settings: "Settings", capabilities: Capabilities) -> str:
     """The CPUs that were found, and the threads that compute on them; a warning if those are more."""
     found = cpus()
-    if on_gpu:
+    if capabilities.on_gpu:
         return f"{found}; kernels are compiled by {found.count} at once"
     import torch
 

@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING
 
+from expertd.backends import BACKENDS, Capabilities, with_joint_exchange
 from expertd.service.files import temporary_directory
 
 if TYPE_CHECKING:
@@ -19,9 +20,20 @@ def check_backend(settings: "Settings") -> str:
     backend = resolve_backend(settings.backend)
     if settings.devices is None:
         return f"{backend.name} on {backend.device}"
-    if backend.name != "hopper":
-        raise ValueError(f"devices: expected backend hopper, got {backend.name!r}")
+    if not backend.capabilities.joint_exchange:
+        raise ValueError(f"devices: expected backend {with_joint_exchange()}, got {backend.name!r}")
     return f"{backend.name} on GPUs {settings.devices}"
+
+
+def capabilities_of(settings: "Settings") -> Capabilities | None:
+    """Those of the backend that will run; None if none can. Logs nothing, and opens no GPU that ranks use."""
+    from expertd.kernels.backends import capabilities_here
+
+    if settings.num_ranks == 1:
+        return capabilities_here(settings.backend)
+    names = BACKENDS if settings.backend == "auto" else (settings.backend,)
+    on_gpu = settings.devices is not None
+    return next((BACKENDS[name] for name in names if BACKENDS[name].on_gpu is on_gpu), None)
 
 
 def check_partitions(settings: "Settings") -> str:
@@ -36,7 +48,7 @@ def check_partitions(settings: "Settings") -> str:
     backend, requested = resolve_backend(settings.backend), sum(settings.partitions.values())
     if not requested:
         return "none"
-    if backend.device.type != "cuda":
+    if not backend.capabilities.partitions:
         raise ValueError(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from expertd.backends import Capabilities
 from expertd.service.engine.memory_needs import staging_of_model
 from expertd.service.http.worker_setup import channel_sizes, shares
 from expertd.service.moe.host_memory import free_host_bytes
@@ -64,17 +65,17 @@ class HostMemory:
         return {**self.pinned, **self.at_most}
 
 
-def host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
+def host_memory(settings: Settings, capabilities: Capabilities) -> HostMemory:
     """What the front end takes, and on a CPU the layers of this node. Not the memory of callers' regions
     on a CPU, which only copies them.
     """
     buffered = {_BUFFERED: _buffered_bytes(settings)}
-    steps = {"steps": _staged_bytes(settings, on_gpu)}
+    steps = {"steps": _staged_bytes(settings, capabilities)}
     shared = {"shared_memory.max_bytes": settings.shared_memory.max_bytes * settings.shared_memory.enabled}
-    if on_gpu:
+    if capabilities.on_gpu:
         pinned, at_most = {**buffered, **steps}, shared
     else:
-        layers = sum(share.num_bytes for _, share, _ in shares_here(settings, on_gpu))
+        layers = sum(share.num_bytes for _, share, _ in shares_here(settings, capabilities))
         pinned, at_most = {}, {"layers": layers, **steps, **buffered}
     at_most["channels.max_bytes"] = settings.channels.max_bytes * (settings.channels.socket is not None)
     # Messages of single calls, and of streams.
@@ -83,11 +84,11 @@ def host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
     return HostMemory(_without_zeros(pinned), _without_zeros(at_most), free_host_bytes())
 
 
-def check_host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
+def check_host_memory(settings: Settings, capabilities: Capabilities) -> HostMemory:
     """As `host_memory`. Raises MemoryError, with the numbers, if what is pinned at the start does not fit, or
     a file of memory is larger than files may be.
     """
-    memory = host_memory(settings, on_gpu)
+    memory = host_memory(settings, capabilities)
     one, most = shares(settings), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     largest = channel_sizes(one)[1] if settings.http_workers > 1 else one.buffered_bytes
     if most != resource.RLIM_INFINITY and most < largest:
@@ -95,7 +96,7 @@ def check_host_memory(settings: Settings, on_gpu: bool) -> HostMemory:
         raise MemoryError(f"host memory: expected {expected}, got a limit of {size(most)} (ulimit -f)")
     if (pinned := sum(memory.pinned.values())) > memory.free:
         listed = f"{size(pinned)} that a GPU needs pinned from the start ({_listed(memory.pinned)})"
-        got = f"{size(memory.free)} free{_what_would_do(settings, memory.free)}"
+        got = f"{size(memory.free)} free{_what_would_do(settings, capabilities, memory.free)}"
         raise MemoryError(f"host memory: expected room for {listed}, got {got}")
     return memory
 
@@ -107,13 +108,13 @@ def _buffered_bytes(settings: Settings) -> int:
     return one.buffered_bytes + (count * channel_sizes(one)[1] if count > 1 else 0)
 
 
-def _staged_bytes(settings: Settings, on_gpu: bool) -> int:
+def _staged_bytes(settings: Settings, capabilities: Capabilities) -> int:
     """Between requests and the device, or the ranks."""
     models, tokens = settings.models, settings.limits.max_batch_tokens
     if settings.num_ranks > 1:
         each = (staging_bytes(tokens, model.hidden_size, model.top_k) for model in models)
         return MAX_SENT * max(each, default=0)
-    if not on_gpu:
+    if not capabilities.on_gpu:
         return 0
     return sum(
         max((staging_of_model(lane.limits, model) for model in models), default=0)
@@ -121,11 +122,11 @@ def _staged_bytes(settings: Settings, on_gpu: bool) -> int:
     )
 
 
-def _what_would_do(settings: Settings, free: int) -> str:
+def _what_would_do(settings: Settings, capabilities: Capabilities, free: int) -> str:
     """A hint: memory for bodies with which the rest fits; empty if none would do."""
     limits = settings.limits.model_copy(update={"max_buffered_bytes": settings.least_buffered_bytes})
     fewer = settings.model_copy(update={"limits": limits})
-    if _buffered_bytes(fewer) + _staged_bytes(fewer, on_gpu=True) <= free:
+    if _buffered_bytes(fewer) + _staged_bytes(fewer, capabilities) <= free:
         return f"; {_BUFFERED} of {limits.max_buffered_bytes} would do"
     return "; lower limits.max_body_bytes or limits.max_batch_tokens"
 

@@ -109,11 +109,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from expertd.kernels.backends.hopper.variants import VARIANTS
+    from expertd.kernels.backends import jit_variants
     from expertd.kernels.jit import BUNDLE, cache_directory, find
 
     report = _build_all(BUNDLE if arguments.bundle else None) if arguments.build else None
-    rows = [_row(v.source.name, v.shared_bytes(_NUM_GROUPS), find(v.source)) for v in VARIANTS]
+    rows = [_row(v.source.name, v.shared_bytes(_NUM_GROUPS), find(v.source)) for v in jit_variants()]
     if arguments.json:
         about = {
             "cache_directory": str(cache_directory()),
@@ -134,11 +134,11 @@ def _list(arguments: argparse.Namespace) -> None:
 
 def _build_all(directory: Path | None) -> BuildReport:
     """With `directory`, leaves nothing there but binaries. Raises KernelsCommandError if it lacks any."""
-    from expertd.kernels.backends.hopper.variants import VARIANTS
+    from expertd.kernels.backends import jit_variants
     from expertd.kernels.jit import build_all, cache_directory, check_writable, find
     from expertd.service.terminal import progress_bar
 
-    sources = [variant.source for variant in VARIANTS]
+    sources = [variant.source for variant in jit_variants()]
     if directory is None and any(find(source) is None for source in sources):
         check_writable(cache_directory())
     start = time.perf_counter()
@@ -184,13 +184,13 @@ def _print_table(rows: list[Row]) -> None:
 
 
 def _dump(name: str, form: str) -> bytes:
-    from expertd.kernels.backends.hopper.variants import VARIANTS
+    from expertd.kernels.backends import jit_variants
     from expertd.kernels.jit import build, to_ptx
 
-    variants = {variant.source.name: variant.source for variant in VARIANTS}
-    variant = variants.get(name)
+    sources = {variant.source.name: variant.source for variant in jit_variants()}
+    variant = sources.get(name)
     if variant is None:
-        raise KernelsCommandError(f"dump: expected one of {', '.join(variants)}, got {name!r}")
+        raise KernelsCommandError(f"dump: expected one of {', '.join(sources)}, got {name!r}")
     if form == "source":
         return variant.text().encode()
     if form == "ptx":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
 from expertd.service.commands.cpus import prepare_openmp
-from expertd.service.commands.devices import check_before_listening
+from expertd.service.commands.devices import capabilities_of, check_before_listening
 from expertd.service.files import UnwritableError
 from expertd.service.imports import quick_imports
 
@@ -114,17 +114,15 @@ def check_memory(settings: "Settings") -> None:
     """Raise MemoryError if layers do not fit in the memory of the devices that they are for, or what a GPU
     needs of the host's does not fit there. Logs a warning if callers could use more of that than is free.
     """
-    from expertd.kernels.backends import why_not
     from expertd.service.commands.host_memory import check_host_memory
     from expertd.service.ranks.shares import check_device_memory
 
-    on_gpu = settings.devices is not None
-    if settings.num_ranks == 1:
-        on_gpu = settings.backend != "reference" and why_not("hopper") is None  # nothing is logged yet
-        if settings.backend == "hopper" and not on_gpu:
-            return  # loading says why
-    check_device_memory(settings, on_gpu)
-    if settings.node_rank == 0 and (warning := check_host_memory(settings, on_gpu).warning) is not None:
+    capabilities = capabilities_of(settings)
+    if capabilities is None:
+        return  # loading says why
+    check_device_memory(settings, capabilities)
+    check = check_host_memory(settings, capabilities)
+    if settings.node_rank == 0 and (warning := check.warning) is not None:
         logger.warning(warning)
 
 

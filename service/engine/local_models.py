@@ -95,7 +95,7 @@ class LocalModels:
     def _check_memory_of(self, models: Sequence[ModelSettings]) -> None:
         """Raise MemoryError, with the numbers, unless all `models` fit, before anything is read."""
         held = [(model, self._num_held(model)) for model in models]
-        needs = needs_of_models(self._settings, held, self._device.type == "cuda")
+        needs = needs_of_models(self._settings, held, self._backend.capabilities)
         free = free_device_bytes(self._device)
         if needs.total > free:
             names = f"model {models[0].name}" if len(models) == 1 else f"{len(models)} models"
@@ -196,7 +196,7 @@ class LocalModels:
         return {"weights": weights, "staging": staging, "workspace": workspace, "outside": outside}
 
     def _is_captured(self, runner: LayerRunner) -> bool:
-        return self._device.type == "cuda" and runner.layer.is_capturable
+        return runner.layer.is_capturable
 
     def _add(self, model: ModelSettings, layer: Layer) -> None:
         if self._device.type == "cuda":
@@ -207,9 +207,10 @@ class LocalModels:
             _first_steps(runner, model, self._limits.max_request_tokens)
 
     def _needs(self, model: ModelSettings) -> Needs:
-        on_gpu = self._device.type == "cuda"
-        grown = max(0, staging_of_model(self._limits, model) - self._staged_bytes) if on_gpu else 0
-        return needs_of_model(self._settings, model, on_gpu, self._num_held(model), staging=grown)
+        capabilities, grown = self._backend.capabilities, 0
+        if capabilities.on_gpu:
+            grown = max(0, staging_of_model(self._limits, model) - self._staged_bytes)
+        return needs_of_model(self._settings, model, capabilities, self._num_held(model), staging=grown)
 
 
 def capture_graphs(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from expertd.backends import Capabilities
 from expertd.service.engine.layers import has_biases, rule_of
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.needs import GRAPH_TOKENS, Needs, needs_of, part_of_layer, staging_bytes, together
@@ -14,7 +15,7 @@ from expertd.service.settings.served import ModelSettings
 def needs_of_model(
     settings: Settings,
     model: ModelSettings,
-    on_gpu: bool,
+    capabilities: Capabilities,
     num_held: int,
     limits: Limits | None = None,
     staging: int = 0,
@@ -28,7 +29,7 @@ def needs_of_model(
     return needs_of(
         part_of_layer(model.shape, num_held),
         (limits or settings.limits).max_batch_tokens,
-        on_gpu,
+        capabilities,
         staging=staging,
         has_biases=has_biases(model),
         weighs_input=rule_of(model).weighs_input,
@@ -37,20 +38,22 @@ def needs_of_model(
     )
 
 
-def needs_of_models(settings: Settings, held: Sequence[tuple[ModelSettings, int]], on_gpu: bool) -> Needs:
+def needs_of_models(
+    settings: Settings, held: Sequence[tuple[ModelSettings, int]], capabilities: Capabilities
+) -> Needs:
     """What layers need together, of each of which the device holds this many routed experts.
 
     On a GPU each lane has memory of its own for its steps; a CPU's are small beside the weights.
     """
     weights = steps = graphs = 0
-    for lane in lanes_of(settings) if on_gpu else lanes_of(settings)[-1:]:
+    for lane in lanes_of(settings) if capabilities.on_gpu else lanes_of(settings)[-1:]:
         needs = together(
-            [needs_of_model(settings, model, on_gpu, number, lane.limits) for model, number in held]
+            [needs_of_model(settings, model, capabilities, number, lane.limits) for model, number in held]
         )
         weights = needs.weights
         steps += needs.steps
         graphs += 0 if lane.is_prefill else needs.graphs
-        if on_gpu:
+        if capabilities.on_gpu:
             steps += max((staging_of_model(lane.limits, model) for model, _ in held), default=0)
     return Needs(weights, steps, graphs)
 

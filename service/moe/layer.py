@@ -46,7 +46,6 @@ class MoELayer:
 
     tokens_per_expert: Callable[[NDArray[np.int32]], NDArray[np.int32]]
     """Tokens of each expert, from the `offsets` of a call; 0 for experts held elsewhere. Holds no weights."""
-    is_capturable = True
     needs_floats: bool
     rank_tokens: tuple[int, ...] = ()
 
@@ -73,6 +72,7 @@ class MoELayer:
         self.tokens_per_expert = partial(tokens_per_expert, shape)
         self.weights = weights
         self.backend = backend
+        self.is_capturable = backend.capabilities.captures
         self.masked_max_tokens = masked_max_tokens
         device = weights.router.device
         self._shared_ids = torch.arange(
@@ -84,9 +84,11 @@ class MoELayer:
         self._bias = None if weights.router_bias is None else weights.router_bias.contiguous()
         self.needs_floats = self._shared_gate is not None or rule.weighs_input
         self._router = weights.router.to(torch.float32).contiguous()
-        in_bf16 = weights.router.to(torch.bfloat16).contiguous()
-        exact = in_bf16.is_cuda and in_bf16.to(torch.float32).equal(self._router)
-        self._bf16_router = in_bf16 if exact else None
+        self._bf16_router = None
+        if backend.capabilities.routes_bf16:
+            in_bf16 = weights.router.to(torch.bfloat16).contiguous()
+            if in_bf16.to(torch.float32).equal(self._router):
+                self._bf16_router = in_bf16
 
     def pack(self, name: str) -> None:
         """Keep of one of the experts' MATRICES what calls need: on a CPU a copy in bf16, and no FP8.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from expertd.backends import Capabilities
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
@@ -40,7 +41,7 @@ class Needs:
 def needs_of(
     shape: LayerShape,
     max_tokens: int,
-    on_gpu: bool,
+    capabilities: Capabilities,
     *,
     staging: int = 0,
     has_biases: bool = False,
@@ -48,29 +49,32 @@ def needs_of(
     keeps_fp8: bool = False,
     graph_tokens: int = GRAPH_TOKENS,
 ) -> Needs:
-    """What a layer needs with steps of `max_tokens`.
+    """What a layer needs with steps of `max_tokens`, with a backend of these capabilities.
 
     staging       bytes by which memory for all layers grows
     has_biases    whether the experts have some
     weighs_input  whether routing weights multiply the experts' input, see `ExpertRule`
-    keeps_fp8     whether a CPU needs the matrices also in FP8, because experts move
+    keeps_fp8     whether a backend that multiplies in bf16 needs the matrices also in FP8: experts move
     graph_tokens  of the largest captured step, those of all ranks; 0: none is captured
     """
+    in_bf16 = capabilities.weight_bytes == 2
 
     def step_bytes(num_tokens: int) -> int:
-        return _step_bytes(shape, num_tokens, on_gpu) + weighs_input * _weighing_bytes(shape, num_tokens)
+        return _step_bytes(shape, num_tokens, in_bf16) + weighs_input * _weighing_bytes(shape, num_tokens)
 
     router = shape.num_experts * shape.hidden_size * (4 + 2)  # copies of it in fp32 and bf16
     matrices = 3 * shape.num_groups * shape.hidden_size * shape.intermediate_size
     weights = weights_bytes(shape, has_biases) + router
-    if not on_gpu:  # a CPU multiplies in bf16; FP8 is freed matrix by matrix, the larger one first
+    reading = 0
+    if in_bf16:  # FP8 is freed matrix by matrix, the larger one first
         reading = 0 if keeps_fp8 else matrices // 3
         weights += (2 if keeps_fp8 else 1) * matrices
-        return Needs(weights, max(step_bytes(max_tokens), reading), 0)
-    a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
-    reading = a_value * shape.hidden_size * shape.intermediate_size
+    if capabilities.on_gpu:
+        a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
+        reading = max(reading, a_value * shape.hidden_size * shape.intermediate_size)
     steps = max(step_bytes(max_tokens), reading) + staging
-    return Needs(weights, steps, step_bytes(graph_tokens) + _GRAPH_BYTES if graph_tokens else 0)
+    graphs = step_bytes(graph_tokens) + _GRAPH_BYTES if capabilities.captures and graph_tokens else 0
+    return Needs(weights, steps, graphs)
 
 
 def part_of_layer(shape: LayerShape, num_experts: int) -> LayerShape:
@@ -100,12 +104,12 @@ def staging_bytes(max_tokens: int, hidden_size: int, top_k: int, itemsize: int) 
     return _STEPS * max_tokens * (2 * hidden_size * itemsize + top_k * 8)
 
 
-def _step_bytes(shape: LayerShape, num_tokens: int, on_gpu: bool) -> int:
+def _step_bytes(shape: LayerShape, num_tokens: int, in_bf16: bool) -> int:
     """Bytes of what a step computes on the way to its output, and of that."""
     h, i, e = shape.hidden_size, shape.intermediate_size, shape.num_experts
     rows = num_tokens * (shape.top_k + shape.num_shared_experts)
     token = 2 * 4 * h + 4 * e  # hidden states and output in fp32, logits
-    if not on_gpu:
+    if in_bf16:
         return num_tokens * token + rows * 2 * h + num_tokens * 2 * h
     fp8 = h + i + 4 * (h + i) // SCALE_BLOCK
     return num_tokens * token + rows * (fp8 + 2 * h + 16)

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from expertd.backends import Capabilities
 from expertd.limits import MAX_RANKS
 from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
 from expertd.service.moe.gpu_memory import free_gpu_bytes
@@ -42,9 +43,9 @@ class Share:
         return f"{'; '.join(parts)}: {size(self.num_bytes)} ({memory})"
 
 
-def shares_of(settings: Settings, on_gpu: bool) -> list[Share]:
+def shares_of(settings: Settings, capabilities: Capabilities) -> list[Share]:
     """The share of each rank; of the only device if there are no ranks."""
-    return [_share(settings, rank, on_gpu) for rank in range(settings.num_ranks)]
+    return [_share(settings, rank, capabilities) for rank in range(settings.num_ranks)]
 
 
 def experts_of(settings: Settings, model: ModelSettings, rank: int) -> Sequence[int]:
@@ -59,14 +60,14 @@ def experts_of(settings: Settings, model: ModelSettings, rank: int) -> Sequence[
     return [int(expert) for expert in placement.experts_of_rank(0, rank)]
 
 
-def free_bytes(settings: Settings, on_gpu: bool) -> list[int | None]:
+def free_bytes(settings: Settings, capabilities: Capabilities) -> list[int | None]:
     """The free memory for each rank of this node. CPU ranks share it evenly.
 
     None: it has no such GPU, or that cannot be asked without a context on it; see `free_gpu_bytes`.
     """
     import torch
 
-    if not on_gpu:
+    if not capabilities.on_gpu:
         return [free_host_bytes() // settings.ranks_per_node] * settings.ranks_per_node
     if settings.devices is not None:
         return free_gpu_bytes(numbers(settings.devices))
@@ -74,32 +75,32 @@ def free_bytes(settings: Settings, on_gpu: bool) -> list[int | None]:
     return [torch.cuda.mem_get_info(0)[0] if torch.cuda.is_available() else None]
 
 
-def check_device_memory(settings: Settings, on_gpu: bool) -> None:
+def check_device_memory(settings: Settings, capabilities: Capabilities) -> None:
     """Raise MemoryError, with the numbers, if what a device of this node is to hold does not fit there."""
-    for rank, share, free in shares_here(settings, on_gpu):
+    for rank, share, free in shares_here(settings, capabilities):
         if free is not None and share.num_bytes > free:
             name = f"memory, rank {rank}" if settings.num_ranks > 1 else "memory"
-            hint = what_would_do(settings, on_gpu, free)
+            hint = what_would_do(settings, capabilities, free)
             raise MemoryError(f"{name}: expected room for {share.text}, got {size(free)} free{hint}")
 
 
-def shares_here(settings: Settings, on_gpu: bool) -> Iterator[tuple[int, Share, int | None]]:
+def shares_here(settings: Settings, capabilities: Capabilities) -> Iterator[tuple[int, Share, int | None]]:
     """The ranks of this node: their numbers, shares, and free memory."""
     first = settings.node_rank * settings.ranks_per_node
-    own = shares_of(settings, on_gpu)[first : first + settings.ranks_per_node]
-    yield from zip(range(first, first + len(own)), own, free_bytes(settings, on_gpu), strict=True)
+    own = shares_of(settings, capabilities)[first : first + settings.ranks_per_node]
+    yield from zip(range(first, first + len(own)), own, free_bytes(settings, capabilities), strict=True)
 
 
-def what_would_do(settings: Settings, on_gpu: bool, available: int) -> str:
+def what_would_do(settings: Settings, capabilities: Capabilities, available: int) -> str:
     """A hint: a change of the settings with which everything would fit; empty if none is known."""
-    return more_ranks(settings, on_gpu, available) or fewer_tokens(settings, on_gpu, available)
+    return more_ranks(settings, capabilities, available) or fewer_tokens(settings, capabilities, available)
 
 
-def fewer_tokens(settings: Settings, on_gpu: bool, available: int) -> str:
+def fewer_tokens(settings: Settings, capabilities: Capabilities, available: int) -> str:
     """A hint: how many tokens a step may have, with this free memory for a rank; empty if none would do."""
     tokens = settings.limits.max_batch_tokens // 2
     while tokens >= _FEWEST_TOKENS:
-        shares = shares_of(with_fewer_tokens(settings, tokens), on_gpu)
+        shares = shares_of(with_fewer_tokens(settings, tokens), capabilities)
         if all(share.num_bytes <= available for share in shares):
             too_long = " and max_request_tokens" if settings.limits.max_request_tokens > tokens else ""
             return f"; limits.max_batch_tokens{too_long} of {tokens} would do"
@@ -107,21 +108,21 @@ def fewer_tokens(settings: Settings, on_gpu: bool, available: int) -> str:
     return ""
 
 
-def more_ranks(settings: Settings, on_gpu: bool, available: int) -> str:
+def more_ranks(settings: Settings, capabilities: Capabilities, available: int) -> str:
     """A hint: how many ranks, each with this free memory, would do; empty if no number would."""
     for count in range(settings.num_ranks + 1, MAX_RANKS + 1):
-        update = {"devices": f"0-{count - 1}"} if on_gpu else {"ranks": count}
+        update = {"devices": f"0-{count - 1}"} if capabilities.on_gpu else {"ranks": count}
         try:
-            shares = shares_of(settings.model_copy(update=update | {"nnodes": 1}), on_gpu)
+            shares = shares_of(settings.model_copy(update=update | {"nnodes": 1}), capabilities)
         except ValueError:
             break  # fewer experts than ranks
-        room = available if on_gpu else available * settings.ranks_per_node // count
+        room = available if capabilities.on_gpu else available * settings.ranks_per_node // count
         if all(share.num_bytes <= room for share in shares):
-            return f"; {count} such {'GPUs' if on_gpu else 'ranks'} would do"
+            return f"; {count} such {'GPUs' if capabilities.on_gpu else 'ranks'} would do"
     return ""
 
 
-def _share(settings: Settings, rank: int, on_gpu: bool) -> Share:
+def _share(settings: Settings, rank: int, capabilities: Capabilities) -> Share:
     held, numbers_held = defaultdict[str, list[str]](list), []
     for model in (model for model in settings.models if model.load):
         experts = experts_of(settings, model, rank)
@@ -131,9 +132,9 @@ def _share(settings: Settings, rank: int, on_gpu: bool) -> Share:
             shared = f" {word} {model.num_shared_experts} shared"
         held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)
         numbers_held.append((model, len(experts)))
-    exchange = exchange_bytes(settings) if on_gpu and settings.num_ranks > 1 else 0
+    exchange = exchange_bytes(settings) if capabilities.on_gpu and settings.num_ranks > 1 else 0
     names = {what: tuple(names) for what, names in held.items()}
-    return Share(names, needs_of_models(settings, numbers_held, on_gpu), exchange)
+    return Share(names, needs_of_models(settings, numbers_held, capabilities), exchange)
 
 
 def _layers(names: Sequence[str]) -> str:

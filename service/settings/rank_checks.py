@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from expertd.backends import BACKENDS, with_joint_exchange
 from expertd.limits import MAX_EXPERTS, MAX_RANK_PAIRS, MAX_RANKS
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
     """What does not fit the number of ranks, or the GPUs."""
     count = settings.num_ranks
     if settings.devices is not None:
-        if settings.backend not in ("auto", "hopper"):
-            yield f"devices: expected backend hopper, got {settings.backend!r}"
+        if settings.backend != "auto" and not BACKENDS[settings.backend].joint_exchange:
+            yield f"devices: expected backend {with_joint_exchange()}, got {settings.backend!r}"
         if count < 2:
             yield f"devices: expected two GPUs or more, got {settings.devices}"
         if count > MAX_RANKS and settings.nnodes == 1:

@@ -1,4 +1,62 @@
-"""The registry of backends. Each names a folder of `kernels/backends`."""
+"""The registry of backends, and what each one can do; imports no torch."""
 
-BACKENDS = ("hopper", "reference")
-"""The order in which "auto" tries them."""
+from dataclasses import dataclass
+
+from expertd.limits import HIDDEN_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What callers ask about a backend instead of its name; the defaults are those of plain PyTorch.
+
+    device_type     the only device type ("cpu", "cuda") whose tensors it accepts, and where a server's layers
+                    are; None: any, and a server's are on a CPU
+    weight_bytes    memory of a weight in calls: 1 if they read FP8, 2 if they read a copy in bf16
+    captures        calls can be captured in graphs
+    request_table   has `gather_rows` and `scatter_rows`: with `captures`, small steps are one graph each
+    joint_exchange  has `parallel_experts`: the GPUs of a host share a layer
+    partitions      has `partitions`, and `num_sms` limits its launches
+    routes_bf16     `route` has exact fp32 logits if hidden states and the router are bf16
+    compiles        its kernels are compiled just in time, and `kernels.jit` keeps them
+    hidden_step     a hidden size is a multiple of it
+    max_n           the largest N of a GEMM
+    """
+
+    device_type: str | None = None
+    weight_bytes: int = 2
+    captures: bool = False
+    request_table: bool = False
+    joint_exchange: bool = False
+    partitions: bool = False
+    routes_bf16: bool = False
+    compiles: bool = False
+    hidden_step: int = HIDDEN_STEP
+    max_n: int = 2**23
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a server's layers are in the memory of a GPU."""
+        return self.device_type not in (None, "cpu")
+
+
+BACKENDS = {
+    "hopper": Capabilities(
+        device_type="cuda",
+        weight_bytes=1,
+        captures=True,
+        request_table=True,
+        joint_exchange=True,
+        partitions=True,
+        routes_bf16=True,
+        compiles=True,
+        hidden_step=16,  # TMA copies 16 bytes at a time, and FP8 has one for each column
+        max_n=2**23,  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
+    ),
+    "reference": Capabilities(),
+}
+"""By name, which is also that of a folder of `kernels/backends`; "auto" tries them in this order."""
+
+
+def with_joint_exchange() -> str:
+    """The names of the backends whose GPUs share a layer, for errors."""
+    return " or ".join(name for name, can in BACKENDS.items() if can.joint_exchange)

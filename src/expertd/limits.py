@@ -3,7 +3,7 @@
 SCALE_BLOCK = 128
 """Columns of K per scale; in a weight, rows and columns of a block."""
 HIDDEN_STEP = 16
-"""A hidden size is a multiple of it: TMA copies 16 bytes at a time, and FP8 has one for each column."""
+"""A hidden size is a multiple of it, for every backend; one may want more, see `Capabilities`."""
 MAX_GROUPS = 1024
 """Groups of a grouped GEMM: the local and shared experts."""
 MAX_EXPERTS = 1024

@@ -22,9 +22,9 @@ from expertd.kernels import (
 )
 from expertd.kernels.backends.hopper import combine_rows, grouped_gemm
 from expertd.kernels.backends.hopper.backend import HopperBackend
-from expertd.kernels.backends.hopper.launch import Variant
 from expertd.kernels.backends.hopper.plans import Plan
 from expertd.kernels.backends.hopper.tiles import CONFIGS
+from expertd.kernels.jit import Variant
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from expertd.backends import Capabilities
 from expertd.kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked
 from expertd.kernels.backends import backend_names, resolve_backend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
@@ -209,7 +210,7 @@ def test_no_rows_return_an_empty_output() -> None:
 def test_a_backend_for_another_device_is_refused() -> None:
     class ElsewhereBackend(ReferenceBackend):
         name = "elsewhere"
-        device_type = "cuda"
+        capabilities = Capabilities(device_type="cuda")
 
     with pytest.raises(ValueError, match="a device: expected cuda for backend 'elsewhere', got cpu"):
         grouped_gemm_contiguous(**_quantized(_contiguous_arguments() | {"backend": ElsewhereBackend()}))

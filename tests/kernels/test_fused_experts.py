@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertd.backends import Capabilities
 from expertd.kernels import (
     Backend,
     Quantized,
@@ -421,7 +422,7 @@ def test_runs_cover_each_row_once(bounds: list[int], step: int) -> None:
 
 def test_a_backend_of_another_device_is_refused() -> None:
     class OnlyCuda(ReferenceBackend):
-        device_type = "cuda"
+        capabilities = Capabilities(device_type="cuda")
 
     with pytest.raises(
         ValueError, match="hidden_states device: expected cuda for backend 'reference', got cpu"

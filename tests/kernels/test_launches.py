@@ -25,7 +25,7 @@ from expertd.kernels.backends.hopper import gather_rows, grouped_gemm, launch, l
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream
 from expertd.kernels.backends.hopper.layer import Layer
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.plans import Plan
@@ -33,6 +33,7 @@ from expertd.kernels.backends.hopper.rates import H200
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.hopper.variants import VARIANTS
+from expertd.kernels.jit import Variant
 from expertd.kernels.jit.source import CSRC
 from expertd.kernels.rank_memory import RankTokens
 from expertd.layout import Layout

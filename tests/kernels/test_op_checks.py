@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertd.backends import BACKENDS
 from expertd.kernels import (
     ExpertBiases,
     OtherGlu,
@@ -29,10 +30,11 @@ from expertd.kernels import (
 from expertd.kernels.backends.hopper import tiles
 from expertd.kernels.backends.hopper.backend import HopperBackend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.kernels.checks import MAX_N
 from expertd.kernels.expert_checks import check_parallel
 
 T, TOP_K, H, E, G = 4, 2, 256, 8, 4  # G: groups of a rank
+HOPPER = BACKENDS["hopper"]
+MAX_N = HOPPER.max_n
 IDS, WEIGHTS = torch.zeros(T, TOP_K, dtype=torch.int32), torch.zeros(T, TOP_K)
 LOGITS, GROUPED = torch.zeros(2, 4), Routing(num_expert_groups=4, topk_group=2)
 ROWS = quantize_rows(torch.zeros(T, H))
@@ -244,11 +246,11 @@ def _parallel_arguments() -> dict[str, Any]:
 
 
 def test_what_suits_the_memory_of_ranks_is_accepted() -> None:
-    check_parallel(**_parallel_arguments())
+    check_parallel(HOPPER, **_parallel_arguments())
     biases = ExpertBiases(torch.zeros(G, 256).bfloat16(), torch.zeros(E, H).bfloat16())
     offsets = torch.zeros(G + 1, dtype=torch.int32)
-    check_parallel(**_parallel_arguments() | {"biases": biases, "offsets": offsets})
-    check_parallel(**_parallel_arguments() | {"hidden_states": ROWS, "num_sms": 2})
+    check_parallel(HOPPER, **_parallel_arguments() | {"biases": biases, "offsets": offsets})
+    check_parallel(HOPPER, **_parallel_arguments() | {"hidden_states": ROWS, "num_sms": 2})
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,7 @@ def test_what_suits_the_memory_of_ranks_is_accepted() -> None:
 def test_ranks_refuse(change: dict[str, Any], message: str) -> None:
     arguments = _parallel_arguments() | change
     with pytest.raises(ValueError, match=f"^{message}"):
-        check_parallel(**arguments)
+        check_parallel(HOPPER, **arguments)
 
 
 def test_ranks_refuse_before_the_launch() -> None:

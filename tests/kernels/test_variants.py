@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from expertd.kernels import jit
-from expertd.kernels.backends.hopper.launch import Variant
 from expertd.kernels.backends.hopper.tiles import SHARED_BYTES_LIMIT
 from expertd.kernels.backends.hopper.variants import VARIANTS
+from expertd.kernels.jit import Variant
 from expertd.limits import MAX_GROUPS
 
 MAX_REGISTERS_OF_A_CTA = 65_536

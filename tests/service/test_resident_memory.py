@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from expertd.backends import BACKENDS
 from expertd.kernels.backends.reference.matrices import can_pack
 from expertd.service.moe.needs import needs_of
 from tests.service.apps import MODEL, tiny_settings
@@ -30,7 +31,10 @@ def test_a_loaded_layer_takes_the_memory_that_was_computed(tmp_path: Path) -> No
     limits = {"max_request_tokens": TOKENS, "max_batch_tokens": TOKENS, "max_body_bytes": 1 << 23}
     settings = tiny_settings(limits, models=[MODEL, LAYER])
     shape = settings.models[1].shape
-    needs, fp8 = needs_of(shape, TOKENS, False), needs_of(shape, TOKENS, True).weights
+    needs, fp8 = (
+        needs_of(shape, TOKENS, BACKENDS["reference"]),
+        needs_of(shape, TOKENS, BACKENDS["hopper"]).weights,
+    )
     with server_process(settings, tmp_path, fork=False) as server:
         pid, before = server.process.pid, memory(server.process.pid)
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # forget the peak

@@ -1,8 +1,11 @@
 """The Hopper backend: kernels compiled just in time, their variants and their launches."""
 
+from collections.abc import Sequence
+
 import torch
 
 from expertd.kernels.backends.base import Backend
+from expertd.kernels.jit import Variant
 
 
 def why_not(device: torch.device | None) -> str | None:
@@ -26,3 +29,10 @@ def create() -> Backend:
     from expertd.kernels.backends.hopper.backend import HopperBackend
 
     return HopperBackend()
+
+
+def jit_variants() -> Sequence[Variant]:
+    """All kernels; needs no GPU."""
+    from expertd.kernels.backends.hopper.variants import VARIANTS
+
+    return VARIANTS

@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from expertd.backends import BACKENDS, Capabilities
 from expertd.kernels import jit
 from expertd.kernels.backends.base import Backend, Progress, without_padding
 from expertd.kernels.backends.hopper import plans
@@ -38,7 +39,7 @@ class HopperBackend(Backend):
     """
 
     name: ClassVar[str] = "hopper"
-    device_type: ClassVar[str | None] = "cuda"
+    capabilities: ClassVar[Capabilities] = BACKENDS["hopper"]
 
     def __init__(self, choose: Choose = plans.choose) -> None:
         self._kernels = Kernels()
@@ -135,7 +136,7 @@ class HopperBackend(Backend):
     ) -> None:
         """See `Backend.parallel_experts`."""
         check_parallel(
-            memory, tokens, hidden_states, topk_ids, topk_weights, gate_up, down, out,
+            self.capabilities, memory, tokens, hidden_states, topk_ids, topk_weights, gate_up, down, out,
             activation=activation, num_sms=num_sms, offsets=offsets, biases=biases,
             has_overlap=overlap is not None,
         )  # fmt: skip

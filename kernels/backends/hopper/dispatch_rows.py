@@ -6,15 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import (
-    Grid,
-    Kernels,
-    OnStream,
-    Variant,
-    named_source,
-    variants_by_dtype,
-)
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source, variants_by_dtype
 from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes, sharing
+from expertd.kernels.jit import Variant
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, as_floats
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.limits import SCALE_BLOCK

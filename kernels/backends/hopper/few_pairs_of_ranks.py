@@ -4,8 +4,9 @@ import numpy as np
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.compute_permutation import FEW_PAIRS, Permutation
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, Variant, named_source
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source
 from expertd.kernels.backends.hopper.rank_grids import place_bytes
+from expertd.kernels.jit import Variant
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 VARIANT = Variant(named_source("few_pairs_of_ranks", FEW_PAIRS=FEW_PAIRS), FEW_PAIRS, place_bytes)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper import plans, tiles
-from expertd.kernels.backends.hopper.launch import Kernels, OnStream, Variant, cuda_core, multiprocessors
+from expertd.kernels.backends.hopper.launch import Kernels, OnStream, cuda_core, multiprocessors
 from expertd.kernels.backends.hopper.plans import Plan
 from expertd.kernels.backends.hopper.rates import Rates, rates
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
-from expertd.kernels.jit import Source
+from expertd.kernels.jit import Source, Variant
 from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout

@@ -9,22 +9,10 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import jit
+from expertd.kernels.jit import Variant
 from expertd.limits import MAX_EXPERTS, MAX_GROUPS
 
 _DATATYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
-
-
-class Variant(NamedTuple):
-    """How to compile and launch a kernel.
-
-    source        the file to compile, with its definitions
-    threads       threads per CTA
-    shared_bytes  dynamic shared memory per CTA, by the number of groups, or of experts
-    """
-
-    source: jit.Source
-    threads: int
-    shared_bytes: Callable[[int], int]
 
 
 class Grid(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
+from expertd.backends import BACKENDS
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT
@@ -103,7 +104,7 @@ def _configuration(engine: Engine, spec: LayerSpec) -> dict[str, Any]:
 def _kind(engine: Engine) -> str:
     if engine.loaded is None:
         return "KIND_AUTO"
-    return "KIND_GPU" if engine.loaded.backend == "hopper" else "KIND_CPU"
+    return "KIND_GPU" if BACKENDS[engine.loaded.backend].on_gpu else "KIND_CPU"
 
 
 def _parameters(engine: Engine, spec: LayerSpec) -> dict[str, str | int]:

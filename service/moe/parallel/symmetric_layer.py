@@ -60,7 +60,6 @@ class SymmetricLayer:
     """
 
     masked_max_tokens = 0
-    is_capturable = True
 
     def __init__(
         self,
@@ -83,6 +82,7 @@ class SymmetricLayer:
         num_held = len(tables.slots_of_rank[memory.rank])
         own = replace(shape, local_experts=range(num_held))
         self.shape, self.weights, self.backend = shape, weights, backend
+        self.is_capturable = backend.capabilities.captures
         self.memory = memory
         self._own = MoELayer(own, weights, backend, routing=routing)
         self._rule = rule

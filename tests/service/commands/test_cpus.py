@@ -11,11 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from expertd.backends import BACKENDS
 from expertd.cpus import Cpus, cpus
 from expertd.service.commands import cpus as command
 from expertd.service.commands.cpus import check_cpus, prepare_openmp
 from tests.service.apps import tiny_settings
 from tests.service.cgroups import V2, fake_groups
+
+HOPPER, REFERENCE = BACKENDS["hopper"], BACKENDS["reference"]
 
 HALF = {"cpu.max": "50000 100000\n"}
 V1 = ("cgroup", "rw,cpu,cpuacct")
@@ -171,10 +174,10 @@ def test_check_says_what_was_found(
     monkeypatch.setattr(command, "cpus", lambda: found)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert check_cpus(tiny_settings(ranks=ranks), on_gpu=False) == text
+    assert check_cpus(tiny_settings(ranks=ranks), REFERENCE) == text
     if ranks == 1:
         counted = f"{found}; kernels are compiled by {found.count} at once"
-        assert check_cpus(tiny_settings(), on_gpu=True) == counted
+        assert check_cpus(tiny_settings(), HOPPER) == counted
 
 
 def test_kernels_are_compiled_by_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from expertd.activation import ExpertRule
+from expertd.backends import BACKENDS
 from expertd.kernels import resolve_backend
 from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.host_memory import free_host_bytes
@@ -17,28 +18,33 @@ from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
 from tests.service.cgroups import V2, fake_groups
 
+HOPPER, REFERENCE = BACKENDS["hopper"], BACKENDS["reference"]
+
 SHAPE = LayerShape(hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4, num_shared_experts=1)
 
 
 def test_the_needs_have_their_parts() -> None:
-    on_gpu, on_cpu = needs_of(SHAPE, 4096, True, staging=10_000_000), needs_of(SHAPE, 4096, False)
+    on_gpu, on_cpu = needs_of(SHAPE, 4096, HOPPER, staging=10_000_000), needs_of(SHAPE, 4096, REFERENCE)
     assert on_gpu.weights == weights_bytes(SHAPE) + 16 * 1024 * 6
     matrices = 3 * 17 * 1024 * 512
     assert on_cpu.weights == on_gpu.weights + matrices, "the CPU multiplies in bf16, and keeps no FP8"
-    assert needs_of(SHAPE, 4096, False, keeps_fp8=True).weights == on_gpu.weights + 2 * matrices
-    assert needs_of(SHAPE, 1, False).steps == matrices // 3, "while one matrix is packed, the other is FP8"
+    assert needs_of(SHAPE, 4096, REFERENCE, keeps_fp8=True).weights == on_gpu.weights + 2 * matrices
+    assert needs_of(SHAPE, 1, REFERENCE).steps == matrices // 3, (
+        "while one matrix is packed, the other is FP8"
+    )
     biases = 17 * (2 * 512 + 1024) * 2
-    assert needs_of(SHAPE, 4096, True, has_biases=True).weights == on_gpu.weights + biases
+    assert needs_of(SHAPE, 4096, HOPPER, has_biases=True).weights == on_gpu.weights + biases
     weighing = 4096 * (4 + 4 + 1) * 1024 * 4
-    assert needs_of(SHAPE, 4096, True, weighs_input=True, staging=10_000_000).steps == on_gpu.steps + weighing
-    assert on_gpu.steps - needs_of(SHAPE, 4096, True).steps == 10_000_000
+    weighs = needs_of(SHAPE, 4096, HOPPER, weighs_input=True, staging=10_000_000)
+    assert weighs.steps == on_gpu.steps + weighing
+    assert on_gpu.steps - needs_of(SHAPE, 4096, HOPPER).steps == 10_000_000
     assert on_cpu.graphs == 0 < on_gpu.graphs
-    of_four_ranks = needs_of(SHAPE, 4096, True, graph_tokens=4 * 256).graphs
+    of_four_ranks = needs_of(SHAPE, 4096, HOPPER, graph_tokens=4 * 256).graphs
     assert of_four_ranks - on_gpu.graphs == 3 * 256 * (
         2 * 4 * 1024 + 4 * 16 + 5 * (1536 + 48 + 2 * 1024 + 16)
     )
-    assert needs_of(SHAPE, 4096, True, graph_tokens=0).graphs == 0
-    assert needs_of(SHAPE, 1024, True).steps < needs_of(SHAPE, 4096, True).steps
+    assert needs_of(SHAPE, 4096, HOPPER, graph_tokens=0).graphs == 0
+    assert needs_of(SHAPE, 1024, HOPPER).steps < needs_of(SHAPE, 4096, HOPPER).steps
     assert str(on_cpu).startswith(f"{on_cpu.total / 1e6:.1f} MB (weights ")
 
 
@@ -47,13 +53,13 @@ def test_the_largest_graph_counts() -> None:
 
 
 def test_layers_share_memory_for_steps_and_graphs() -> None:
-    each = [needs_of(SHAPE, tokens, True) for tokens in (1024, 4096)]
+    each = [needs_of(SHAPE, tokens, HOPPER) for tokens in (1024, 4096)]
     both = together(each)
     assert both.weights == 2 * each[0].weights
     assert both.steps == each[1].steps > each[0].steps
     assert each[0].graphs < both.graphs < 2 * each[0].graphs
     assert together([]).total == 0
-    part = needs_of(part_of_layer(SHAPE, 4), 4096, True)
+    part = needs_of(part_of_layer(SHAPE, 4), 4096, HOPPER)
     assert part.weights == each[0].weights - 12 * SHAPE.expert_bytes
 
 
@@ -101,4 +107,4 @@ def test_a_layer_on_a_gpu_needs_no_more_than_was_computed(weighs_input: bool) ->
     runner = LayerRunner(layer, device)
     runner.run([zero_request(tokens, SHAPE.hidden_size)])
     used = torch.cuda.max_memory_allocated(device) - before
-    assert used <= needs_of(SHAPE, tokens, True, weighs_input=weighs_input).total
+    assert used <= needs_of(SHAPE, tokens, HOPPER, weighs_input=weighs_input).total

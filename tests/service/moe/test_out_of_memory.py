@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from expertd.backends import BACKENDS
 from expertd.service.moe.needs import needs_of, weights_bytes
 from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
 from tests.service.apps import MODEL, serving, tiny_settings
 
+REFERENCE = BACKENDS["reference"]
+
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, num_shared_experts=1)
 CPU = torch.device("cpu")
-NEEDS = needs_of(SHAPE, 16, on_gpu=False)
+NEEDS = needs_of(SHAPE, 16, REFERENCE)
 
 
 def test_the_bytes_of_weights() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from expertd.backends import BACKENDS
 from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.moe.needs import weights_bytes
 from expertd.service.moe.parallel.placed import held_by
@@ -22,6 +23,8 @@ from expertd.service.ranks.shares import (
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import CheckpointSettings
 from tests.service.checkpoints.builders import Checkpoint
+
+HOPPER, REFERENCE = BACKENDS["hopper"], BACKENDS["reference"]
 
 DEEPSEEK_V3 = {
     "hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8, "num_shared_experts": 1,
@@ -46,15 +49,15 @@ def test_shared_experts_that_are_left_out_need_no_memory() -> None:
         )
         for changes in ({"shared_experts": False}, {"num_shared_experts": 0})
     )
-    for on_gpu in (False, True):
-        for share, expected in zip(shares_of(without, on_gpu), shares_of(with_none, on_gpu), strict=True):
+    for can in (REFERENCE, HOPPER):
+        for share, expected in zip(shares_of(without, can), shares_of(with_none, can), strict=True):
             assert share.needs == expected.needs
             assert " of 256 without the 1 shared: " in share.text
 
 
 def test_a_whole_model_fits_on_eight_gpus_and_not_on_four() -> None:
     settings = whole_model()
-    shares = shares_of(settings, on_gpu=True)
+    shares = shares_of(settings, HOPPER)
     shape = settings.models[0].shape
     experts = 58 * (256 + 8) * shape.expert_bytes  # the shared one is on every rank
     router = 8 * 58 * 256 * 7168 * (4 + 4 + 2)
@@ -65,9 +68,9 @@ def test_a_whole_model_fits_on_eight_gpus_and_not_on_four() -> None:
         assert 84e9 < share.num_bytes < 100e9
     h200 = 140_000_000_000
     on_four = whole_model(devices="0-3")
-    assert all(share.num_bytes > h200 for share in shares_of(on_four, on_gpu=True))
-    assert more_ranks(on_four, on_gpu=True, available=h200) == "; 6 such GPUs would do"
-    assert more_ranks(on_four, on_gpu=True, available=20_000_000_000) == ""
+    assert all(share.num_bytes > h200 for share in shares_of(on_four, HOPPER))
+    assert more_ranks(on_four, HOPPER, available=h200) == "; 6 such GPUs would do"
+    assert more_ranks(on_four, HOPPER, available=20_000_000_000) == ""
 
 
 def test_what_does_not_fit_gpus_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,13 +80,13 @@ def test_what_does_not_fit_gpus_is_refused_with_the_numbers(monkeypatch: pytest.
         of_device = dict(zip((2, 3, 4, 5), free, strict=True))
         monkeypatch.setattr(module, "free_gpu_bytes", lambda devices: [of_device[each] for each in devices])
 
-    shares = shares_of(settings, on_gpu=True)
+    shares = shares_of(settings, HOPPER)
     enough = shares[0].num_bytes
     give(enough, enough, None, enough)  # one cannot be asked
-    check_device_memory(settings, on_gpu=True)
+    check_device_memory(settings, HOPPER)
     give(enough, enough, enough, 140_000_000_000)
     with pytest.raises(MemoryError) as caught:
-        check_device_memory(settings, on_gpu=True)
+        check_device_memory(settings, HOPPER)
     expected = f"memory, rank 3: expected room for {shares[3].text}, got 140.0 GB free; 6 such GPUs would do"
     assert str(caught.value) == expected
     assert "(weights 167.1 GB, steps " in expected
@@ -94,21 +97,21 @@ def test_a_hint_says_how_many_tokens_would_do(monkeypatch: pytest.MonkeyPatch) -
     model = {"name": "a", "hidden_size": 4096, "intermediate_size": 128, "num_experts": 1, "top_k": 1}
     limits = {"max_batch_tokens": 65536, "max_queue_tokens": 65536}
     settings = Settings.model_validate({"models": [model], "backend": "hopper", "limits": limits})
-    needed = shares_of(settings, on_gpu=True)[0].num_bytes
-    monkeypatch.setattr(module, "free_bytes", lambda settings, on_gpu: [needed // 2])
+    needed = shares_of(settings, HOPPER)[0].num_bytes
+    monkeypatch.setattr(module, "free_bytes", lambda settings, capabilities: [needed // 2])
     expected = r"^memory: expected room for .*; limits.max_batch_tokens of 16384 would do$"
     with pytest.raises(MemoryError, match=expected):
-        check_device_memory(settings, on_gpu=True)
-    monkeypatch.setattr(module, "free_bytes", lambda settings, on_gpu: [1_000_000])
+        check_device_memory(settings, HOPPER)
+    monkeypatch.setattr(module, "free_bytes", lambda settings, capabilities: [1_000_000])
     with pytest.raises(MemoryError, match=r"got 1\.0 MB free$"):
-        check_device_memory(settings, on_gpu=True)
+        check_device_memory(settings, HOPPER)
 
 
 def test_each_lane_has_memory_for_its_steps() -> None:
     model = {"name": "a", "hidden_size": 4096, "intermediate_size": 128, "num_experts": 1, "top_k": 1}
     lanes = {"decode_max_tokens": 64, "decode_batch_tokens": 128}
     one, two = (
-        shares_of(Settings.model_validate({"models": [model], "backend": "hopper"} | more), on_gpu=True)[0]
+        shares_of(Settings.model_validate({"models": [model], "backend": "hopper"} | more), HOPPER)[0]
         for more in ({}, {"lanes": lanes})
     )
     assert (one.needs.weights, one.needs.graphs) == (two.needs.weights, two.needs.graphs)
@@ -142,14 +145,14 @@ def test_one_device_holds_all_of_every_layer() -> None:
         for name in ("whole", "m.layers.4", "m.layers.5", "part")
     ]
     settings = Settings.model_validate({"models": models, "backend": "reference"})
-    (share,) = shares_of(settings, on_gpu=False)
+    (share,) = shares_of(settings, REFERENCE)
     assert share.held == {
         "experts 0-7 of 8": ("whole", "m.layers.4", "m.layers.5"),
         "experts 2-5 of 8": ("part",),
     }
     assert "m.layers.4-5, whole: experts 0-7 of 8; part: experts 2-5 of 8: " in share.text
     assert share.needs.weights > sum(weights_bytes(model.shape) for model in settings.models)
-    (free,) = free_bytes(settings, on_gpu=False)
+    (free,) = free_bytes(settings, REFERENCE)
     assert free is not None
     assert share.num_bytes < free
 
@@ -172,7 +175,7 @@ def test_layers_that_are_not_loaded_at_first_need_nothing() -> None:
     model = {"name": "a", "hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2}
     later = {**model, "name": "b", "load": False}
     both, one, none = (
-        shares_of(Settings.model_validate({"models": models, "backend": "reference"}), on_gpu=False)[0]
+        shares_of(Settings.model_validate({"models": models, "backend": "reference"}), REFERENCE)[0]
         for models in ([model, later], [model], [later])
     )
     assert (both.needs, both.held) == (one.needs, one.held)
