@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.timing import expect_gpu, header
 from expertd.kernels import Routing, resolve_backend
+from expertd.service.device import device_of
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.local_models import capture_graphs
 from expertd.service.memory import Buffer, Span
@@ -138,7 +139,7 @@ def gpu_microseconds(layer: MoELayer, num_tokens: int) -> float:
 
 async def measure(tokens: Sequence[int]) -> tuple[list[Row], list[Row]]:
     """The rows of both tables."""
-    device = torch.device("cuda", 0)
+    device = device_of("cuda:0")
     layer = make_layer()
     staging = Staging(device)
     staging.prepare(4096, SHAPE.hidden_size, SHAPE.top_k, 2)

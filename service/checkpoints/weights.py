@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from expertd.service.checkpoints.decode import decode, quantize_by_powers, scale
 from expertd.service.checkpoints.files import OpenFiles, Stored
 from expertd.service.checkpoints.layer import Biases
 from expertd.service.checkpoints.parts import PartReader
+from expertd.service.device import device_of
 from expertd.service.moe.needs import GROUPS_AT_ONCE
 from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.moe.weights import ExpertWeights
@@ -40,7 +40,8 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
     i = -(-len(first_gate.rows) // SCALE_BLOCK) * SCALE_BLOCK
     gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
     device = down_out.data.device  # with its number, since other threads may have another GPU
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    own = device_of(device)
+    stream = own.current_stream()
     decoding = threading.Lock()
     with OpenFiles() as files, TensorReader() as tensors:
         reader = PartReader(files, tensors, device)
@@ -51,7 +52,7 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
         )
 
         def read_group(group: int) -> int:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
+            with own.on(stream):
                 reader = PartReader(files, tensors, device)
                 gate, up, down = source.groups[group]
                 _read(reader, gate, _rows(gate_up_out, group, 0, i), decoding)

@@ -41,9 +41,8 @@ def check_partitions(settings: "Settings") -> str:
 
     Raises ValueError if they do not fit, or RuntimeError without the backend.
     """
-    import torch
-
     from expertd.kernels import resolve_backend
+    from expertd.service.device import device_of
 
     backend, requested = resolve_backend(settings.backend), sum(settings.partitions.values())
     if not requested:
@@ -52,7 +51,7 @@ def check_partitions(settings: "Settings") -> str:
         raise ValueError(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
-    total = torch.cuda.get_device_properties(backend.device).multi_processor_count
+    total = device_of(backend.device).num_sms or 0
     if requested > total:
         raise ValueError(f"partitions: expected at most the {total} SMs of the GPU, got {requested}")
     return f"{requested} of {total} SMs"
@@ -86,11 +85,10 @@ def _check_devices(settings: "Settings") -> None:
     """Raise ValueError if this machine lacks a GPU of `devices`. Opens none of them."""
     if settings.devices is None:
         return
-    import torch
-
+    from expertd.service.device.cuda import num_gpus
     from expertd.service.settings.spans import numbers
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_gpus()
     if count == 0:
         raise ValueError(f"devices: expected GPUs {settings.devices} of this machine, got none")
     if (last := max(numbers(settings.devices))) >= count:

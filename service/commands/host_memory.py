@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from expertd.backends import Capabilities
+from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.engine.memory_needs import staging_of_model
 from expertd.service.http.worker_setup import channel_sizes, shares
-from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.ranks.shares import shares_here, size
 from expertd.service.ranks.staging import MAX_SENT, staging_bytes
 from expertd.service.settings.lanes import lanes_of

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
+from expertd.service.device import Stream, device_of
 from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of, stop_if
 from expertd.service.engine.local_models import Held, LocalModels
 from expertd.service.engine.placement import Placements
@@ -21,15 +21,6 @@ from expertd.service.engine.profiling import RankRecordings
 from expertd.service.engine.rank_metrics import RankState
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
-from expertd.service.moe.device import (
-    device_memory,
-    device_name,
-    failure_of,
-    gpu_uuids,
-    prepare_thread,
-    register_for,
-)
-from expertd.service.moe.ipc import opener_for
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.step_counts import NOTHING, StepUse
 from expertd.service.settings.model import Settings
@@ -119,7 +110,7 @@ class Loaded:
     use: Callable[[], StepUse] = lambda: NOTHING
     gpus: Callable[[], Sequence[str]] = tuple
     route: Route | None = None
-    streams: Callable[[], Sequence[tuple[str, torch.cuda.Stream]]] = tuple
+    streams: Callable[[], Sequence[tuple[str, Stream]]] = tuple
     recordings: RankRecordings | None = None
     most_running: int = 2
 
@@ -152,8 +143,8 @@ def load(
         backend = resolve_backend(settings.backend)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    device = backend.device
-    if settings.backend == "auto" and device.type == "cpu":
+    device = device_of(backend.device)
+    if settings.backend == "auto" and device.is_host:
         _warn_of_cpu(backend)
     _warm_up(backend, cancelled)
     partitions = backend.partitions()
@@ -169,20 +160,20 @@ def load(
     decode, prefill = models.sets[0], models.sets[-1]
     return Loaded(
         backend.name,
-        device_name(device),
+        device.name,
         decode.runners,
         partitions,
-        lambda: device_memory(device),
+        device.memory,
         models.capture,
-        register_for(device),
-        register_for(device) if device.type == "cuda" else None,
-        opener_for(device),
-        failure=partial(failure_of, device),
+        device.register,
+        device.register_files,
+        device.open_cuda,
+        failure=device.failure,
         models=models if decode is prefill else None,
         prefill_runners=prefill.runners,
-        prepare_thread=partial(prepare_thread, device),
+        prepare_thread=device.prepare_thread,
         use=models.use,
-        gpus=lambda: gpu_uuids(device),
+        gpus=device.uuids,
         route=models.route,
         streams=models.streams,
     )

@@ -3,23 +3,20 @@
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from expertd.kernels import Backend
+from expertd.service.device import Device, GraphPool, Stream, device_of
 from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
 from expertd.service.engine.memory_needs import needs_of_model, needs_of_models, staging_of_model
 from expertd.service.engine.runner_sets import RunnerSet
 from expertd.service.heap import give_back_freed
 from expertd.service.moe.base import Layer
-from expertd.service.moe.capture import GraphPool, free_unused_memory
-from expertd.service.moe.device import device_memory, free_device_bytes
 from expertd.service.moe.needs import Needs
 from expertd.service.moe.out_of_memory import does_not_fit, in_one_sentence
 from expertd.service.moe.request import LayerRequest, zero_request
@@ -60,10 +57,11 @@ class LocalModels:
     ) -> None:
         # The front end of several ranks hands them no traces.
         traced = settings.tracing.endpoint is not None and settings.num_ranks == 1
-        timer = StageTimer(backend.device) if traced else None
-        self.sets = [RunnerSet(lane, backend.device, partitions, timer) for lane in lanes_of(settings)]
+        self._device = device_of(backend.device)
+        timer = StageTimer(self._device) if traced else None
+        self.sets = [RunnerSet(lane, self._device, partitions, timer) for lane in lanes_of(settings)]
         self._settings, self._limits = settings, settings.limits
-        self._backend, self._device = backend, backend.device
+        self._backend = backend
         self._make_layer, self._meet, self._held = make_layer, meet, held
         self._staged_bytes = 0
         self._pools: dict[Staging, GraphPool] = {}
@@ -78,7 +76,7 @@ class LocalModels:
                     logger.info("loading model %s", model.name)
                 advance(0, model.name)
                 with in_one_sentence(model.name, self._needs(model), self._device):
-                    layer = self._make_layer(model, self._backend, self._device, cancelled)
+                    layer = self._make_layer(model, self._backend, self._device.tensors, cancelled)
                     self._add(model, layer)
                 advance(1, model.name)
         give_back_freed()  # by reading and packing weights, and by compiling kernels
@@ -86,9 +84,8 @@ class LocalModels:
 
     def check_memory(self, model: ModelSettings) -> None:
         """Raise MemoryError, with the numbers, unless `model` fits beside what is loaded."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch keeps for later steps is free
-        needs, free = self._needs(model), free_device_bytes(self._device)
+        self._device.free_unused()  # what torch keeps for later steps is free
+        needs, free = self._needs(model), self._device.free_bytes()
         if needs.total > free:
             raise does_not_fit(f"model {model.name}", needs, free)
 
@@ -96,7 +93,7 @@ class LocalModels:
         """Raise MemoryError, with the numbers, unless all `models` fit, before anything is read."""
         held = [(model, self._num_held(model)) for model in models]
         needs = needs_of_models(self._settings, held, self._backend.capabilities)
-        free = free_device_bytes(self._device)
+        free = self._device.free_bytes()
         if needs.total > free:
             names = f"model {models[0].name}" if len(models) == 1 else f"{len(models)} models"
             raise does_not_fit(names, needs, free)
@@ -106,15 +103,11 @@ class LocalModels:
 
     def read(self, model: ModelSettings, cancelled: Cancelled) -> Layer:
         """The layer of `model`, with its weights on the device; on any thread, while steps run."""
-        on_gpu = self._device.type == "cuda"
-        # A stream of its own: steps wait for work on the default one.
-        stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
-        own: AbstractContextManager[object] = torch.cuda.stream(stream) if on_gpu else nullcontext()
-        with in_one_sentence(model.name, self._needs(model), self._device), own:
-            layer = self._make_layer(model, self._backend, self._device, cancelled)
-            if stream is not None:
-                stream.synchronize()
-            else:  # so that the first step on the worker thread has its matrices
+        stream = self._device.new_stream()  # of its own: steps wait for work on the default one
+        with in_one_sentence(model.name, self._needs(model), self._device), self._device.on(stream):
+            layer = self._make_layer(model, self._backend, self._device.tensors, cancelled)
+            stream.synchronize()
+            if self._device.is_host:  # so that the first step on the worker thread has its matrices
                 _first_steps(LayerRunner(layer, self._device), model, self._limits.max_request_tokens)
             give_back_freed()
             return layer
@@ -147,10 +140,7 @@ class LocalModels:
     def collect(self) -> None:
         """Free memory that nothing refers to any more."""
         gc.collect()
-        if self._device.type == "cuda":
-            free_unused_memory()
-        else:
-            give_back_freed()
+        self._device.free_unused()
 
     def capture(self, cancelled: Cancelled) -> None:
         """Capture the CUDA graphs of all models, again after partitions were replaced."""
@@ -181,16 +171,16 @@ class LocalModels:
         total = HostCopies(sum(each.num_bytes for each in copies), sum(each.seconds for each in copies))
         return StepUse(launches, weights, total, self._memory(sum(weights.values())))
 
-    def streams(self) -> list[tuple[str, torch.cuda.Stream]]:
+    def streams(self) -> list[tuple[str, Stream]]:
         """The streams of all steps, each with a name; none on a CPU. One may have several names."""
         return [stream for each in self.sets for stream in each.streams()]
 
     def _memory(self, weights: int) -> dict[str, int] | None:
-        in_all = device_memory(self._device)
+        in_all = self._device.memory()
         if in_all is None:
             return None
         staging = sum(each.staging.device_bytes for each in self.sets if each.staging is not None)
-        torchs = torch.cuda.memory_reserved(self._device)
+        torchs = self._device.reserved_bytes()
         workspace = max(0, torchs - weights - staging)
         outside = max(0, in_all[0] - torchs)
         return {"weights": weights, "staging": staging, "workspace": workspace, "outside": outside}
@@ -199,7 +189,7 @@ class LocalModels:
         return runner.layer.is_capturable
 
     def _add(self, model: ModelSettings, layer: Layer) -> None:
-        if self._device.type == "cuda":
+        if not self._device.is_host:
             self._staged_bytes = max(self._staged_bytes, staging_of_model(self._limits, model))
         for each in self.sets:
             runner = each.add(model, layer)
@@ -208,14 +198,14 @@ class LocalModels:
 
     def _needs(self, model: ModelSettings) -> Needs:
         capabilities, grown = self._backend.capabilities, 0
-        if capabilities.on_gpu:
+        if not self._device.is_host:
             grown = max(0, staging_of_model(self._limits, model) - self._staged_bytes)
         return needs_of_model(self._settings, model, capabilities, self._num_held(model), staging=grown)
 
 
 def capture_graphs(
     runners: Sequence[LayerRunner],
-    device: torch.device,
+    device: Device,
     cancelled: Cancelled,
     meet: Callable[[], None] = lambda: None,
 ) -> dict[Staging, GraphPool]:
@@ -229,8 +219,7 @@ def capture_graphs(
     for runner in runners:
         runner.release_graphs()
     gc.collect()  # graphs and streams that are unreachable
-    torch._C._cuda_clearCublasWorkspaces()  # torch keeps 32 MiB for every stream that cuBLAS ran on
-    free_unused_memory()
+    device.free_unused(workspaces=True)
     with progress_bar("graphs", len(runners), "layer") as advance:
         for runner in runners:
             stop_if(cancelled)
@@ -240,10 +229,10 @@ def capture_graphs(
     return pools
 
 
-def _capture(runner: LayerRunner, pools: dict[Staging, GraphPool], device: torch.device) -> None:
+def _capture(runner: LayerRunner, pools: dict[Staging, GraphPool], device: Device) -> None:
     """Steps that use the same memory take turns, and so do their graphs, which share a pool."""
     if runner.staging not in pools:
-        pools[runner.staging] = GraphPool(device)
+        pools[runner.staging] = device.new_graph_pool()
     runner.capture(pools[runner.staging])
 
 

@@ -48,16 +48,17 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        import torch
         from torch._C._profiler import _ExperimentalConfig
         from torch.profiler import profile
+
+        from expertd.service.device.cuda import num_gpus
 
         # acc_events: or torch 2.11 warns that events of earlier cycles are gone; there is one cycle.
         config = _ExperimentalConfig(profile_all_threads=True)
         self._profiler = profile(experimental_config=config, acc_events=True)
         # With a GPU it loads CUPTI, for which the event loop should not wait: the worker thread does, and the
         # profiler writes one error.
-        self._is_prepared = not torch.cuda.is_available()
+        self._is_prepared = num_gpus() == 0
         if self._is_prepared:
             self._profiler.prepare_trace()
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
+from expertd.service.device import Device, Stream
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.runner import LayerRunner
@@ -31,7 +30,7 @@ class RunnerSet:
     def __init__(
         self,
         lane: Lane,
-        device: torch.device,
+        device: Device,
         partitions: "SMPartitions | None",
         timer: StageTimer | None = None,
     ) -> None:
@@ -40,12 +39,12 @@ class RunnerSet:
         self.staging: Staging | None = None
         self.launches: dict[str, Launches] = {}
         self.host_copies = HostCopies()
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
+        self._stream: Stream | None = None
+        if not device.is_host:
             self.staging = Staging(device)
             self.host_copies = self.staging.host_copies
             if lane.name and lane.partition is None:  # else the lanes' steps would be in one stream
-                self._stream = torch.cuda.Stream(device, priority=0 if lane.is_prefill else _FIRST)  # type: ignore[no-untyped-call]
+                self._stream = device.new_stream(0 if lane.is_prefill else _FIRST)
 
     def add(self, model: ModelSettings, layer: Layer) -> LayerRunner:
         """Make a runner of `layer`."""
@@ -67,14 +66,14 @@ class RunnerSet:
         self.runners[model.name] = runner
         return runner
 
-    def streams(self) -> Iterator[tuple[str, torch.cuda.Stream]]:
+    def streams(self) -> Iterator[tuple[str, Stream]]:
         """The streams of steps and of their copies, each with a name; none on a CPU."""
         if self.staging is None:
             return
         lane = f"{self._lane.name} lane, " if self._lane.name else ""
         for runner in self.runners.values():
             with runner.on_stream():
-                stream = torch.cuda.current_stream(self._device)
+                stream = self._device.current_stream()
             name = runner.partition
             where = "the whole GPU"
             if name is not None and self._partitions is not None:

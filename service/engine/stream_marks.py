@@ -14,15 +14,17 @@ _STREAMS = re.compile(rb'"stream (\d+)\s*"')
 
 
 def mark(streams: Iterable[tuple[str, Any]]) -> None:
-    """Launch a small kernel on each (name, torch.cuda.Stream); waits for nothing.
+    """Launch a small kernel on each (name, stream); waits for nothing.
 
     For the thread of the steps, between two of them, while a profiler records.
     """
     import torch
     from torch.profiler import record_function
 
+    from expertd.service.device import device_of
+
     for name, stream in streams:
-        with torch.cuda.stream(stream), record_function(f"{_RANGE}{name}"):
+        with device_of(stream.device).on(stream), record_function(f"{_RANGE}{name}"):
             torch.ones(1, device=stream.device)
 
 

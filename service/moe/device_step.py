@@ -5,7 +5,6 @@ wanted, on streams of their own: meanwhile the GPU computes the step before. A s
 in this GPU's memory is not copied at all.
 """
 
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.kernels import HiddenStates, Quantized, as_floats, values_of
+from expertd.service.device import Copies, Device, Graph, Stream
 from expertd.service.memory import HIDDEN, Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots, joined, rows_of
-from expertd.service.moe.capture import is_current, synchronize
-from expertd.service.moe.copies import Copies
 from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import FP8, LayerRequest, Output, StepResult, row_bytes
 from expertd.service.moe.running import RunningStep
@@ -38,10 +36,10 @@ _Routing = tuple[Tensor, Tensor]
 class _Plan(NamedTuple):
     """What the next step of the same request repeats if it gets the same slot, with everything as it was."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     valid: tuple[int, int, int]
     batch: Batch
-    stream: torch.cuda.Stream
+    stream: Stream
     copies_in: Copies
     copies_out: Copies
     outputs: list[Output | Tensor]
@@ -50,10 +48,10 @@ class _Plan(NamedTuple):
 class DeviceSteps:
     """Begins the steps of one layer, and counts them in `launches`."""
 
-    def __init__(self, layer: Layer, staging: Staging, launches: Launches) -> None:
+    def __init__(self, layer: Layer, device: Device, staging: Staging, launches: Launches) -> None:
         self._launches = launches
         self._layer = layer
-        self._staging = staging
+        self._staging, self._device = staging, device
         self._recurring = RecurringSteps()
 
     def release_graphs(self) -> None:
@@ -61,7 +59,7 @@ class DeviceSteps:
         self._recurring.clear()
 
     def begin(
-        self, batch: Batch, stream: torch.cuda.Stream, num_sms: int | None, stages: GpuStages | None = None
+        self, batch: Batch, stream: Stream, num_sms: int | None, stages: GpuStages | None = None
     ) -> RunningStep:
         """Enqueue a step whose launches go to `stream`, the current one.
 
@@ -84,7 +82,7 @@ class DeviceSteps:
         began = time.perf_counter()
         slot = self._staging.take()
         plan: _Plan | None = plans.get(slot)
-        if plan is None or plan.valid != self._valid(slot) or not is_current(plan.stream):
+        if plan is None or plan.valid != self._valid(slot) or not self._device.is_current(plan.stream):
             self._staging.give_back(slot)
             return None
         try:
@@ -107,7 +105,7 @@ class DeviceSteps:
 
     def _abandon(self, slot: Slot) -> None:
         try:
-            synchronize(self._staging.device)  # copies to and from the slot may be running
+            self._device.synchronize()  # copies to and from the slot may be running
         finally:
             self._staging.give_back(slot)
 
@@ -115,7 +113,7 @@ class DeviceSteps:
         self,
         batch: Batch,
         slot: Slot,
-        stream: torch.cuda.Stream,
+        stream: Stream,
         num_sms: int | None,
         stages: GpuStages | None,
     ) -> list[Output | Tensor]:
@@ -140,10 +138,10 @@ class DeviceSteps:
             _name(hidden_states.scales if isinstance(hidden_states, Quantized) else None),
             id(slot),
             num_sms,
-            stream.cuda_stream,
+            stream.stream_id,
             self._layer.rank_tokens,
         )
-        graph: torch.cuda.CUDAGraph | None = None
+        graph: Graph | None = None
         if stages is not None:
             compute(stages=stages)
         elif len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
@@ -169,14 +167,12 @@ class DeviceSteps:
         """Differs if a plan must not be repeated: graphs were freed, or memory lies elsewhere."""
         return self._recurring.generation, slot.device_in.generation, slot.device_out.generation
 
-    def _copy_in(
-        self, slot: Slot, copies: Copies, stream: torch.cuda.Stream, stages: GpuStages | None = None
-    ) -> None:
+    def _copy_in(self, slot: Slot, copies: Copies, stream: Stream, stages: GpuStages | None = None) -> None:
         """`stream` waits for the copies, which the step before does not delay."""
         if len(copies):
             if stages is not None:
                 stages.begin(self._staging.copy_in)
-            copies.enqueue(self._staging.copy_in)
+            self._device.copy(copies, self._staging.copy_in)
             slot.copied_in.record(self._staging.copy_in)
             if stages is not None:
                 stages.mark("copy_in")
@@ -188,7 +184,7 @@ class DeviceSteps:
         self,
         slot: Slot,
         copies: Copies,
-        stream: torch.cuda.Stream,
+        stream: Stream,
         batch: Batch,
         stages: GpuStages | None = None,
     ) -> None:
@@ -200,10 +196,10 @@ class DeviceSteps:
             last.wait_event(slot.computed)
             if stages is not None:
                 stages.begin(last)
-            copies.enqueue(last)
+            self._device.copy(copies, last)
             if stages is not None:
                 stages.mark("copy_out")
-        self._staging.signals.enqueue(batch.requests, last)
+        self._staging.signal(batch.requests, last)
         slot.copied_out.record(last)
 
     def _ended(self, slot: Slot, began: float) -> float:
@@ -230,11 +226,11 @@ class DeviceSteps:
         h = self._layer.shape.hidden_size
         first, scales = batch.requests[0].hidden_states, batch.requests[0].scales
         if len(batch.requests) == 1 and self._is_in_place(first):
-            data = _as_bytes(first)
+            data = self._as_bytes(first)
             if scales is None:
                 return [rows_of(data, batch.requests[0].datatype, h)]
             if self._is_in_place(scales, 4):
-                return [rows_of(data, FP8, h, _as_bytes(scales))]
+                return [rows_of(data, FP8, h, self._as_bytes(scales))]
         datatypes = {request.datatype for request in batch.requests}
         sizes = [request.num_tokens * row_bytes(request.datatype, h) for request in batch.requests]
         starts = list(accumulate(sizes, initial=0))
@@ -295,9 +291,9 @@ class DeviceSteps:
         for request, part in zip(batch.requests, batch.parts, strict=True):
             if is_on_gpu(request.topk_ids) and is_on_gpu(request.topk_weights):
                 dtype = INTEGERS[request.topk_ids_datatype]
-                given_ids = _view(request.topk_ids, dtype, ids.shape[1])
+                given_ids = self._view(request.topk_ids, dtype, ids.shape[1])
                 ids[part] = without_outside(given_ids, self._layer.shape.num_experts)
-                weights[part] = _view(request.topk_weights, torch.float32, ids.shape[1])
+                weights[part] = self._view(request.topk_weights, torch.float32, ids.shape[1])
         if batch.needs_router:
             routed_ids, routed_weights = self._layer.route(_floats(parts, batch))
             for part in batch.with_routing:
@@ -311,7 +307,7 @@ class DeviceSteps:
         h, dtype = self._layer.shape.hidden_size, batch.out_dtype
         wanted = batch.requests[0].output
         if len(batch.requests) == 1 and self._is_in_place(wanted):
-            return _view(wanted, dtype, h)
+            return self._view(wanted, dtype, h)
         return slot.device_out.take(batch.num_tokens * h * dtype.itemsize).view(dtype).view(-1, h)
 
     def _outputs(self, batch: Batch, slot: Slot, out: Tensor, copies: Copies) -> list[Output | Tensor]:
@@ -341,8 +337,25 @@ class DeviceSteps:
 
     def _is_in_place(self, memory: object, alignment: int = ALIGNMENT) -> TypeGuard[Span]:
         """Whether kernels can use `memory` as it is."""
-        here = self._staging.device.index
+        here = self._device.tensors.index
         return is_on_gpu(memory) and memory.device == here and is_aligned(memory, alignment)
+
+    def _view(self, memory: Span, dtype: torch.dtype, columns: int) -> Tensor:
+        """A span of a GPU's memory as a tensor [rows, columns]; a copy if kernels could not read elements."""
+        data = self._as_bytes(memory)
+        return (data if is_aligned(memory, dtype.itemsize) else data.clone()).view(dtype).view(-1, columns)
+
+    def _as_bytes(self, memory: Span) -> Tensor:
+        """Memory that the GPU can read, as a tensor which does not keep it; of a hidden GPU, it is a copy."""
+        if memory.device != HIDDEN:
+            return self._device.bytes_at(memory.address, memory.num_bytes, memory.device)
+        copied, copies = (
+            torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device.tensors),
+            Copies(),
+        )
+        copies.add(copied.data_ptr(), memory.address, memory.num_bytes, None)
+        self._device.copy(copies, self._device.current_stream())
+        return copied
 
 
 def _floats(parts: list[HiddenStates], batch: Batch) -> Tensor:
@@ -366,46 +379,9 @@ def _stays_in_place(request: LayerRequest) -> bool:
     return spans and in_place and request.topk_ids is None
 
 
-class _CudaArray:
-    """A GPU's memory, for torch.as_tensor."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def without_outside(ids: Tensor, num_experts: int) -> Tensor:
     """Ids of experts, of any integer dtype; -1 for all that name none."""
     return torch.where(ids.clamp(0, num_experts - 1) == ids, ids, -1)
-
-
-def _view(memory: Span, dtype: torch.dtype, columns: int) -> Tensor:
-    """A span of a GPU's memory as a tensor [rows, columns]; a copy if kernels could not read its elements."""
-    data = _as_bytes(memory)
-    return (data if is_aligned(memory, dtype.itemsize) else data.clone()).view(dtype).view(-1, columns)
-
-
-def _as_bytes(memory: Span) -> Tensor:
-    """Memory that the GPU can read, which the tensor does not keep; cached, for it takes a while to make.
-
-    Of a GPU that torch does not see, it is a copy.
-    """
-    if memory.device != HIDDEN:
-        return _bytes_at(memory.address, memory.num_bytes, memory.device)
-    copied, copies = torch.empty(memory.num_bytes, dtype=torch.uint8, device="cuda"), Copies()
-    copies.add(copied.data_ptr(), memory.address, memory.num_bytes, None)
-    copies.enqueue(torch.cuda.current_stream())
-    return copied
-
-
-@functools.lru_cache(maxsize=1024)
-def _bytes_at(address: int, num_bytes: int, _device: int | None) -> Tensor:
-    # Another GPU's memory may be at an address that was this one's before.
-    return torch.as_tensor(_CudaArray(address, num_bytes))
 
 
 def _name(tensor: Tensor | None) -> object:

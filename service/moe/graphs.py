@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, MAX_REQUESTS, RequestRows, RequestTable
 from expertd.layout import Layout
 from expertd.limits import MAX_GROUPS
+from expertd.service.device import Device, Graph, GraphPool, Stream
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots
-from expertd.service.moe.capture import GraphPool, is_current, synchronize
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
@@ -35,23 +35,23 @@ class _Tensors:
     Requests that the GPU cannot read in place are copied to the pinned tensors, and read from there.
     """
 
-    def __init__(self, hidden_size: int, top_k: int, device: torch.device, copies: HostCopies) -> None:
-        most = TOKEN_COUNTS[-1]
+    def __init__(self, hidden_size: int, top_k: int, device: Device, copies: HostCopies) -> None:
+        most, where = TOKEN_COUNTS[-1], device.tensors
         self.table = RequestTable()
-        self.hidden_states = torch.zeros(most, hidden_size, dtype=torch.bfloat16, device=device)
-        self.topk_ids = torch.full((most, top_k), -1, dtype=torch.int32, device=device)
-        self.topk_weights = torch.zeros(most, top_k, dtype=torch.float32, device=device)
-        self.out = torch.empty(most, hidden_size, dtype=torch.float32, device=device)
-        self.host_hidden_states = PinnedRows(most, hidden_size * 2, copies)
-        self.host_topk_ids = PinnedRows(most, top_k * 8, copies)
-        self.host_topk_weights = PinnedRows(most, top_k * 4, copies)
-        self.host_out = PinnedRows(most, hidden_size * 4, copies)
-        self.offsets = torch.zeros(MAX_GROUPS + 2, dtype=torch.int32, pin_memory=True)  # see `count_named`
+        self.hidden_states = torch.zeros(most, hidden_size, dtype=torch.bfloat16, device=where)
+        self.topk_ids = torch.full((most, top_k), -1, dtype=torch.int32, device=where)
+        self.topk_weights = torch.zeros(most, top_k, dtype=torch.float32, device=where)
+        self.out = torch.empty(most, hidden_size, dtype=torch.float32, device=where)
+        self.host_hidden_states = PinnedRows(most, hidden_size * 2, device, copies)
+        self.host_topk_ids = PinnedRows(most, top_k * 8, device, copies)
+        self.host_topk_weights = PinnedRows(most, top_k * 4, device, copies)
+        self.host_out = PinnedRows(most, hidden_size * 4, device, copies)
+        self.offsets = device.pinned(MAX_GROUPS + 2, dtype=torch.int32).zero_()  # see `count_named`
         self.host_offsets = self.offsets.numpy()
         self.are_free = True  # for the host to write: no step uses them
-        self.ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.ended = device.new_event()
         """The end of the step that uses them: on its stream, a later one may follow."""
-        torch.cuda.synchronize(device)  # other streams will use them
+        device.synchronize()  # other streams will use them
 
 
 class _Plan(NamedTuple):
@@ -73,7 +73,7 @@ class StepGraphs:
     def __init__(
         self,
         layer: Layer,
-        stream: torch.cuda.Stream,
+        stream: Stream,
         num_sms: int | None,
         pool: GraphPool,
         staging: Staging,
@@ -81,11 +81,11 @@ class StepGraphs:
         self._layer = layer
         self._stream = stream
         self._num_sms = num_sms
-        self._staging = staging
+        self._staging, self._device = staging, staging.device
         sizes = layer.shape.hidden_size, layer.shape.top_k
-        self._tensors = staging.shared(sizes, lambda: _Tensors(*sizes, stream.device, staging.host_copies))
+        self._tensors = staging.shared(sizes, lambda: _Tensors(*sizes, staging.device, staging.host_copies))
         self._owner = object()
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], Graph] = {}
         self._tensors.table.write([])  # no requests: it still names those of another layer's last step
         for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
             if layer.layout(count) is Layout.CONTIGUOUS:
@@ -100,7 +100,7 @@ class StepGraphs:
             and len(batch.requests) <= MAX_REQUESTS
             and all(map(_fits, batch.requests))
             and len(batch.with_routing) in (0, len(batch.requests))
-            and is_current(self._stream)
+            and self._device.is_current(self._stream)
             and self.has(padded_tokens(batch.num_tokens), not batch.with_routing)
         )
 
@@ -126,7 +126,11 @@ class StepGraphs:
     def again(self, request: LayerRequest) -> RunningStep | None:
         """As `begin` for a request alone that was alone before, in less time; None: not possible."""
         plan = request.plan
-        if type(plan) is not _Plan or plan.owner is not self._owner or not is_current(self._stream):
+        if (
+            type(plan) is not _Plan
+            or plan.owner is not self._owner
+            or not self._device.is_current(self._stream)
+        ):
             return None
         if not self._tensors.are_free:
             return None
@@ -146,10 +150,10 @@ class StepGraphs:
         self._tensors.are_free = False
         try:
             self._graphs[key].replay()
-            self._staging.signals.enqueue(requests, self._stream)
+            self._staging.signal(requests, self._stream)
             self._tensors.ended.record(self._stream)
         except BaseException:
-            synchronize(self._stream.device)  # it may have begun
+            self._device.synchronize()  # it may have begun
             self._tensors.are_free = True
             raise
         num_tokens = sum(request.num_tokens for request in requests)
@@ -220,7 +224,7 @@ class StepGraphs:
         self._owner = object()
         self._graphs.clear()
 
-    def _capture(self, count: int, routed: bool, pool: GraphPool) -> torch.cuda.CUDAGraph:
+    def _capture(self, count: int, routed: bool, pool: GraphPool) -> Graph:
         self._step(count, routed)  # creates what is created on first use, which a capture does not allow
         self._stream.synchronize()
         return pool.capture(lambda: self._step(count, routed), self._stream)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from expertd.service.moe.device import free_device_bytes
+from expertd.service.device import Device
 from expertd.service.moe.needs import Needs
 
 # PyTorch has no type of its own for these errors of its CPU allocator, nor for sizes beyond 64 bits.
@@ -13,9 +13,9 @@ _TEXTS = ("DefaultCPUAllocator", "Storage size calculation overflowed", "integer
 
 
 @contextmanager
-def in_one_sentence(name: str, needs: Needs, device: torch.device) -> Iterator[None]:
+def in_one_sentence(name: str, needs: Needs, device: Device) -> Iterator[None]:
     """Turn errors of allocation, while a model is loaded to `device`, into a MemoryError with a sentence."""
-    free = free_device_bytes(device)
+    free = device.free_bytes()
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -6,9 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from expertd.service.moe.capture import GraphPool
+from expertd.service.device import Graph, GraphPool, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +21,11 @@ class RecurringSteps:
     def __init__(self) -> None:
         self.generation = next(_GENERATIONS)  # changes when graphs are freed: others must not keep them
         self._seen: OrderedDict[object, int] = OrderedDict()
-        self._graphs: OrderedDict[object, torch.cuda.CUDAGraph] = OrderedDict()
+        self._graphs: OrderedDict[object, Graph] = OrderedDict()
 
     def run(
-        self, key: object, work: Callable[[], object], pool: GraphPool | None, stream: torch.cuda.Stream
-    ) -> torch.cuda.CUDAGraph | None:
+        self, key: object, work: Callable[[], object], pool: GraphPool | None, stream: Stream
+    ) -> Graph | None:
         """Enqueue `work` on `stream`, the current one; its graph if there is one.
 
         `key` names everything that its launches depend on. Once it has come often enough, `work` is captured

@@ -9,11 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from expertd.kernels import as_floats
+from expertd.service.device import Device, GraphPool, Stream
 from expertd.service.memory import host_view
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import Batch, rows_of
-from expertd.service.moe.capture import GraphPool
-from expertd.service.moe.current_stream import CurrentStream
 from expertd.service.moe.device_step import DeviceSteps
 from expertd.service.moe.graphs import StepGraphs
 from expertd.service.moe.host_step import HostSteps
@@ -43,19 +42,18 @@ class LayerRunner:
     def __init__(
         self,
         layer: Layer,
-        device: torch.device | str,
+        device: Device,
         partitions: "SMPartitions | None" = None,
         partition: str | None = None,
         staging: Staging | None = None,
-        stream: torch.cuda.Stream | None = None,
+        stream: Stream | None = None,
         with_graphs: bool = True,
         timer: StageTimer | None = None,
         launches: Launches | None = None,
         copies: HostCopies | None = None,
     ) -> None:
         self.layer = layer
-        self._device = torch.device(device)
-        self._on_gpu = self._device.type == "cuda"
+        self._device = device
         self._partitions = partitions
         self.partition = partition
         self._own_stream = stream
@@ -63,13 +61,13 @@ class LayerRunner:
         self._timer = timer
         self._graphs: StepGraphs | None = None
         self.launches = launches or Launches()
-        if self._on_gpu:
-            self.staging = staging or Staging(torch.device("cuda", self._device.index or 0))
-            self._on_device = DeviceSteps(layer, self.staging, self.launches)
-            # Copies of the weights may still be running on a stream other than the partition's.
-            torch.cuda.synchronize(self._device)
-        else:
+        if device.is_host:
             self._on_host = HostSteps(layer, copies or HostCopies())
+        else:
+            self.staging = staging or Staging(device)
+            self._on_device = DeviceSteps(layer, device, self.staging, self.launches)
+            # Copies of the weights may still be running on a stream other than the partition's.
+            device.synchronize()
 
     def validate(self, request: LayerRequest) -> None:
         """Raise ValueError (name, expected, got) for invalid routing, unless it lies in a GPU's memory."""
@@ -81,7 +79,7 @@ class LayerRunner:
             timed = [request.timed for request in requests if request.timed is not None]
             if timed and (stages := self._timer.new()):
                 return self._timed(requests, stages, timed)
-        if not self._on_gpu:
+        if self._device.is_host:
             self.launches.host += 1
             with torch.inference_mode():
                 return DoneStep(self._on_host.run(Batch(requests)))
@@ -92,7 +90,7 @@ class LayerRunner:
             if self._graphs is not None and self._graphs.fits(batch):
                 self.launches.graph += 1
                 return self._graphs.begin(batch)
-            stream = torch.cuda.current_stream(self._device)
+            stream = self._device.current_stream()
             with torch.inference_mode():
                 return self._on_device.begin(batch, stream, self._num_sms())
 
@@ -106,7 +104,7 @@ class LayerRunner:
                 self.launches.host += 1
                 step = DoneStep(self._on_host.run(Batch(requests), stages))
             else:
-                stream = torch.cuda.current_stream(self._device)
+                stream = self._device.current_stream()
                 step = self._on_device.begin(Batch(requests), stream, self._num_sms(), stages)
         for steps in timed:
             steps.append(stages)
@@ -133,7 +131,7 @@ class LayerRunner:
         with self.on_stream(), torch.inference_mode():
             if len(requests) == 1 and (step := self._on_device.again(requests[0])):
                 return step
-            stream = torch.cuda.current_stream(self._device)
+            stream = self._device.current_stream()
             return self._on_device.begin(Batch(requests), stream, self._num_sms())
 
     def route(self, request: LayerRequest) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -144,7 +142,7 @@ class LayerRunner:
         data = torch.frombuffer(bytearray(host_view(request.hidden_states)), dtype=torch.uint8)
         rows = rows_of(data, request.datatype, self.layer.shape.hidden_size)
         with self.on_stream(), torch.inference_mode():
-            topk_ids, topk_weights = self.layer.route(as_floats(rows).to(self._device))
+            topk_ids, topk_weights = self.layer.route(as_floats(rows).to(self._device.tensors))
             return topk_ids.cpu().numpy(), topk_weights.cpu().numpy()
 
     def run(self, requests: Sequence[LayerRequest]) -> StepResult:
@@ -156,9 +154,9 @@ class LayerRunner:
 
         From now on, large steps that recur are captured, too.
         """
-        stream = self._stream() or torch.cuda.current_stream(self._device)
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            if self._with_graphs:
+        stream = self._stream() or self._device.current_stream()
+        with torch.inference_mode(), self._device.on(stream):
+            if self._with_graphs and self.layer.backend.capabilities.request_table:
                 self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self.staging)
             self.staging.allow_graphs()
 
@@ -167,7 +165,7 @@ class LayerRunner:
         if self._graphs is not None:
             self._graphs.release()
             self._graphs = None
-        if self._on_gpu:
+        if not self._device.is_host:
             self._on_device.release_graphs()
             self.staging.release_graphs()
 
@@ -183,9 +181,9 @@ class LayerRunner:
     def on_stream(self) -> AbstractContextManager[object]:
         """Makes the stream of this layer's steps the current one."""
         stream = self._stream()
-        return nullcontext() if stream is None else CurrentStream(stream)
+        return nullcontext() if stream is None else self._device.steps_on(stream)
 
-    def _stream(self) -> torch.cuda.Stream | None:
+    def _stream(self) -> Stream | None:
         """The stream of this layer's steps; None: the current one."""
         if self._partitions is None or self.partition is None:
             return self._own_stream

@@ -1,6 +1,6 @@
 """The stages of a step that has a traced request, timed by the device that computes it.
 
-Imports torch only for a GPU.
+Imports no torch.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    import torch
+    from expertd.service.device import Device, Event, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,10 @@ class GpuStages:
 
     def __init__(self, events: "Events") -> None:
         self._events = events
-        self._marks: list[tuple[str | None, torch.cuda.Event]] = []
+        self._marks: list[tuple[str | None, Event]] = []
         self._stages: Sequence[Stage] = ()
 
-    def begin(self, stream: "torch.cuda.Stream") -> None:
+    def begin(self, stream: "Stream") -> None:
         """The next stage begins here, on `stream`, as do those that follow."""
         self._stream = stream
         self._record(None)
@@ -86,7 +86,7 @@ class GpuStages:
         """See `TimedStep`."""
         if self._marks:
             try:
-                if all(event.query() for _, event in self._marks):  # type: ignore[no-untyped-call]
+                if all(event.query() for _, event in self._marks):
                     self._stages = self._read()
             except RuntimeError:  # above all of a device that has failed
                 logger.warning("reading the times of a step's stages failed", exc_info=True)
@@ -117,32 +117,30 @@ class Events:
     `take` is for the threads of steps, `seconds` for one other thread.
     """
 
-    def __init__(self, device: "torch.device") -> None:
+    def __init__(self, device: "Device") -> None:
         self._device = device
-        self._free: deque[torch.cuda.Event] = deque(maxlen=_KEPT)
-        self._stream: torch.cuda.Stream | None = None
+        self._free: deque[Event] = deque(maxlen=_KEPT)
+        self._stream: Stream | None = None
 
-    def take(self) -> "torch.cuda.Event":
+    def take(self) -> "Event":
         """An event that nobody uses."""
         try:
             return self._free.pop()
         except IndexError:
-            return _event()
+            return self._device.new_event(timing=True)
 
-    def give_back(self, event: "torch.cuda.Event") -> None:
+    def give_back(self, event: "Event") -> None:
         """Nobody uses `event` any more."""
         self._free.append(event)
 
-    def seconds(self, events: Sequence["torch.cuda.Event"]) -> list[float]:
+    def seconds(self, events: Sequence["Event"]) -> list[float]:
         """When events were recorded that the GPU has passed, by time.perf_counter.
 
         Records one more on an idle stream, and waits for it. The two clocks drift apart, so it is a new one
         each time; and after the others, so that the time from each to it is positive.
         """
-        import torch
-
         if self._stream is None:
-            self._stream, self._base = torch.cuda.Stream(self._device), _event()  # type: ignore[no-untyped-call]
+            self._stream, self._base = self._device.new_stream(), self._device.new_event(timing=True)
         for _ in range(_CLOCK_TRIES):
             before = time.perf_counter()
             self._base.record(self._stream)
@@ -160,8 +158,8 @@ class StageTimer:
                    making its spans
     """
 
-    def __init__(self, device: "torch.device", pause_seconds: float = _PAUSE_SECONDS) -> None:
-        self._events = Events(device) if device.type == "cuda" else None
+    def __init__(self, device: "Device", pause_seconds: float = _PAUSE_SECONDS) -> None:
+        self._events = None if device.is_host else Events(device)
         self._pause_seconds = pause_seconds
         self._next = 0.0
 
@@ -172,9 +170,3 @@ class StageTimer:
             return None
         self._next = now + self._pause_seconds
         return HostStages() if self._events is None else GpuStages(self._events)
-
-
-def _event() -> "torch.cuda.Event":
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,16 +1,16 @@
 """Memory and streams of steps on a GPU, made once for two steps: one copies while the other computes."""
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from expertd.limits import MAX_GROUPS
+from expertd.service.device import Device, GraphPool, Stream
 from expertd.service.memory import Buffer, Span, host_view
-from expertd.service.moe.capture import GraphPool
-from expertd.service.moe.signals import Signals
+from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.step_counts import HostCopies
 
 T = TypeVar("T")
@@ -22,9 +22,9 @@ _STEPS = 2
 class Piece:
     """Bytes on the GPU, or pinned on the host, which grow to the largest step."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: Device, is_pinned: bool) -> None:
         self.generation = 0  # of its memory
-        self._device = device  # None: pinned memory of the host
+        self._device, self._is_pinned = device, is_pinned
         self._bytes = self._empty(0)
 
     def take(self, num_bytes: int) -> Tensor:
@@ -33,9 +33,9 @@ class Piece:
             self.generation += 1
             self._bytes = self._empty(0)  # freed first
             self._bytes = self._empty(num_bytes)
-            if self._device is not None:
+            if not self._is_pinned:
                 # A step that runs on this stream may still use the memory, and copies do not wait for it.
-                torch.cuda.current_stream(self._device).synchronize()
+                self._device.current_stream().synchronize()
         return self._bytes[:num_bytes]
 
     @property
@@ -44,20 +44,20 @@ class Piece:
         return self._bytes.numel()
 
     def _empty(self, num_bytes: int) -> Tensor:
-        if self._device is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        if self._is_pinned:
+            return self._device.pinned(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.tensors)
 
 
 class Slot:
     """What one step needs besides the layer."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.host_in, self.host_out, self.host_routing = (Piece(None) for _ in range(3))
-        self.device_in, self.device_out, self.device_routing = (Piece(device) for _ in range(3))
-        self.offsets = torch.zeros(MAX_GROUPS + 2, dtype=torch.int32, pin_memory=True)  # see `count_named`
+    def __init__(self, device: Device) -> None:
+        self.host_in, self.host_out, self.host_routing = (Piece(device, is_pinned=True) for _ in range(3))
+        self.device_in, self.device_out, self.device_routing = (Piece(device, False) for _ in range(3))
+        self.offsets = device.pinned(MAX_GROUPS + 2, dtype=torch.int32).zero_()  # see `count_named`
         self.host_offsets = self.offsets.numpy()
-        self.copied_in, self.computed, self.copied_out = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
+        self.copied_in, self.computed, self.copied_out = (device.new_event() for _ in range(3))
         self.pool: GraphPool | None = None  # of graphs that run in this slot
         self.kept: list[Tensor] = []  # until the step ends: copies read them on another stream
 
@@ -65,10 +65,9 @@ class Slot:
 class Staging:
     """The slots of a GPU, shared by all its layers, and its streams for copies in each direction."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self.copy_in, self.copy_out = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self.signals = Signals(device)
+        self.copy_in, self.copy_out = device.new_stream(), device.new_stream()
         self.host_copies = HostCopies()
         self._slots = [Slot(device) for _ in range(_STEPS)]
         self._free = [*self._slots]
@@ -97,7 +96,7 @@ class Staging:
     def allow_graphs(self) -> None:
         """Let each slot capture graphs; no step is running."""
         for slot in self._free:
-            slot.pool = slot.pool or GraphPool(self.device)
+            slot.pool = slot.pool or self.device.new_graph_pool()
 
     def release_graphs(self) -> None:
         """Capture no more graphs, and free their memory with the last of them; no step is running."""
@@ -107,13 +106,21 @@ class Staging:
     def take(self) -> Slot:
         """A free slot. Raises RuntimeError if two steps are running."""
         if not self._free:
-            raise RuntimeError(f"steps: expected at most {_STEPS} at a time on {self.device}, got another")
+            raise RuntimeError(
+                f"steps: expected at most {_STEPS} at a time on {self.device.name}, got another"
+            )
         return self._free.pop()
 
     def give_back(self, slot: Slot) -> None:
         """Free the slot of a step that has ended."""
         slot.kept.clear()
         self._free.append(slot)
+
+    def signal(self, requests: Sequence[LayerRequest], stream: Stream) -> None:
+        """Write every request's signal once its output is there: before the host has noticed."""
+        for request in requests:
+            if (signal := request.signal) is not None:
+                self.device.signal(signal.address, signal.value, stream)
 
     @property
     def device_bytes(self) -> int:
@@ -134,9 +141,9 @@ class Staging:
 class PinnedRows:
     """Pinned memory for a number of rows of the same size; `copies` counts what is copied to it."""
 
-    def __init__(self, num_rows: int, row_bytes: int, copies: HostCopies) -> None:
+    def __init__(self, num_rows: int, row_bytes: int, device: Device, copies: HostCopies) -> None:
         self._copies = copies
-        self._tensor = torch.empty(num_rows * row_bytes, dtype=torch.uint8, pin_memory=True)
+        self._tensor = device.pinned(num_rows * row_bytes)
         self._array = self._tensor.numpy()
         self._address = self._tensor.data_ptr()
         self._row_bytes = row_bytes

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from expertd.service.device import device_of
 from expertd.service.moe.tensor_file import TensorEntry, TensorFile
 
 _PIECE_BYTES = 4 * 1024 * 1024  # that a thread reads at a time
@@ -59,17 +60,16 @@ class TensorReader:
 
     def _to_device(self, flat: Tensor) -> Callable[[TensorFile, TensorEntry, Tensor, int], None]:
         """What reads parts of `flat` after the work on the current stream."""
-        before = torch.cuda.current_stream(flat.device)
+        device = device_of(flat.device)
+        before = device.current_stream()
 
         def read(file: TensorFile, tensor: TensorEntry, part: Tensor, start: int) -> None:
             own = self._own
             if not hasattr(own, "buffer"):
-                with torch.cuda.device(flat.device):  # a new thread has the first one
-                    own.buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-                    own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                own.buffer, own.stream = device.pinned(_PIECE_BYTES), device.new_stream()
             piece = own.buffer[: len(part)]
             file.read(tensor, piece.numpy().data, start)
-            with torch.cuda.stream(own.stream):
+            with device.on(own.stream):
                 own.stream.wait_stream(before)
                 part.copy_(piece, non_blocking=True)
                 own.stream.synchronize()

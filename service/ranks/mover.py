@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from expertd.service.device import device_of
 from expertd.service.moe.parallel import PlacedExperts
 from expertd.service.ranks.moves import Kind, MoveCommand
 from expertd.service.ranks.transport import Receive, Send, Transport
@@ -33,8 +34,8 @@ class Mover:
                 self._prepare(layer, command)
             case Kind.SWITCH:
                 self._switch(layer, command)
-        if layer.places.is_cuda:  # other ranks go on, and so do this one's steps, on whichever stream
-            torch.cuda.synchronize()
+        # Other ranks go on, and so do this one's steps, on whichever stream.
+        device_of(layer.places.device).synchronize()
         return time.perf_counter() - began
 
     def _exchange(self, layer: PlacedExperts, command: MoveCommand) -> None:

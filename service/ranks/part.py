@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from expertd.kernels import Backend, Overlap, RankMemory, overlaps
+from expertd.service.device import Device, device_of
+from expertd.service.device.cuda import use_gpu
 from expertd.service.engine.layers import Cancelled, rule_of, weights_of
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
@@ -63,13 +65,14 @@ class RankPart:
         if devices is None:  # the ranks share the CPU's cores
             torch.set_num_threads(max(1, torch.get_num_threads() // setup.settings.ranks_per_node))
         else:
-            _use_device(numbers(devices), setup.local_rank)
+            use_gpu(numbers(devices), setup.local_rank)
             # Where torch makes a socket for memory that ranks share: it tries no other folder.
             os.putenv("TMPDIR", str(temporary_directory("devices")))
         os.putenv("GLOO_SOCKET_IFNAME", setup.meeting.interface)
         store = setup.meeting.store(str(setup.generation))
         self._membership = Membership(setup, store)
         self._memories: dict[object, RankMemory] = {}
+        self._device: Device  # of all layers
         self._symmetric: dict[str, SymmetricLayer] = {}
         self._overlap: Overlap | None = None  # one for all layers: their steps run one after another
         self._placements = RankPlacements(setup, store, regions)
@@ -143,16 +146,17 @@ class RankPart:
     def _layer(
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
     ) -> Layer:
+        self._device = device_of(device)
         weights = weights_of(model, device, cancelled, self._placements.held(model))
         moves = self._setup.settings.placement.policy is not None
         check_moves(model, weights, moves)
-        if device.type == "cpu" or self._setup.settings.nnodes > 1:
+        if self._setup.settings.nnodes > 1 or not backend.capabilities.joint_exchange:
             layer = ParallelLayer(
                 model.shape, weights, backend, self._membership.exchange(), routing=model.routing.rule,
                 rule=rule_of(model),
                 exact=self._setup.settings.combines_exactly, physical=self._placements.physical(model),
             )  # fmt: skip
-            if device.type == "cpu" and not moves:
+            if backend.capabilities.weight_bytes == 2 and not moves:
                 del weights  # so that each matrix is freed when it is packed
                 for name in MATRICES:
                     layer.pack(name)
@@ -172,7 +176,7 @@ class RankPart:
     def _meet(self) -> None:
         """Wait for all ranks if launches do: not for one that is still loading."""
         if self._memories:
-            torch.cuda.synchronize()
+            self._device.synchronize()
             dist.barrier()
 
     def _lanes(self, model: ModelSettings, device: torch.device) -> Overlap | None:
@@ -272,14 +276,3 @@ class RankPart:
     def _end(rings: Rings, end: StepEnd) -> None:
         rings.ends.put(end.packed())
         rings.end_bell.ring()
-
-
-def _use_device(devices: Sequence[int], rank: int) -> None:
-    """Raises ValueError if a GPU is missing, or its memory cannot be reached from the others."""
-    count, own = torch.cuda.device_count(), devices[rank]
-    if max(devices) >= count:
-        raise ValueError(f"devices: expected GPUs from 0 to {count - 1}, got {max(devices)}")
-    for other in devices:
-        if other != own and not torch.cuda.can_device_access_peer(own, other):
-            raise ValueError(f"devices: expected GPUs that reach each other's memory, got {own} and {other}")
-    torch.cuda.set_device(own)

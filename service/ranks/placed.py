@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from expertd.service.device import device_of
 from expertd.service.moe.parallel import PlacedExperts, held_by
 from expertd.service.ranks.messages import ERROR_BYTES
 from expertd.service.ranks.mover import Mover
@@ -54,10 +55,10 @@ class RankPlacements:
     def _transport(self, device: torch.device) -> Transport:
         num_bytes = largest_expert(self._setup.settings)
         if self._setup.settings.nnodes > 1:
-            return TorchTransport(num_bytes)
-        if device.type == "cuda":
-            return PeerTransport(num_bytes, device)
-        return SharedTransport(self._setup.rank, num_bytes, self._regions.span)
+            return TorchTransport(num_bytes, device)
+        if device_of(device).is_host:
+            return SharedTransport(self._setup.rank, num_bytes, self._regions.span)
+        return PeerTransport(num_bytes, device)
 
     def digest(self) -> str:
         """The `digest` of the placements that this rank uses."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from expertd.backends import Capabilities
 from expertd.limits import MAX_RANKS
+from expertd.service.device import device_of
+from expertd.service.device.cuda import num_gpus
+from expertd.service.device.gpu_memory import free_gpu_bytes
+from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
-from expertd.service.moe.gpu_memory import free_gpu_bytes
-from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.moe.needs import Needs
 from expertd.service.moe.placement import contiguous_placement, cyclic_placement
 from expertd.service.moe.split import split_experts
@@ -65,14 +67,12 @@ def free_bytes(settings: Settings, capabilities: Capabilities) -> list[int | Non
 
     None: it has no such GPU, or that cannot be asked without a context on it; see `free_gpu_bytes`.
     """
-    import torch
-
     if not capabilities.on_gpu:
         return [free_host_bytes() // settings.ranks_per_node] * settings.ranks_per_node
     if settings.devices is not None:
         return free_gpu_bytes(numbers(settings.devices))
     # This process will have a context on the GPU in any case, and then it is no longer part of what is free.
-    return [torch.cuda.mem_get_info(0)[0] if torch.cuda.is_available() else None]
+    return [device_of("cuda:0").free_bytes() if num_gpus() else None]
 
 
 def check_device_memory(settings: Settings, capabilities: Capabilities) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from expertd.service.device import device_of
 from expertd.service.memory import host_view
 from expertd.service.ranks.split import SpanOf
 
@@ -74,9 +75,7 @@ class SharedTransport:
 class TorchTransport:
     """Over the default process group: NCCL, and so NVLink, between GPUs; gloo between machines' CPUs."""
 
-    def __init__(self, num_bytes: int) -> None:
-        on_gpu = "nccl" in str(dist.get_backend())
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._fetched = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def connect(self) -> None:
@@ -100,8 +99,7 @@ class TorchTransport:
             return
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        if self._fetched.is_cuda:
-            torch.cuda.synchronize()
+        device_of(self._fetched.device).synchronize()
 
 
 def spaced(num_bytes: int) -> int:

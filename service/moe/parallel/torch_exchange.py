@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from expertd.service.device import device_of
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange, ExchangeError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,8 +70,7 @@ class TorchExchange(Exchange):
         self.failed = None
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
-        on_gpu = "nccl" in str(dist.get_backend(group))
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._device = device_of("cuda" if "nccl" in str(dist.get_backend(group)) else "cpu").tensors
 
     def dispatch(
         self,

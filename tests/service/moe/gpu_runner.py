@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from expertd.kernels import resolve_backend
-from expertd.service.moe.capture import GraphPool
+from expertd.service.device import device_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
@@ -23,7 +23,7 @@ PLACES: dict[str, Place] = {"bytes": as_bytes, "pinned": pinned, "gpu": on_gpu}
 def runner_with_graphs() -> Iterator[LayerRunner]:
     """Runs steps of up to 256 tokens as graphs."""
     weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
-    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), DEVICE)
-    runner.capture(GraphPool(DEVICE))
+    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), device_of(DEVICE))
+    runner.capture(device_of(DEVICE).new_graph_pool())
     yield runner
     runner.release_graphs()

@@ -5,9 +5,8 @@ import mmap
 import pytest
 import torch
 
+from expertd.service.device import Copies, device_of
 from expertd.service.memory import Mapped
-from expertd.service.moe.copies import Copies
-from expertd.service.moe.device import register_for
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ def test_every_direction() -> None:
         copies = Copies()
         copies.add(to.data_ptr(), origin.data_ptr(), 300, origin)
         copies.add(to.data_ptr() + 300, origin.data_ptr() + 300, 500, origin)
-        copies.enqueue(stream)
+        device_of("cuda").copy(copies, stream)
     stream.synchronize()
     assert torch.equal(back[:800], source[:800])
     assert not back[800:].any()
@@ -59,12 +58,12 @@ def test_neighbors_that_are_registered_apart() -> None:
     source.random_(256)
     copied = torch.zeros(2 * size, dtype=torch.uint8, device="cuda")
     unregister = [
-        register_for(copied.device)(Mapped(source.data_ptr() + start, size, -1)) for start in (0, size)
+        device_of(copied.device).register(Mapped(source.data_ptr() + start, size, -1)) for start in (0, size)
     ]
     copies, stream = Copies(), torch.cuda.current_stream()
     for start in (0, size):
         copies.add(copied.data_ptr() + start, source.data_ptr() + start, size, object())
-    copies.enqueue(stream)
+    device_of("cuda").copy(copies, stream)
     stream.synchronize()
     assert torch.equal(copied.cpu(), source)
     for end in unregister:

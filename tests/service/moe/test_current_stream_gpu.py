@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from expertd.kernels.partitions import SMPartitions
-from expertd.service.moe.current_stream import CurrentStream
+from expertd.service.device import device_of
 
 pytestmark = pytest.mark.gpu
 
@@ -14,9 +14,9 @@ def test_a_stream_is_the_current_one_inside() -> None:
     partitions.apply({"a": 16})
     before = torch.cuda.current_stream()
     outer, inner = torch.cuda.Stream(), partitions.stream("a")  # type: ignore[no-untyped-call]
-    with CurrentStream(outer):
+    with device_of("cuda").steps_on(outer):
         assert torch.cuda.current_stream() == outer
-        with CurrentStream(inner):
+        with device_of("cuda").steps_on(inner):
             assert torch.cuda.current_stream() == inner
         assert torch.cuda.current_stream() == outer
     assert torch.cuda.current_stream() == before
@@ -24,6 +24,6 @@ def test_a_stream_is_the_current_one_inside() -> None:
 
 def test_an_error_ends_it() -> None:
     before = torch.cuda.current_stream()
-    with pytest.raises(RuntimeError, match="step"), CurrentStream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="step"), device_of("cuda").steps_on(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         raise RuntimeError("step")
     assert torch.cuda.current_stream() == before

@@ -17,6 +17,7 @@ from expertd.kernels import (
     quantize_rows,
     resolve_backend,
 )
+from expertd.service.device import device_of
 from expertd.service.engine.chunks import part_of
 from expertd.service.moe.batch import joined
 from expertd.service.moe.batch import rows_of as rows_of_bytes
@@ -34,7 +35,9 @@ H = SHAPE.hidden_size
 
 @pytest.fixture(scope="module")
 def runner() -> LayerRunner:
-    return LayerRunner(MoELayer(SHAPE, random_weights(SHAPE, 3, "cpu"), resolve_backend("reference")), "cpu")
+    return LayerRunner(
+        MoELayer(SHAPE, random_weights(SHAPE, 3, "cpu"), resolve_backend("reference")), device_of("cpu")
+    )
 
 
 def tokens(count: int) -> Tensor:
@@ -142,7 +145,7 @@ def test_a_layer_takes_fp8_rows(runner: LayerRunner, gate: bool, is_routed: bool
 def test_a_gpu_gives_the_bits_of_its_own_quantizer(count: int, source: str) -> None:
     places: dict[str, Place] = {"bytes": as_bytes, "pinned": pinned, "gpu": on_gpu}
     weights = random_weights(SHAPE, 3, "cuda")
-    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), "cuda")
+    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), device_of("cuda"))
     values, given = tokens(count), routing(count)
     request = layer_request(values, "BF16", given)
     expected = outputs(runner, [request])[0]
@@ -160,7 +163,7 @@ def test_a_gpu_gives_the_bits_of_its_own_quantizer(count: int, source: str) -> N
 @pytest.mark.parametrize(("values_in", "scales_in"), [(on_gpu, on_gpu), (on_gpu, pinned), (as_bytes, on_gpu)])
 def test_a_gpu_takes_scales_from_elsewhere(count: int, values_in: Place, scales_in: Place) -> None:
     weights = random_weights(SHAPE, 3, "cuda")
-    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), "cuda")
+    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), device_of("cuda"))
     values, given = tokens(count), routing(count)
     request = layer_request(values, "BF16", given)
     expected = outputs(runner, [request])[0]
@@ -184,7 +187,7 @@ def test_a_gpu_takes_scales_from_elsewhere(count: int, values_in: Place, scales_
 def test_a_gpu_multiplies_the_callers_bits(count: int, is_routed: bool) -> None:
     """Alone, again, from scales apart, and beside a request in bf16: what the kernels give for these rows."""
     weights = random_weights(SHAPE, 3, "cuda")
-    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), "cuda")
+    runner = LayerRunner(MoELayer(SHAPE, weights, resolve_backend("hopper")), device_of("cuda"))
     rows, given = odd_scales(count), routing(count) if is_routed else None
     there = Quantized(*(part.cuda() for part in rows))
     ids, gates = runner.layer.route(as_floats(there)) if given is None else (part.cuda() for part in given)

@@ -10,8 +10,8 @@ import pynvml
 import pytest
 import torch
 
-from expertd.service.moe import gpu_memory
-from expertd.service.moe.gpu_memory import free_gpu_bytes
+from expertd.service.device import gpu_memory
+from expertd.service.device.gpu_memory import free_gpu_bytes
 from tests.service.engine.fake_nvml import fake_nvml
 
 WHOLE, PART = UUID(int=1), UUID(int=2)
@@ -19,7 +19,7 @@ FREE = {f"GPU-{WHOLE}": 140_000_000_000, f"MIG-{PART}": 17_000_000_000}
 
 _IN_A_PROCESS = """
 from cuda.bindings import driver
-from expertd.service.moe.gpu_memory import free_gpu_bytes
+from expertd.service.device.gpu_memory import free_gpu_bytes
 free = free_gpu_bytes([0, 1])
 is_active = driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])[2]
 print(free[0], free[1], is_active)

@@ -9,10 +9,11 @@ import torch
 
 from expertd.kernels import Routing, resolve_backend
 from expertd.kernels.partitions import SMPartitions
+from expertd.service.device import GraphPool, device_of
+from expertd.service.device.cuda import CudaGraphPool
 from expertd.service.engine.local_models import capture_graphs
 from expertd.service.memory import host_view
 from expertd.service.moe.batch import Batch
-from expertd.service.moe.capture import GraphPool
 from expertd.service.moe.graphs import TOKEN_COUNTS, StepGraphs
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import StepResult
@@ -46,7 +47,7 @@ def _tokens(count: int, hidden_size: int = SHAPE.hidden_size) -> torch.Tensor:
 
 
 def _graphs(layer: MoELayer, pool: GraphPool | None = None, staging: Staging | None = None) -> StepGraphs:
-    pool, staging = pool or GraphPool(DEVICE), staging or Staging(torch.device("cuda", 0))
+    pool, staging = pool or device_of(DEVICE).new_graph_pool(), staging or Staging(device_of("cuda:0"))
     return StepGraphs(layer, torch.cuda.current_stream(), None, pool, staging)
 
 
@@ -131,8 +132,8 @@ def test_a_replay_never_waits(graphs: StepGraphs) -> None:
 
 def test_a_step_that_begins_while_another_runs_changes_nothing_of_it() -> None:
     """All graphs read the same table of requests, so the second step is launched without one."""
-    runner = LayerRunner(_layer(), DEVICE)
-    runner.capture(GraphPool(DEVICE))
+    runner = LayerRunner(_layer(), device_of(DEVICE))
+    runner.capture(device_of(DEVICE).new_graph_pool())
     requests = [layer_request(_tokens(20), place=pinned, into=pinned) for _ in range(2)]
 
     def outputs(steps: list[StepResult]) -> list[bytes]:
@@ -153,7 +154,7 @@ def test_a_step_that_begins_while_another_runs_changes_nothing_of_it() -> None:
 @pytest.mark.parametrize("routed", [False, True])
 def test_capturing_another_layer_writes_to_no_requests_memory(routed: bool) -> None:
     """Layers of one size share the table of requests, which still names those of the last step."""
-    pool, staging, first = GraphPool(DEVICE), Staging(torch.device("cuda", 0)), _layer()
+    pool, staging, first = device_of(DEVICE).new_graph_pool(), Staging(device_of("cuda:0")), _layer()
     tokens = _tokens(20)
     routing = first.route(tokens.cuda()) if routed else None
     request = layer_request(tokens, routing=routing, place=pinned, into=pinned)
@@ -167,7 +168,7 @@ def test_capturing_another_layer_writes_to_no_requests_memory(routed: bool) -> N
 
 
 def test_captures_have_a_stream_that_nothing_else_gets() -> None:
-    streams = {GraphPool(DEVICE)._side_stream.cuda_stream for _ in range(3)}
+    streams = {CudaGraphPool(DEVICE)._side_stream.cuda_stream for _ in range(3)}
     assert len(streams) == 1
     assert not streams & {torch.cuda.Stream().cuda_stream for _ in range(64)}  # type: ignore[no-untyped-call]
 
@@ -210,8 +211,8 @@ def test_slots_without_an_expert_add_nothing_and_are_counted(
 ) -> None:
     """In graphs, and launch by launch; in a GPU's memory, whose ids nobody checks, any that name none."""
     layer, generator = _layer(shape), fresh_generator()
-    runner = LayerRunner(layer, DEVICE)
-    runner.capture(GraphPool(DEVICE))
+    runner = LayerRunner(layer, device_of(DEVICE))
+    runner.capture(device_of(DEVICE).new_graph_pool())
     outside = [-1, shape.num_experts]
     if place is on_gpu:
         outside += [-2, shape.num_experts + 1, torch.iinfo(dtype).min, torch.iinfo(dtype).max]
@@ -247,7 +248,7 @@ def test_slots_without_an_expert_add_nothing_and_are_counted(
 
 def test_layers_share_a_pool() -> None:
     """Every layer after the first costs only its graphs, not the memory that they compute in."""
-    pool, staging = GraphPool(DEVICE), Staging(torch.device("cuda", 0))
+    pool, staging = device_of(DEVICE).new_graph_pool(), Staging(device_of("cuda:0"))
     layers = [_layer() for _ in range(4)]
     used, made = [], []
     for layer in layers:
@@ -262,8 +263,8 @@ def test_layers_share_a_pool() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_runner_with_graphs_matches_one_without(exact: bool) -> None:
     layer = _layer(exact=exact)
-    plain, quick = LayerRunner(layer, "cuda"), LayerRunner(layer, "cuda")
-    quick.capture(GraphPool(DEVICE))
+    plain, quick = LayerRunner(layer, device_of("cuda")), LayerRunner(layer, device_of("cuda"))
+    quick.capture(device_of(DEVICE).new_graph_pool())
     steps = [[layer_request(_tokens(n))] for n in (1, 5, 300)] + [
         [layer_request(_tokens(2)), layer_request(_tokens(9))]
     ]
@@ -290,8 +291,8 @@ def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(StepGraphs, "begin", counted)
     partitions.apply({"compute": 64, "rest": 24})
-    runner = LayerRunner(layer, "cuda", partitions, "compute")
-    runner.capture(GraphPool(DEVICE))
+    runner = LayerRunner(layer, device_of("cuda"), partitions, "compute")
+    runner.capture(device_of(DEVICE).new_graph_pool())
     tokens = _tokens(30)
     expected = reference_layer(tokens.cuda(), layer.weights, SHAPE.top_k).cpu()
     for capture in (False, True):
@@ -299,7 +300,7 @@ def test_in_a_partition_and_after_its_change(monkeypatch: pytest.MonkeyPatch) ->
             partitions.apply(sizes)
             partitions.apply(sizes)  # without a step in between, which would notice the first change
             if capture:
-                capture_graphs([runner], DEVICE, lambda: False)
+                capture_graphs([runner], device_of(DEVICE), lambda: False)
             replays.clear()
             for _ in range(3):
                 (output,) = runner.run([layer_request(tokens)]).outputs
@@ -321,10 +322,10 @@ def test_a_failed_capture_reports_the_reason(monkeypatch: pytest.MonkeyPatch) ->
 def test_changing_partitions_leaks_no_memory() -> None:
     """None of torch's memory; the driver keeps 4 MB of each green context for good."""
     layer, partitions = _layer(exact=False), SMPartitions(0)
-    runner = LayerRunner(layer, "cuda", partitions, "compute")
+    runner = LayerRunner(layer, device_of("cuda"), partitions, "compute")
     used = []
     for _ in range(10):
         partitions.apply({"compute": 64})
-        capture_graphs([runner], DEVICE, lambda: False)
+        capture_graphs([runner], device_of(DEVICE), lambda: False)
         used.append(torch.cuda.memory_reserved())
     assert used[-1] <= max(used[:5]), used

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from expertd.service.device import device_of, ipc
 from expertd.service.memory import HIDDEN, Span
-from expertd.service.moe import ipc
 
 HANDLE = bytes(range(64))
 OK, FAILED = 0, SimpleNamespace(name="CUDA_ERROR_INVALID_CONTEXT")
@@ -87,13 +87,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def open_cuda(handle: bytes, num_bytes: int) -> Any:
-    opener = ipc.opener_for(torch.device("cuda:0"))
+    opener = ipc.opener_for(0)
     assert opener is not None
     return opener(handle, num_bytes)
 
 
 def test_a_cpu_opens_nothing() -> None:
-    assert ipc.opener_for(torch.device("cpu")) is None
+    assert device_of("cpu").open_cuda is None
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 
 from expertd.kernels import resolve_backend
 from expertd.kernels.partitions import SMPartitions
+from expertd.service.device import device_of
 from expertd.service.engine.local_models import capture_graphs
 from expertd.service.engine.runner_sets import RunnerSet
-from expertd.service.moe.device import prepare_thread
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
@@ -46,12 +46,12 @@ class Lanes:
         self.layer = MoELayer(SHAPE, weights, resolve_backend("hopper"))
         self.partitions = SMPartitions(0)
         self.partitions.apply(split)
-        sets = [RunnerSet(lane, DEVICE, self.partitions) for lane in lanes_of(settings)]
+        sets = [RunnerSet(lane, device_of(DEVICE), self.partitions) for lane in lanes_of(settings)]
         self.decode, self.prefill = (each.add(settings.models[0], self.layer) for each in sets)
         self.capture()
 
     def capture(self) -> None:
-        capture_graphs([self.decode, self.prefill], DEVICE, lambda: False)
+        capture_graphs([self.decode, self.prefill], device_of(DEVICE), lambda: False)
 
     def expected(self, tokens: torch.Tensor) -> torch.Tensor:
         out = torch.empty(tokens.shape, dtype=torch.bfloat16, device="cuda")
@@ -80,7 +80,7 @@ def _repeat(
     runner: LayerRunner, cases: list[tuple[LayerRequest, torch.Tensor]], start: threading.Barrier
 ) -> int:
     """Run the requests in turns, on this thread; the number of wrong answers."""
-    prepare_thread(DEVICE)
+    device_of(DEVICE).prepare_thread()
     start.wait(30)
     wrong = 0
     for number in range(STEPS):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import resolve_backend
+from expertd.service.device import device_of
 from expertd.service.memory import host_view
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
@@ -89,7 +90,7 @@ def test_routing_is_batch_invariant() -> None:
 
 
 def test_the_runner_copies_bytes_to_the_device_and_back() -> None:
-    runner = LayerRunner(_layer("masked"), "cuda")
+    runner = LayerRunner(_layer("masked"), device_of("cuda"))
     hidden_states = torch.randn(5, SHAPE.hidden_size, generator=fresh_generator()).to(torch.bfloat16)
     data = hidden_states.view(torch.uint8).numpy().tobytes()
     request = LayerRequest(5, data, "BF16", None, "INT32", None, "FP32")

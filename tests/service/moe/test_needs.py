@@ -8,8 +8,9 @@ import torch
 from expertd.activation import ExpertRule
 from expertd.backends import BACKENDS
 from expertd.kernels import resolve_backend
+from expertd.service.device import device_of
+from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.moe.graphs import TOKEN_COUNTS
-from expertd.service.moe.host_memory import free_host_bytes
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.needs import GRAPH_TOKENS, needs_of, part_of_layer, together, weights_bytes
 from expertd.service.moe.request import zero_request
@@ -104,7 +105,7 @@ def test_a_layer_on_a_gpu_needs_no_more_than_was_computed(weighs_input: bool) ->
     before = torch.cuda.memory_allocated(device)
     rule = ExpertRule(weighs_input=weighs_input)
     layer = MoELayer(SHAPE, random_weights(SHAPE, 0, device), resolve_backend("hopper"), rule=rule)
-    runner = LayerRunner(layer, device)
+    runner = LayerRunner(layer, device_of(device))
     runner.run([zero_request(tokens, SHAPE.hidden_size)])
     used = torch.cuda.max_memory_allocated(device) - before
     assert used <= needs_of(SHAPE, tokens, HOPPER, weighs_input=weighs_input).total

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from expertd.backends import BACKENDS
+from expertd.service.device import device_of
 from expertd.service.moe.needs import needs_of, weights_bytes
 from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.shape import LayerShape
@@ -17,7 +18,7 @@ from tests.service.apps import MODEL, serving, tiny_settings
 REFERENCE = BACKENDS["reference"]
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, num_shared_experts=1)
-CPU = torch.device("cpu")
+CPU = device_of("cpu")
 NEEDS = needs_of(SHAPE, 16, REFERENCE)
 
 
@@ -64,7 +65,7 @@ async def test_a_server_logs_the_sentence_without_a_traceback(caplog: pytest.Log
 def test_a_full_gpu_is_reported_likewise() -> None:
     device = torch.device("cuda", 0)
     with pytest.raises(MemoryError, match=r"^model a: expected .*, got \d+\.\d MB$"):  # noqa: SIM117
-        with in_one_sentence("a", NEEDS, device):
+        with in_one_sentence("a", NEEDS, device_of(device)):
             torch.empty(2**50, dtype=torch.uint8, device=device)
 
 

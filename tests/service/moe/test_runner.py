@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.kernels import resolve_backend
+from expertd.service.device import device_of
 from expertd.service.memory import host_view
 from expertd.service.moe.device_step import without_outside
 from expertd.service.moe.layer import MoELayer
@@ -28,7 +29,9 @@ DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 @pytest.fixture(scope="module")
 def runner() -> LayerRunner:
     weights = random_weights(SHAPE, 3, "cpu")
-    return LayerRunner(MoELayer(SHAPE, weights, resolve_backend("reference"), masked_max_tokens=4), "cpu")
+    return LayerRunner(
+        MoELayer(SHAPE, weights, resolve_backend("reference"), masked_max_tokens=4), device_of("cpu")
+    )
 
 
 def _bytes(tensor: Tensor) -> bytes:

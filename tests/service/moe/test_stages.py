@@ -11,6 +11,8 @@ import torch
 
 from expertd.activation import ExpertRule
 from expertd.kernels import OtherGlu, resolve_backend
+from expertd.service.device import Device, device_of
+from expertd.service.device.cuda import CudaDevice
 from expertd.service.engine.chunks import part_of
 from expertd.service.moe import stages as module
 from expertd.service.moe.batch import Batch
@@ -23,7 +25,7 @@ from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.requests import layer_request
 
-CPU = torch.device("cpu")
+GPU = CudaDevice(torch.device("cuda"))
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
 WITH_SHARED = LayerShape(256, 128, 8, 2, num_shared_experts=1)
 EXPERTS = ["sort", "ffn", "combine"]
@@ -34,7 +36,7 @@ def layer_of(shape: LayerShape = SHAPE, **options: Any) -> MoELayer:
 
 
 def runner_of(layer: MoELayer) -> LayerRunner:
-    return LayerRunner(layer, "cpu", timer=StageTimer(CPU, 0.0))
+    return LayerRunner(layer, device_of("cpu"), timer=StageTimer(device_of("cpu"), 0.0))
 
 
 def request(num_tokens: int, timed: bool = True, routed: bool = True) -> LayerRequest:
@@ -107,7 +109,7 @@ def test_other_requests_take_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> N
     runner = runner_of(layer_of())
     runner.run([request(3, timed=False), request(4, timed=False)])
     assert not made
-    untimed = LayerRunner(layer_of(), "cpu")
+    untimed = LayerRunner(layer_of(), device_of("cpu"))
     traced = request(3)
     untimed.run([traced])
     assert traced.timed == []
@@ -153,10 +155,10 @@ def test_a_traced_step_replays_no_graph(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", TurnedClock)
     runner, ways = runner_of(layer_of()), Ways()
-    monkeypatch.setattr(runner, "_on_gpu", True)
+    monkeypatch.setattr(runner, "_device", GPU)
     monkeypatch.setattr(runner, "_graphs", ways)
     monkeypatch.setattr(runner, "_on_device", ways, raising=False)
-    monkeypatch.setattr(runner, "_timer", StageTimer(torch.device("cuda"), 0.0))
+    monkeypatch.setattr(runner, "_timer", StageTimer(GPU, 0.0))
     made = request(3)
     for plan in (None, "a plan"):
         made.plan = plan
@@ -202,7 +204,7 @@ class TurnedClock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[TurnedClock]:
     turned = type("Turned", (TurnedClock,), {})
     monkeypatch.setattr(torch.cuda, "Event", turned)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "idle")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "idle")
     monkeypatch.setattr(module, "_CLOCK_TRIES", 1)  # each is a tick, and a busy machine needs several
     return turned
 
@@ -229,7 +231,7 @@ def check(step: TimedStep, before: float, gaps: Sequence[float]) -> None:
 
 
 def test_a_gpus_times(clock: type[TurnedClock]) -> None:
-    events = Events(torch.device("cuda"))
+    events = Events(GPU)
     step = launch(events)
     before = time.perf_counter()
     check(step, before, (0.25e-3, 0.25e-3))
@@ -238,7 +240,7 @@ def test_a_gpus_times(clock: type[TurnedClock]) -> None:
 
 
 def test_events_are_used_again(clock: type[TurnedClock]) -> None:
-    events = Events(torch.device("cuda"))
+    events = Events(GPU)
     for _ in range(3):
         launch(events).stages()
     assert clock.made == 7  # six and the clock's
@@ -249,12 +251,12 @@ def test_events_are_used_again(clock: type[TurnedClock]) -> None:
     assert len(events._free) == module._KEPT
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_few_steps_are_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [GPU, device_of("cpu")])
+def test_few_steps_are_timed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes longer, and so do its spans."""
     now = 5.0
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
-    timer = StageTimer(torch.device(device))
+    timer = StageTimer(device)
     timed = 0
     for step in range(1000):  # one each millisecond
         now = 5.0 + step / 1e3
@@ -263,7 +265,7 @@ def test_few_steps_are_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_step_that_runs_or_fails_has_no_stages(clock: type[TurnedClock]) -> None:
-    events = Events(torch.device("cuda"))
+    events = Events(GPU)
     step = launch(events)
     clock.passes = False
     assert list(step.stages()) == []

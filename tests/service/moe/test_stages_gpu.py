@@ -10,7 +10,7 @@ import torch
 
 from expertd.kernels import resolve_backend
 from expertd.kernels.partitions import SMPartitions
-from expertd.service.moe.capture import GraphPool
+from expertd.service.device import device_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
@@ -33,9 +33,11 @@ CLOCK_SECONDS = 0.2e-3  # to which the host's time of an event is known here, at
 def runner_of(partitions: SMPartitions | None = None, partition: str | None = None) -> LayerRunner:
     weights = random_weights(SHAPE, fresh_generator().initial_seed(), "cuda")
     layer = MoELayer(SHAPE, weights, resolve_backend("hopper"))
-    made = LayerRunner(layer, DEVICE, partitions, partition, timer=StageTimer(DEVICE, 0.0))
+    made = LayerRunner(
+        layer, device_of(DEVICE), partitions, partition, timer=StageTimer(device_of(DEVICE), 0.0)
+    )
     made.staging.prepare(4096, SHAPE.hidden_size, SHAPE.top_k, 2)  # as a server does: growing waits
-    made.capture(GraphPool(DEVICE))
+    made.capture(device_of(DEVICE).new_graph_pool())
     return made
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from expertd.service.device import Copies
 from expertd.service.memory import Span
 from expertd.service.moe.batch import Batch
-from expertd.service.moe.copies import Copies
 from expertd.service.moe.device_step import DeviceSteps
 from tests.service.moe.requests import as_bytes, layer_request
 
@@ -47,7 +47,7 @@ def test_pinned_memory_is_taken_for_outputs_without_a_place_and_for_no_more(
         layer_request(tokens, "BF16", None, as_bytes, datatype, in_place if has_place else None)
         for datatype, has_place in outputs
     ]
-    steps: Any = DeviceSteps(None, None, None)  # type: ignore[arg-type]
+    steps: Any = DeviceSteps(None, None, None, None)  # type: ignore[arg-type]
     slot, copies = SimpleNamespace(host_out=Pinned(), kept=[]), Copies()
     found = steps._outputs(Batch(requests), slot, torch.zeros(3 * len(requests), WIDTH), copies)
     assert slot.host_out.taken == [taken]

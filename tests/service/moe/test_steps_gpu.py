@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from expertd.service.device import device_of
 from expertd.service.memory import Arena, Span
-from expertd.service.moe.capture import GraphPool, free_unused_memory
-from expertd.service.moe.device import register_for
 from expertd.service.moe.device_step import DeviceSteps
 from expertd.service.moe.graphs import StepGraphs
 from expertd.service.moe.layer import MoELayer
@@ -192,7 +191,7 @@ def test_a_third_step_is_refused_and_changes_nothing(runner: LayerRunner) -> Non
 
 
 def test_blocks_of_the_arena_are_read_and_written_in_place(runner: LayerRunner) -> None:
-    arena = Arena(1 << 24, register_for(DEVICE))
+    arena = Arena(1 << 24, device_of(DEVICE).register)
     for num_tokens in (1, 200, 1000):
         tokens = _tokens(num_tokens)
         source, target = arena.take(tokens.numel() * 2), arena.take(tokens.numel() * 2)
@@ -283,7 +282,7 @@ def test_graphs_of_large_steps_are_bounded_and_freed(runner: LayerRunner) -> Non
     for _ in range(8):
         runner.run([request])
     assert not recurring._graphs, "nothing is captured between a change of partitions and its graphs"
-    runner.capture(GraphPool(DEVICE))
+    runner.capture(device_of(DEVICE).new_graph_pool())
     for _ in range(8):
         runner.run([request])
     assert recurring._graphs
@@ -291,17 +290,17 @@ def test_graphs_of_large_steps_are_bounded_and_freed(runner: LayerRunner) -> Non
 
 def test_graphs_that_were_released_keep_no_memory(runner: LayerRunner) -> None:
     """Though a request that may recur still refers to them."""
-    own = LayerRunner(runner.layer, DEVICE, with_graphs=False)
+    own = LayerRunner(runner.layer, device_of(DEVICE), with_graphs=False)
     request = layer_request(_tokens(2048), "BF16", None, pinned, "BF16", pinned)
     own.run([request])
-    free_unused_memory()
+    device_of(DEVICE).free_unused()
     before = torch.cuda.memory_reserved()
-    own.capture(GraphPool(DEVICE))
+    own.capture(device_of(DEVICE).new_graph_pool())
     for _ in range(8):
         own.run([request])
     assert request.plan is not None
-    free_unused_memory()
+    device_of(DEVICE).free_unused()
     assert torch.cuda.memory_reserved() > before
     own.release_graphs()
-    free_unused_memory()
+    device_of(DEVICE).free_unused()
     assert torch.cuda.memory_reserved() <= before

@@ -58,7 +58,8 @@ def run_moves(
 
 def _means(rank: int, on_gpus: bool) -> tuple[torch.device, Transport]:
     if not on_gpus:
-        return torch.device("cpu"), TorchTransport(SHAPE.expert_bytes)
+        device = torch.device("cpu")
+        return device, TorchTransport(SHAPE.expert_bytes, device)
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device, PeerTransport(SHAPE.expert_bytes, device)

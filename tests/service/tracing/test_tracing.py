@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from expertd.kernels import resolve_backend
 from expertd.service.commands.serve import check_tracing
+from expertd.service.device import device_of
 from expertd.service.engine.steps import StepTimes
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.moe import stages
@@ -83,7 +84,7 @@ async def test_steps_of_sampled_requests_are_timed(
     monkeypatch.setattr(stages, "HostStages", counted)
     shape, cpu = tiny_settings().models[0].shape, torch.device("cpu")
     layer = MoELayer(shape, random_weights(shape, 3, "cpu"), resolve_backend("reference"))
-    runner = LayerRunner(layer, cpu, timer=StageTimer(cpu, 0.0))
+    runner = LayerRunner(layer, device_of(cpu), timer=StageTimer(device_of(cpu), 0.0))
     async with grpc_serving(runner, tiny_settings(**ON, **SETTINGS)) as calls:
         message, body = hidden_message(rows(2)), hidden_request(rows(3))
         await calls.serving.infer(*body, traceparent=PARENT[:-1] + "0")

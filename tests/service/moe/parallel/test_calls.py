@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import Routing
+from expertd.service.device import device_of
 from expertd.service.moe.parallel import Combined, Dispatched, Exchange, ExchangeError
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
@@ -151,7 +152,7 @@ def test_a_token_goes_once_to_each_rank_that_has_one_of_its_experts(ranks: Ranks
 
 
 def _step(exchange: Exchange, case: Case, request: LayerRequest) -> tuple[Tensor, list[int]]:
-    runner = LayerRunner(parallel_layer(exchange, case), "cpu")
+    runner = LayerRunner(parallel_layer(exchange, case), device_of("cpu"))
     result = runner.run([request])
     return rows_of(result.outputs[0], "FP32", SHAPE.hidden_size), list(result.count_tokens())
 

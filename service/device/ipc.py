@@ -12,17 +12,14 @@ from expertd.service.memory import HANDLE_BYTES, HIDDEN, DeviceMemory, OpenCuda,
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
-def opener_for(device: torch.device) -> OpenCuda | None:
-    """The function that makes other processes' GPU memory accessible to `device`; None for a CPU.
+def opener_for(index: int) -> OpenCuda:
+    """The function that makes other processes' GPU memory accessible to a GPU of this process.
 
     It opens a handle (64 bytes) of at least `num_bytes`. The handle tells the driver which GPU has the
     memory, also one that is hidden from this process; other processes count GPUs in their own way. Another
     GPU's memory becomes accessible by peer access. The driver counts how often a handle is open.
     Raises ValueError.
     """
-    if device.type != "cuda":
-        return None
-    index = device.index or 0
 
     def open_cuda(handle: bytes, num_bytes: int) -> DeviceMemory:
         check_handle(handle)
