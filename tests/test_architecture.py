@@ -16,10 +16,12 @@ SERVICE = "expertd.service"
 # each package of the service, and the packages that it may import besides itself
 PACKAGES = {
     "memory": (),
-    "moe": ("memory", "files"),
+    "device": ("memory", "heap"),
+    "moe": ("device", "memory", "files"),
     "settings": ("moe", "files", "sentences", "tables"),
-    "checkpoints": ("moe", "settings", "files", "sentences", "tables"),
+    "checkpoints": ("device", "moe", "settings", "files", "sentences", "tables"),
     "engine": (
+        "device",
         "memory",
         "moe",
         "settings",
@@ -46,9 +48,21 @@ PACKAGES = {
         "log_lines",
         "heap",
     ),
-    "ranks": ("memory", "moe", "settings", "engine", "files", "sentences", "terminal", "imports", "heap"),
+    "ranks": (
+        "device",
+        "memory",
+        "moe",
+        "settings",
+        "engine",
+        "files",
+        "sentences",
+        "terminal",
+        "imports",
+        "heap",
+    ),
     "grpc": ("memory", "settings", "engine", "http", "tracing", "log_lines", "sentences"),
     "commands": (
+        "device",
         "moe",
         "settings",
         "checkpoints",
@@ -179,6 +193,31 @@ def test_only_grpc_imports_its_packages() -> None:
         if not module.startswith(f"{SERVICE}.grpc"):
             tops = {name.split(".")[0] for name in _imports(tree, within_functions=True)}
             assert not tops & {"grpc", "google"}, module
+
+
+def test_nothing_but_a_backend_or_a_device_assumes_a_gpu() -> None:
+    """Others ask `Capabilities` and `service.device`, so that a further backend or device is one folder."""
+    for module, tree in TREES.items():
+        if module.startswith((f"{SERVICE}.device", "expertd.kernels.backends.hopper", "expertd.backends")):
+            continue
+        found = [node for node in ast.walk(tree) if _names_a_backend(node)]
+        if module.startswith(SERVICE):
+            found += [node for node in ast.walk(tree) if _is_of_cuda(node)]
+            assert not [name for name in _imports(tree, within_functions=True) if name.startswith("cuda.")], (
+                module
+            )
+        assert not [ast.unparse(node) for node in found], module
+
+
+def _names_a_backend(node: ast.AST) -> bool:
+    is_name = isinstance(node, ast.Constant) and node.value == "hopper"
+    return is_name or (isinstance(node, ast.Attribute) and node.attr == "is_cuda")
+
+
+def _is_of_cuda(node: ast.AST) -> bool:
+    if isinstance(node, ast.Compare):
+        return any(isinstance(each, ast.Constant) and each.value == "cuda" for each in node.comparators)
+    return isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.cuda", "torch._C"))
 
 
 def test_http_does_not_import_kernels() -> None:

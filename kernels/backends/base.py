@@ -37,7 +37,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    capabilities: ClassVar[Capabilities] = Capabilities()
+    capabilities: Capabilities = Capabilities()
 
     @property
     def device(self) -> torch.device:

@@ -55,7 +55,7 @@ class CpuDevice(Device):
     def name(self) -> str:
         return f"cpu ({platform.machine()})"
 
-    def memory(self) -> None:
+    def memory(self) -> tuple[int, int] | None:
         return None
 
     def reserved_bytes(self) -> int:

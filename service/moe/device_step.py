@@ -349,10 +349,8 @@ class DeviceSteps:
         """Memory that the GPU can read, as a tensor which does not keep it; of a hidden GPU, it is a copy."""
         if memory.device != HIDDEN:
             return self._device.bytes_at(memory.address, memory.num_bytes, memory.device)
-        copied, copies = (
-            torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device.tensors),
-            Copies(),
-        )
+        copied = torch.empty(memory.num_bytes, dtype=torch.uint8, device=self._device.tensors)
+        copies = Copies()
         copies.add(copied.data_ptr(), memory.address, memory.num_bytes, None)
         self._device.copy(copies, self._device.current_stream())
         return copied

@@ -126,13 +126,9 @@ class StepGraphs:
     def again(self, request: LayerRequest) -> RunningStep | None:
         """As `begin` for a request alone that was alone before, in less time; None: not possible."""
         plan = request.plan
-        if (
-            type(plan) is not _Plan
-            or plan.owner is not self._owner
-            or not self._device.is_current(self._stream)
-        ):
+        if type(plan) is not _Plan or plan.owner is not self._owner:
             return None
-        if not self._tensors.are_free:
+        if not self._device.is_current(self._stream) or not self._tensors.are_free:
             return None
         began = time.perf_counter()
         self._tensors.table.restore(plan.table)

@@ -106,9 +106,8 @@ class Staging:
     def take(self) -> Slot:
         """A free slot. Raises RuntimeError if two steps are running."""
         if not self._free:
-            raise RuntimeError(
-                f"steps: expected at most {_STEPS} at a time on {self.device.name}, got another"
-            )
+            where = self.device.tensors
+            raise RuntimeError(f"steps: expected at most {_STEPS} at a time on {where}, got another")
         return self._free.pop()
 
     def give_back(self, slot: Slot) -> None:

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from expertd.backends import BACKENDS, Capabilities
+from expertd.backends import BACKENDS
 from expertd.kernels import jit
 from expertd.kernels.backends.base import Backend, Progress, without_padding
 from expertd.kernels.backends.hopper import plans
@@ -39,7 +39,7 @@ class HopperBackend(Backend):
     """
 
     name: ClassVar[str] = "hopper"
-    capabilities: ClassVar[Capabilities] = BACKENDS["hopper"]
+    capabilities = BACKENDS["hopper"]
 
     def __init__(self, choose: Choose = plans.choose) -> None:
         self._kernels = Kernels()

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from expertd.backends import BACKENDS, Capabilities
+from expertd.backends import BACKENDS
 from expertd.kernels.backends.base import Backend
 from expertd.kernels.backends.reference import cpu_ffn
 from expertd.kernels.backends.reference.matrices import WeightCache, multiply, prepared_matrix
@@ -20,7 +20,7 @@ class ReferenceBackend(Backend):
     """One matmul per non-empty group, in bf16, with dequantized weights cached while the caller's live."""
 
     name: ClassVar[str] = "reference"
-    capabilities: ClassVar[Capabilities] = BACKENDS["reference"]
+    capabilities = BACKENDS["reference"]
 
     def __init__(self) -> None:
         self._weights = WeightCache()

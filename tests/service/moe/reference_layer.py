@@ -37,7 +37,7 @@ def reference_layer(
     num_held = num_groups - num_shared_experts
     held = range(num_held) if held_experts is None else held_experts
     outputs = []
-    for token, hidden in enumerate(hidden_states.double()):
+    for token, hidden in enumerate(hidden_states.to(weights.router.device).double()):
         if topk_ids is None or topk_weights is None:
             chosen = reference_routing(hidden, weights.router, top_k, renormalize)
         else:
@@ -49,7 +49,7 @@ def reference_layer(
         for group in range(num_held, num_groups):
             total += _expert(hidden, weights, group)
         outputs.append(total)
-    return torch.stack(outputs)
+    return torch.stack(outputs).to(hidden_states.device)
 
 
 def _expert(hidden: Tensor, weights: ExpertWeights, group: int) -> Tensor:

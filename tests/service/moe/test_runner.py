@@ -1,6 +1,8 @@
 """The runner: bytes in and out, mixed requests in one step, and invalid routing."""
 
 import math
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,7 @@ from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
+from tests.backends import KINDS, plain_backend
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.moe.reference_layer import assert_close, reference_layer
 
@@ -26,12 +29,14 @@ SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
 
-@pytest.fixture(scope="module")
-def runner() -> LayerRunner:
-    weights = random_weights(SHAPE, 3, "cpu")
-    return LayerRunner(
-        MoELayer(SHAPE, weights, resolve_backend("reference"), masked_max_tokens=4), device_of("cpu")
-    )
+@pytest.fixture(scope="module", params=[None, *KINDS])
+def runner(request: pytest.FixtureRequest) -> Iterator[LayerRunner]:
+    kind = request.param
+    with nullcontext() if kind is None else plain_backend(kind):
+        backend = resolve_backend("reference" if kind is None else "plain")
+        weights = random_weights(SHAPE, 3, backend.device)
+        layer = MoELayer(SHAPE, weights, backend, masked_max_tokens=4)
+        yield LayerRunner(layer, device_of(backend.device))
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -1,0 +1,63 @@
+"""A further backend, with the least that one has: products of each group in float32, on any device."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from expertd.backends import BACKENDS
+from expertd.kernels import Quantized, dequantize_blocks, dequantize_rows
+from expertd.kernels.backends.base import Backend
+from expertd.kernels.jit import Variant
+
+
+class PlainBackend(Backend):
+    """Has no graphs, request tables, exchange or partitions."""
+
+    name: ClassVar[str] = "plain"
+
+    def __init__(self) -> None:
+        self.capabilities = BACKENDS["plain"]
+
+    def contiguous(
+        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
+    ) -> None:
+        for group, (start, end) in enumerate(pairwise(offsets.tolist())):
+            part = slice(start, end)
+            out[part] = _product(Quantized(a.data[part], a.scales[part]), b, group)
+
+    def masked(
+        self,
+        a: Quantized,
+        b: Quantized,
+        counts: Tensor,
+        expected_m: int | None,
+        out: Tensor,
+        num_sms: int | None,
+    ) -> None:
+        for group, count in enumerate(counts.tolist()):
+            rows = Quantized(a.data[group, :count], a.scales[group, :count])
+            out[group, :count] = _product(rows, b, group)
+
+
+def _product(rows: Quantized, b: Quantized, group: int) -> Tensor:
+    weights = dequantize_blocks(b.data[group], b.scales[group])
+    return (dequantize_rows(*rows, torch.float32) @ weights.float().t()).to(torch.bfloat16)
+
+
+def why_not(device: torch.device | None) -> str | None:
+    """None if its device type is here."""
+    wants = BACKENDS["plain"].device_type
+    return None if wants != "cuda" or torch.cuda.is_available() else "no CUDA device"
+
+
+def create() -> Backend:
+    """The backend."""
+    return PlainBackend()
+
+
+def jit_variants() -> Sequence[Variant]:
+    """None."""
+    return ()
