@@ -118,7 +118,7 @@ class LocalModels:
             with in_one_sentence(model.name, self._needs(model), self._device):
                 self._add(model, layer)
                 for runner in [each.runners[model.name] for each in self.sets]:
-                    if self._is_captured(runner):
+                    if runner.layer.is_capturable:
                         _capture(runner, self._pools, self._device)
         except BaseException:
             self.remove(model.name)
@@ -145,7 +145,7 @@ class LocalModels:
     def capture(self, cancelled: Cancelled) -> None:
         """Capture the CUDA graphs of all models, again after partitions were replaced."""
         runners = [runner for each in self.sets for runner in each.runners.values()]
-        captured = [runner for runner in runners if self._is_captured(runner)]
+        captured = [runner for runner in runners if runner.layer.is_capturable]
         self._pools = {}
         self._pools = capture_graphs(captured, self._device, cancelled, self._meet)
 
@@ -184,9 +184,6 @@ class LocalModels:
         workspace = max(0, torchs - weights - staging)
         outside = max(0, in_all[0] - torchs)
         return {"weights": weights, "staging": staging, "workspace": workspace, "outside": outside}
-
-    def _is_captured(self, runner: LayerRunner) -> bool:
-        return runner.layer.is_capturable
 
     def _add(self, model: ModelSettings, layer: Layer) -> None:
         if not self._device.is_host:

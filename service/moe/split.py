@@ -1,10 +1,15 @@
-"""Which experts each rank of a parallel layer holds; imports no torch."""
+"""How rows and experts are split over ranks; imports no torch."""
 
-from itertools import pairwise
+
+def part_of(total: int, rank: int, num_ranks: int) -> range:
+    """A rank's part of `total` rows or experts, in order; the first ranks have one more if need be."""
+    size, more = divmod(total, num_ranks)
+    start = rank * size + min(rank, more)
+    return range(start, start + size + (rank < more))
 
 
 def split_experts(held: range, num_ranks: int) -> list[range]:
-    """The experts of each rank: contiguous parts of `held`, whose first len(held) % num_ranks have one more.
+    """The experts of each rank: its `part_of` those held.
 
     held  the experts of the whole layer, `LayerShape.held_experts`
 
@@ -12,6 +17,5 @@ def split_experts(held: range, num_ranks: int) -> list[range]:
     """
     if not 1 <= num_ranks <= len(held):
         raise ValueError(f"num_ranks: expected 1 to {len(held)}, one expert for each, got {num_ranks}")
-    each, more = divmod(len(held), num_ranks)
-    starts = [held.start + rank * each + min(rank, more) for rank in range(num_ranks + 1)]
-    return [range(*bounds) for bounds in pairwise(starts)]
+    parts = (part_of(len(held), rank, num_ranks) for rank in range(num_ranks))
+    return [held[part.start : part.stop] for part in parts]

@@ -54,7 +54,9 @@ class Slot:
 
     def __init__(self, device: Device) -> None:
         self.host_in, self.host_out, self.host_routing = (Piece(device, is_pinned=True) for _ in range(3))
-        self.device_in, self.device_out, self.device_routing = (Piece(device, False) for _ in range(3))
+        self.device_in, self.device_out, self.device_routing = (
+            Piece(device, is_pinned=False) for _ in range(3)
+        )
         self.offsets = device.pinned(MAX_GROUPS + 2, dtype=torch.int32).zero_()  # see `count_named`
         self.host_offsets = self.offsets.numpy()
         self.copied_in, self.computed, self.copied_out = (device.new_event() for _ in range(3))

@@ -6,7 +6,7 @@ from expertd.kernels.rank_memory import part_bytes
 from expertd.service.engine.layers import rule_of
 from expertd.service.moe.needs import GRAPH_TOKENS
 from expertd.service.moe.separate import rows_per_token
-from expertd.service.ranks.split import part_of
+from expertd.service.moe.split import part_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 

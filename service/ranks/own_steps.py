@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.split import part_of
 from expertd.service.ranks.messages import body_bytes, unpacked_body
 from expertd.service.ranks.regions import MappedRegions
-from expertd.service.ranks.split import part_of, requests_of
+from expertd.service.ranks.split import requests_of
 from expertd.service.ranks.step_graph import graph_of
 from expertd.service.settings.served import ModelSettings
 

@@ -8,6 +8,7 @@ from torch.distributed.distributed_c10d import Store
 
 from expertd.service.device import device_of
 from expertd.service.moe.parallel import PlacedExperts, held_by
+from expertd.service.moe.split import part_of
 from expertd.service.ranks.messages import ERROR_BYTES
 from expertd.service.ranks.mover import Mover
 from expertd.service.ranks.moves import MoveCommand
@@ -15,7 +16,6 @@ from expertd.service.ranks.peer_transport import PeerTransport
 from expertd.service.ranks.placements import digest, read_placements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup, largest_expert
-from expertd.service.ranks.split import part_of
 from expertd.service.ranks.transport import SharedTransport, TorchTransport, Transport
 from expertd.service.settings.served import ModelSettings
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from expertd.service.memory import Register, host_view
+from expertd.service.moe.split import part_of
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.link import Kind, Link
 from expertd.service.ranks.messages import StepCommand, StepEnd
 from expertd.service.ranks.packing import outputs_of
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
-from expertd.service.ranks.split import part_of
 from expertd.service.ranks.staging import MAX_SENT, staging_bytes
 
 _REGIONS = range(1, 1 + MAX_SENT)  # one for each step that was sent

@@ -1,22 +1,16 @@
-"""How a step and a layer are split over the ranks: contiguously, the first ranks have one more if need be."""
+"""A rank's requests of a step."""
 
 from collections.abc import Callable, Sequence
 
 from expertd.service.memory import Span
 from expertd.service.moe.request import FP8, LayerRequest, row_bytes
+from expertd.service.moe.split import part_of
 from expertd.service.ranks.messages import PlacedRequest
 
 BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "INT32": 4, "INT64": 8}
 
 SpanOf = Callable[[int, int, int], Span]
 """The memory of (region, offset, bytes)."""
-
-
-def part_of(total: int, rank: int, num_ranks: int) -> range:
-    """The part of `total` rows or experts that belongs to `rank`."""
-    size, more = divmod(total, num_ranks)
-    start = rank * size + min(rank, more)
-    return range(start, start + size + (rank < more))
 
 
 def requests_of(

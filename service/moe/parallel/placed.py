@@ -1,7 +1,6 @@
 """The experts of a layer on one rank: which they are, their weights as bytes, and going over to others."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from expertd.kernels import Backend, Quantized
 from expertd.service.moe.parallel.replicas import ReplicaTables
-from expertd.service.moe.placement.placement import rank_slots
+from expertd.service.moe.split import part_of
 from expertd.service.moe.weights import MATRICES, ExpertWeights, without_data
 
 
@@ -112,5 +111,5 @@ class PlacedExperts:
 
 def held_by(rank: int, num_ranks: int, physical: Sequence[int]) -> Sequence[int]:
     """The experts of one rank's physical experts."""
-    starts = list(accumulate(rank_slots(len(physical), num_ranks).tolist(), initial=0))
-    return physical[starts[rank] : starts[rank + 1]]
+    part = part_of(len(physical), rank, num_ranks)
+    return physical[part.start : part.stop]

@@ -6,10 +6,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from expertd.service.moe.placement.placement import rank_slots
 from expertd.service.moe.placement.replicas import GOLDEN
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.split import split_experts
+from expertd.service.moe.split import part_of, split_experts
 
 
 class ReplicaTables:
@@ -98,12 +97,12 @@ def tables_of(
     """Those of a placement of all of the layer's experts, or of the contiguous split. Raises ValueError."""
     held = shape.held_experts
     if physical is None:
-        slots = [len(part) for part in split_experts(held, num_ranks)]
-        return ReplicaTables(shape.num_experts, held, slots, device)
+        parts = split_experts(held, num_ranks)
+        return ReplicaTables(shape.num_experts, held, [len(part) for part in parts], device)
     if set(physical) != set(held):
         different = sorted(set(physical) ^ set(held))[:4]
         raise ValueError(f"physical: expected each expert of the layer and no other, got {different} wrong")
-    slots = rank_slots(len(physical), num_ranks).tolist()
+    slots = [len(part_of(len(physical), rank, num_ranks)) for rank in range(num_ranks)]
     if slots[0] > shape.num_experts:
         raise ValueError(f"physical: expected at most {shape.num_experts} on a rank, got {slots[0]}")
     return ReplicaTables(shape.num_experts, physical, slots, device)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from expertd.service.moe.placement.checks import checked_loads, described, require
+from expertd.service.moe.split import part_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +70,8 @@ class Placement:
     def slots_of_rank(self, rank: int) -> slice:
         """A rank's physical experts, the same in every layer."""
         require("rank", 0 <= rank < self.num_ranks, f"0 to {self.num_ranks - 1}", rank)
-        ends = np.cumsum(rank_slots(self.num_physical, self.num_ranks))
-        return slice(int(ends[rank - 1]) if rank else 0, int(ends[rank]))
+        part = part_of(self.num_physical, rank, self.num_ranks)
+        return slice(part.start, part.stop)
 
     def experts_of_rank(self, layer: int, rank: int) -> NDArray[np.int64]:
         """The experts that a rank holds, int64 [slots], in the order of its physical experts."""
@@ -117,7 +118,7 @@ class Placement:
 def rank_slots(num_physical: int, num_ranks: int) -> NDArray[np.int64]:
     """Physical experts of each rank, int64 [num_ranks]: even, or the first ranks have one more."""
     require("num_ranks", num_ranks >= 1, "at least 1", num_ranks)
-    return num_physical // num_ranks + (np.arange(num_ranks) < num_physical % num_ranks).astype(np.int64)
+    return np.array([len(part_of(num_physical, rank, num_ranks)) for rank in range(num_ranks)], np.int64)
 
 
 def contiguous_placement(
