@@ -127,13 +127,13 @@ def load(
     settings: Settings,
     cancelled: Cancelled,
     make_layer: MakeLayer | None = None,
-    meet: Callable[[], None] = lambda: None,
+    barrier: Callable[[], None] = lambda: None,
     held: Held | None = None,
 ) -> Loaded:
     """Load everything in `settings`, on the worker thread, which will also run the steps.
 
     make_layer  makes each model's layer; None: `packed_layer_of`
-    meet        waits for those who run a layer's steps together with this process, before they begin
+    barrier     waits for those who run a layer's steps together with this process, before they begin
     held        the experts of each model that this process holds; None: all of the model's
 
     Raises ValueError if the device or a weights file does not fit the settings, MemoryError if models do
@@ -155,7 +155,7 @@ def load(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    models = LocalModels(settings, backend, partitions, make_layer or packed_layer_of, meet, held)
+    models = LocalModels(settings, backend, partitions, make_layer or packed_layer_of, barrier, held)
     models.load_all([model for model in settings.models if model.load], cancelled)
     decode, prefill = models.sets[0], models.sets[-1]
     return Loaded(

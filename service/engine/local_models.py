@@ -41,7 +41,7 @@ class LocalModels:
     """Runs on the worker thread between steps, but for `read`.
 
     make_layer  makes each model's layer
-    meet        waits for those who run a layer's steps together with this process, before they begin
+    barrier     waits for those who run a layer's steps together with this process, before they begin
     held        the experts of each model that this process holds; None: all of the model's
     sets        the runners of the loaded models, for each lane
     """
@@ -52,7 +52,7 @@ class LocalModels:
         backend: Backend,
         partitions: "SMPartitions | None",
         make_layer: MakeLayer,
-        meet: Callable[[], None],
+        barrier: Callable[[], None],
         held: Held | None = None,
     ) -> None:
         # The front end of several ranks hands them no traces.
@@ -62,7 +62,7 @@ class LocalModels:
         self.sets = [RunnerSet(lane, self._device, partitions, timer) for lane in lanes_of(settings)]
         self._settings, self._limits = settings, settings.limits
         self._backend = backend
-        self._make_layer, self._meet, self._held = make_layer, meet, held
+        self._make_layer, self._barrier, self._held = make_layer, barrier, held
         self._staged_bytes = 0
         self._pools: dict[Staging, GraphPool] = {}
 
@@ -147,7 +147,7 @@ class LocalModels:
         runners = [runner for each in self.sets for runner in each.runners.values()]
         captured = [runner for runner in runners if runner.layer.is_capturable]
         self._pools = {}
-        self._pools = capture_graphs(captured, self._device, cancelled, self._meet)
+        self._pools = capture_graphs(captured, self._device, cancelled, self._barrier)
 
     def route(self, name: str, request: LayerRequest) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """What the router of a model chooses; see `LayerRunner.route`. Raises ModelUnloadedError."""
@@ -190,7 +190,7 @@ class LocalModels:
             self._staged_bytes = max(self._staged_bytes, staging_of_model(self._limits, model))
         for each in self.sets:
             runner = each.add(model, layer)
-            self._meet()
+            self._barrier()
             _first_steps(runner, model, self._limits.max_request_tokens)
 
     def _needs(self, model: ModelSettings) -> Needs:
@@ -204,7 +204,7 @@ def capture_graphs(
     runners: Sequence[LayerRunner],
     device: Device,
     cancelled: Cancelled,
-    meet: Callable[[], None] = lambda: None,
+    barrier: Callable[[], None] = lambda: None,
 ) -> dict[Staging, GraphPool]:
     """Capture CUDA graphs in new pools: the old ones' memory belongs to streams that may no longer exist.
 
@@ -220,7 +220,7 @@ def capture_graphs(
     with progress_bar("graphs", len(runners), "layer") as advance:
         for runner in runners:
             stop_if(cancelled)
-            meet()
+            barrier()
             _capture(runner, pools, device)
             advance(1, "")
     return pools

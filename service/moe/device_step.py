@@ -26,7 +26,7 @@ from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import FP8, LayerRequest, Output, StepResult, row_bytes
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.stages import GpuStages
-from expertd.service.moe.staging import ALIGNMENT, Slot, Staging, address_of, is_aligned
+from expertd.service.moe.staging import ALIGNMENT, Staging, StepBuffers, address_of, is_aligned
 from expertd.service.moe.step_counts import Launches
 
 INTEGERS = {"INT32": torch.int32, "INT64": torch.int64}
@@ -34,7 +34,7 @@ _Routing = tuple[Tensor, Tensor]
 
 
 class _Plan(NamedTuple):
-    """What the next step of the same request repeats if it gets the same slot, with everything as it was."""
+    """What the next step of the same request repeats if it has the same buffers, and nothing has changed."""
 
     graph: Graph
     valid: tuple[int, int, int]
@@ -66,13 +66,13 @@ class DeviceSteps:
         stages  notified of the step's stages, none of which is a graph's; only if the layer is a MoELayer
         """
         began = time.perf_counter()
-        slot = self._staging.take()
+        buffers = self._staging.take()
         try:
-            outputs = self._enqueue(batch, slot, stream, num_sms, stages)
+            outputs = self._enqueue(batch, buffers, stream, num_sms, stages)
         except BaseException:
-            self._abandon(slot)
+            self._abandon(buffers)
             raise
-        return self._running(batch, slot, outputs, began)
+        return self._running(batch, buffers, outputs, began)
 
     def again(self, request: LayerRequest) -> RunningStep | None:
         """As `begin` for a request alone that recurs, in less time; None: not possible."""
@@ -80,63 +80,65 @@ class DeviceSteps:
         if type(plans) is not dict:
             return None
         began = time.perf_counter()
-        slot = self._staging.take()
-        plan: _Plan | None = plans.get(slot)
-        if plan is None or plan.valid != self._valid(slot) or not self._device.is_current(plan.stream):
-            self._staging.give_back(slot)
+        buffers = self._staging.take()
+        plan: _Plan | None = plans.get(buffers)
+        if plan is None or plan.valid != self._valid(buffers) or not self._device.is_current(plan.stream):
+            self._staging.give_back(buffers)
             return None
         try:
-            self._copy_in(slot, plan.copies_in, plan.stream)
+            self._copy_in(buffers, plan.copies_in, plan.stream)
             plan.graph.replay()
             self._launches.recurring += 1
-            self._copy_out(slot, plan.copies_out, plan.stream, plan.batch)
+            self._copy_out(buffers, plan.copies_out, plan.stream, plan.batch)
         except BaseException:
-            self._abandon(slot)
+            self._abandon(buffers)
             raise
-        return self._running(plan.batch, slot, plan.outputs, began)
+        return self._running(plan.batch, buffers, plan.outputs, began)
 
-    def _running(self, batch: Batch, slot: Slot, outputs: list[Output | Tensor], began: float) -> RunningStep:
+    def _running(
+        self, batch: Batch, buffers: StepBuffers, outputs: list[Output | Tensor], began: float
+    ) -> RunningStep:
         return RunningStep(
-            slot.copied_out,
-            slot.host_offsets,
-            partial(self._ended, slot, began),
+            buffers.copied_out,
+            buffers.host_offsets,
+            partial(self._ended, buffers, began),
             partial(self._result, batch, outputs),
         )
 
-    def _abandon(self, slot: Slot) -> None:
+    def _abandon(self, buffers: StepBuffers) -> None:
         try:
-            self._device.synchronize()  # copies to and from the slot may be running
+            self._device.synchronize()  # copies to and from the buffers may be running
         finally:
-            self._staging.give_back(slot)
+            self._staging.give_back(buffers)
 
     def _enqueue(
         self,
         batch: Batch,
-        slot: Slot,
+        buffers: StepBuffers,
         stream: Stream,
         num_sms: int | None,
         stages: GpuStages | None,
     ) -> list[Output | Tensor]:
         """Start everything; each request's own output, or a pinned tensor of its bytes."""
         copies_in, copies_out = Copies(), Copies()
-        parts = self._hidden_states(batch, slot, copies_in)
-        given = self._given(batch, slot, copies_in) if batch.with_routing else None
-        self._copy_in(slot, copies_in, stream, stages)
+        parts = self._hidden_states(batch, buffers, copies_in)
+        given = self._given(batch, buffers, copies_in) if batch.with_routing else None
+        self._copy_in(buffers, copies_in, stream, stages)
         hidden_states = self._together(parts, batch)
         topk_ids, topk_weights = self._routing(batch, parts, hidden_states, given)
         if stages is not None and topk_ids is not None and batch.needs_router:
             stages.mark("router")
-        out = self._out(batch, slot)
+        out = self._out(batch, buffers)
         if topk_ids is not None and batch.with_routing:
-            count_named(self._layer.shape, topk_ids, slot.offsets)
-        offsets = slot.offsets[: self._layer.shape.num_groups + 1]
+            count_named(self._layer.shape, topk_ids, buffers.offsets)
+        offsets = buffers.offsets[: self._layer.shape.num_groups + 1]
         compute: Callable[..., Tensor] = partial(
             self._layer, hidden_states, topk_ids, topk_weights, num_sms, out, offsets
         )
         key = (
             *map(_name, (values_of(hidden_states), topk_ids, out)),
             _name(hidden_states.scales if isinstance(hidden_states, Quantized) else None),
-            id(slot),
+            id(buffers),
             num_sms,
             stream.stream_id,
             self._layer.rank_tokens,
@@ -145,44 +147,48 @@ class DeviceSteps:
         if stages is not None:
             compute(stages=stages)
         elif len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
-            # All of its memory is the slot's, or the request's own.
-            graph = self._recurring.run(key, compute, slot.pool, stream)
+            # All of its memory is in the buffers, or the request's own.
+            graph = self._recurring.run(key, compute, buffers.pool, stream)
         else:
             compute()
         if graph is None:
             self._launches.eager += 1
         else:
             self._launches.recurring += 1
-        outputs = self._outputs(batch, slot, out, copies_out)
-        self._copy_out(slot, copies_out, stream, batch, stages)
+        outputs = self._outputs(batch, buffers, out, copies_out)
+        self._copy_out(buffers, copies_out, stream, batch, stages)
         request = batch.requests[0]
         if graph is not None and len(batch.requests) == 1 and _stays_in_place(request):
             if type(request.plan) is not dict:
                 request.plan = {}
             own = Batch([replace(request, plan=None)])  # no circle of references
-            request.plan[slot] = _Plan(graph, self._valid(slot), own, stream, copies_in, copies_out, outputs)
+            request.plan[buffers] = _Plan(
+                graph, self._valid(buffers), own, stream, copies_in, copies_out, outputs
+            )
         return outputs
 
-    def _valid(self, slot: Slot) -> tuple[int, int, int]:
+    def _valid(self, buffers: StepBuffers) -> tuple[int, int, int]:
         """Differs if a plan must not be repeated: graphs were freed, or memory lies elsewhere."""
-        return self._recurring.generation, slot.device_in.generation, slot.device_out.generation
+        return self._recurring.generation, buffers.device_in.generation, buffers.device_out.generation
 
-    def _copy_in(self, slot: Slot, copies: Copies, stream: Stream, stages: GpuStages | None = None) -> None:
+    def _copy_in(
+        self, buffers: StepBuffers, copies: Copies, stream: Stream, stages: GpuStages | None = None
+    ) -> None:
         """`stream` waits for the copies, which the step before does not delay."""
         if len(copies):
             if stages is not None:
                 stages.begin(self._staging.copy_in)
             self._device.copy(copies, self._staging.copy_in)
-            slot.copied_in.record(self._staging.copy_in)
+            buffers.copied_in.record(self._staging.copy_in)
             if stages is not None:
                 stages.mark("copy_in")
-            stream.wait_event(slot.copied_in)
+            stream.wait_event(buffers.copied_in)
         if stages is not None:
             stages.begin(stream)
 
     def _copy_out(
         self,
-        slot: Slot,
+        buffers: StepBuffers,
         copies: Copies,
         stream: Stream,
         batch: Batch,
@@ -191,19 +197,19 @@ class DeviceSteps:
         """Copies wait for `stream`, and the step's end for them."""
         last = stream
         if len(copies):
-            slot.computed.record(stream)
+            buffers.computed.record(stream)
             last = self._staging.copy_out
-            last.wait_event(slot.computed)
+            last.wait_event(buffers.computed)
             if stages is not None:
                 stages.begin(last)
             self._device.copy(copies, last)
             if stages is not None:
                 stages.mark("copy_out")
         self._staging.signal(batch.requests, last)
-        slot.copied_out.record(last)
+        buffers.copied_out.record(last)
 
-    def _ended(self, slot: Slot, began: float) -> float:
-        self._staging.give_back(slot)
+    def _ended(self, buffers: StepBuffers, began: float) -> float:
+        self._staging.give_back(buffers)
         return self._staging.seconds_since(began)
 
     def _result(
@@ -221,7 +227,7 @@ class DeviceSteps:
     def _bytes_of(self, output: Tensor) -> bytes:
         return self._staging.host_copies.timed(output.numpy().tobytes, output.numel() * output.itemsize)
 
-    def _hidden_states(self, batch: Batch, slot: Slot, copies: Copies) -> list[HiddenStates]:
+    def _hidden_states(self, batch: Batch, buffers: StepBuffers, copies: Copies) -> list[HiddenStates]:
         """As `rows_of` once `copies` are done, in one part for each request if they differ."""
         h = self._layer.shape.hidden_size
         first, scales = batch.requests[0].hidden_states, batch.requests[0].scales
@@ -234,7 +240,7 @@ class DeviceSteps:
         datatypes = {request.datatype for request in batch.requests}
         sizes = [request.num_tokens * row_bytes(request.datatype, h) for request in batch.requests]
         starts = list(accumulate(sizes, initial=0))
-        copied, staged = slot.device_in.take(starts[-1]), slot.host_in.take(starts[-1])
+        copied, staged = buffers.device_in.take(starts[-1]), buffers.host_in.take(starts[-1])
 
         def fetch(memory: Buffer | Span, begin: int, end: int) -> None:
             source = address_of(memory, staged[begin:end], self._staging.host_copies)
@@ -251,14 +257,14 @@ class DeviceSteps:
         spans = zip(batch.requests, pairwise(starts), strict=True)
         return [_rows_of(request, copied[start:end], h) for request, (start, end) in spans]
 
-    def _given(self, batch: Batch, slot: Slot, copies: Copies) -> _Routing:
+    def _given(self, batch: Batch, buffers: StepBuffers, copies: Copies) -> _Routing:
         """topk_ids int32 and topk_weights fp32 [T, top_k] on the GPU, for requests with routing on the host.
 
         The other rows stay uninitialized.
         """
         shape = batch.num_tokens, self._layer.shape.top_k
         num_bytes = shape[0] * shape[1] * 8
-        staged, copied = slot.host_routing.take(num_bytes), slot.device_routing.take(num_bytes)
+        staged, copied = buffers.host_routing.take(num_bytes), buffers.device_routing.take(num_bytes)
         ids, weights = (half.view(shape) for half in staged.view(torch.int32).chunk(2))
         for request, part in zip(batch.requests, batch.parts, strict=True):
             if request.topk_ids is None or request.topk_weights is None or is_on_gpu(request.topk_ids):
@@ -302,15 +308,17 @@ class DeviceSteps:
             return routed_ids, routed_weights
         return ids, weights
 
-    def _out(self, batch: Batch, slot: Slot) -> Tensor:
+    def _out(self, batch: Batch, buffers: StepBuffers) -> Tensor:
         """Where the layer writes [T, H] of `batch.out_dtype`: to the only request's own memory if it can."""
         h, dtype = self._layer.shape.hidden_size, batch.out_dtype
         wanted = batch.requests[0].output
         if len(batch.requests) == 1 and self._is_in_place(wanted):
             return self._view(wanted, dtype, h)
-        return slot.device_out.take(batch.num_tokens * h * dtype.itemsize).view(dtype).view(-1, h)
+        return buffers.device_out.take(batch.num_tokens * h * dtype.itemsize).view(dtype).view(-1, h)
 
-    def _outputs(self, batch: Batch, slot: Slot, out: Tensor, copies: Copies) -> list[Output | Tensor]:
+    def _outputs(
+        self, batch: Batch, buffers: StepBuffers, out: Tensor, copies: Copies
+    ) -> list[Output | Tensor]:
         outputs: list[Output | Tensor] = []
         h = out.shape[1]
         sizes = [
@@ -318,7 +326,7 @@ class DeviceSteps:
             for request in batch.requests
         ]
         starts = list(accumulate(sizes, initial=0))
-        staged = slot.host_out.take(starts[-1])
+        staged = buffers.host_out.take(starts[-1])
         for request, part, start in zip(batch.requests, batch.parts, starts[:-1], strict=True):
             rows = out[part].to(FLOATS[request.output_datatype])
             num_bytes = rows.numel() * rows.itemsize
@@ -332,7 +340,7 @@ class DeviceSteps:
                 address, owner = request.output.address, request.output.owner
             is_part = rows.dtype == out.dtype  # else it has memory of its own
             copies.add(address, rows.data_ptr(), num_bytes, owner if is_part else None)
-            slot.kept.append(rows)
+            buffers.kept.append(rows)
         return outputs
 
     def _is_in_place(self, memory: object, alignment: int = ALIGNMENT) -> TypeGuard[Span]:

@@ -231,7 +231,7 @@ class StepGraphs:
             tensor[:count] for tensor in (step.hidden_states, step.topk_ids, step.topk_weights, step.out)
         )
         offsets = step.offsets[: self._layer.shape.num_groups + 1]
-        self._layer.expect_each(count)
+        self._layer.set_equal_token_counts(count)
         if routed:
             backend.gather_rows(step.table, hidden_states, None, None)
             topk_ids, topk_weights = self._layer.route(hidden_states, step.table.end_token)

@@ -102,7 +102,7 @@ class MoELayer:
             packed = without_data(matrix) if self._separate.pack(name) else matrix
         self.weights = self.weights.with_matrix(name, packed)
 
-    def expect_each(self, num_tokens: int) -> None:
+    def set_equal_token_counts(self, num_tokens: int) -> None:
         """For layers with ranks: the next calls have `num_tokens` on each. Here nothing depends on it."""
 
     def layout(self, num_tokens: int) -> Layout:

@@ -19,7 +19,7 @@ ALIGNMENT = 16  # bytes, of rows that kernels read and write in place
 _STEPS = 2
 
 
-class Piece:
+class GrowingBuffer:
     """Bytes on the GPU, or pinned on the host, which grow to the largest step."""
 
     def __init__(self, device: Device, is_pinned: bool) -> None:
@@ -49,40 +49,42 @@ class Piece:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device.tensors)
 
 
-class Slot:
+class StepBuffers:
     """What one step needs besides the layer."""
 
     def __init__(self, device: Device) -> None:
-        self.host_in, self.host_out, self.host_routing = (Piece(device, is_pinned=True) for _ in range(3))
+        self.host_in, self.host_out, self.host_routing = (
+            GrowingBuffer(device, is_pinned=True) for _ in range(3)
+        )
         self.device_in, self.device_out, self.device_routing = (
-            Piece(device, is_pinned=False) for _ in range(3)
+            GrowingBuffer(device, is_pinned=False) for _ in range(3)
         )
         self.offsets = device.pinned(MAX_GROUPS + 2, dtype=torch.int32).zero_()  # see `count_named`
         self.host_offsets = self.offsets.numpy()
         self.copied_in, self.computed, self.copied_out = (device.new_event() for _ in range(3))
-        self.pool: GraphPool | None = None  # of graphs that run in this slot
+        self.pool: GraphPool | None = None  # of graphs that use these
         self.kept: list[Tensor] = []  # until the step ends: copies read them on another stream
 
 
 class Staging:
-    """The slots of a GPU, shared by all its layers, and its streams for copies in each direction."""
+    """The buffers of a device's steps, which its layers share, and its streams for copies in each direction."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.copy_in, self.copy_out = device.new_stream(), device.new_stream()
         self.host_copies = HostCopies()
-        self._slots = [Slot(device) for _ in range(_STEPS)]
-        self._free = [*self._slots]
+        self._all = [StepBuffers(device) for _ in range(_STEPS)]
+        self._free = [*self._all]
         self._shared: dict[object, Any] = {}
         self._ended = 0.0
 
     def prepare(self, max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> None:
         """Allocate for steps of up to `max_tokens`, so that no step has to."""
-        for slot in self._free:
-            for piece in (slot.host_in, slot.host_out, slot.device_in, slot.device_out):
-                piece.take(max_tokens * hidden_size * itemsize)
-            for piece in (slot.host_routing, slot.device_routing):
-                piece.take(max_tokens * top_k * 8)
+        for step in self._free:
+            for buffer in (step.host_in, step.host_out, step.device_in, step.device_out):
+                buffer.take(max_tokens * hidden_size * itemsize)
+            for buffer in (step.host_routing, step.device_routing):
+                buffer.take(max_tokens * top_k * 8)
 
     def shared(self, key: object, make: Callable[[], T]) -> T:
         """What `make` returned for `key` the first time: memory that the graphs of several layers use."""
@@ -96,26 +98,26 @@ class Staging:
         self._shared = {key: made for key, made in self._shared.items() if key in kept}
 
     def allow_graphs(self) -> None:
-        """Let each slot capture graphs; no step is running."""
-        for slot in self._free:
-            slot.pool = slot.pool or self.device.new_graph_pool()
+        """Let steps be captured as graphs; no step is running."""
+        for step in self._free:
+            step.pool = step.pool or self.device.new_graph_pool()
 
     def release_graphs(self) -> None:
         """Capture no more graphs, and free their memory with the last of them; no step is running."""
-        for slot in self._free:
-            slot.pool = None
+        for step in self._free:
+            step.pool = None
 
-    def take(self) -> Slot:
-        """A free slot. Raises RuntimeError if two steps are running."""
+    def take(self) -> StepBuffers:
+        """Buffers that no step uses. Raises RuntimeError if two steps are running."""
         if not self._free:
             where = self.device.tensors
             raise RuntimeError(f"steps: expected at most {_STEPS} at a time on {where}, got another")
         return self._free.pop()
 
-    def give_back(self, slot: Slot) -> None:
-        """Free the slot of a step that has ended."""
-        slot.kept.clear()
-        self._free.append(slot)
+    def give_back(self, step: StepBuffers) -> None:
+        """Take back the buffers of a step that has ended."""
+        step.kept.clear()
+        self._free.append(step)
 
     def signal(self, requests: Sequence[LayerRequest], stream: Stream) -> None:
         """Write every request's signal once its output is there: before the host has noticed."""
@@ -126,10 +128,10 @@ class Staging:
     @property
     def device_bytes(self) -> int:
         """Memory of the GPU."""
-        pieces = [
-            piece for slot in self._slots for piece in (slot.device_in, slot.device_out, slot.device_routing)
+        buffers = [
+            buffer for step in self._all for buffer in (step.device_in, step.device_out, step.device_routing)
         ]
-        return sum(piece.num_bytes for piece in pieces)
+        return sum(buffer.num_bytes for buffer in buffers)
 
     def seconds_since(self, began: float) -> float:
         """The time that a step took which ends now, without the part in which the GPU ran the step before."""

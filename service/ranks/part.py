@@ -56,7 +56,7 @@ def share_sms(partition: str | None, other: str | None) -> bool:
     return partition != other and None in (partition, other)
 
 
-class RankPart:
+class RankWorker:
     """Loads the part of every model. Raises as `load` does, and ExchangeError if the ranks do not meet."""
 
     def __init__(self, setup: RankSetup, regions: MappedRegions) -> None:
@@ -79,10 +79,10 @@ class RankPart:
         self._parallel: list[ParallelLayer] = []
         self._placed: list[PlacedExperts] = []  # of the models, in their order
         self.loaded: Loaded = load(
-            setup.settings, lambda: False, self._layer, self._meet, self._placements.held
+            setup.settings, lambda: False, self._layer, self._barrier, self._placements.held
         )
         self._placements.set_layers(self._placed)
-        self._meet()
+        self._barrier()
         self._check_ranks()
         self._models: list[tuple[ModelSettings, Runner]] = [
             (model, self.loaded.runners[model.name]) for model in setup.settings.models
@@ -173,7 +173,7 @@ class RankPart:
         self._symmetric[model.name] = symmetric
         return symmetric
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait for all ranks if launches do: not for one that is still loading."""
         if self._memories:
             self._device.synchronize()
@@ -239,7 +239,7 @@ class RankPart:
                 return step
         self._replays = False
         with runner.on_stream():
-            layer.expect(own.counts)
+            layer.set_token_counts(own.counts)
         return runner.launch(own.requests)
 
     def _begin_placed(self, number: int, own: OwnStep) -> None:

@@ -138,7 +138,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
     # Imported here: it takes seconds, in which the front end may end already.
     with quick_imports():
         from expertd.service.ranks.device import tell_changes
-        from expertd.service.ranks.part import RankPart
+        from expertd.service.ranks.part import RankWorker
         from expertd.service.ranks.partitions import replace, shown
         from expertd.service.ranks.recording import RankRecorder, write_trace
         from expertd.service.ranks.remote import RemoteSteps
@@ -153,7 +153,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
         control.send(*message)
 
     try:
-        part = RankPart(setup, control.regions)
+        part = RankWorker(setup, control.regions)
     except Exception as error:
         expected = isinstance(error, (ValueError, OSError, MemoryError))
         if not expected:

@@ -312,7 +312,7 @@ def spawn(rank: Callable[[int, int, int, int], None], num_ranks: int) -> None:
 
 @pytest.mark.parametrize("way", combine_rows._WAYS, ids=lambda way: way.by_dtype[torch.float32].source.name)
 @pytest.mark.parametrize("num_experts", [8, 1024])
-def test_all_ctas_of_combine_run_at_once(way: combine_rows._Way, num_experts: int) -> None:
+def test_all_ctas_of_combine_run_at_once(way: combine_rows._CombineVariant, num_experts: int) -> None:
     """The driver says how many an SM runs: what the launch bounds ask for, if shared memory suffices."""
     shared_bytes = way.shared_bytes(num_experts)
     for variant in way.by_dtype.values():

@@ -13,7 +13,7 @@ from expertd.kernels.jit import Variant
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 
-class _Way(NamedTuple):
+class _CombineVariant(NamedTuple):
     """One way to combine.
 
     by_dtype      the variants, by the dtype of the result
@@ -35,7 +35,7 @@ def _way(
     columns: int = COLUMNS,
     storage_bytes: int = 0,
     **defines: int,
-) -> _Way:
+) -> _CombineVariant:
     """A way, and its definitions; storage_bytes: of shared memory, besides a copy of places."""
     defines = {"EXACT": 0, "STAGED": 0, "BIASED": 0} | defines
 
@@ -46,7 +46,7 @@ def _way(
         "combine_rows", threads, shared_bytes, prefix,
         CTAS=ctas, THREADS=threads, COLUMNS=columns, STORAGE_BYTES=storage_bytes, **defines,
     )  # fmt: skip
-    return _Way(by_dtype, ctas, columns, shared_bytes)
+    return _CombineVariant(by_dtype, ctas, columns, shared_bytes)
 
 
 _SUMS = _way("", 256, ctas=4)

@@ -99,7 +99,7 @@ class ParallelLayer:
         self.weights = self.weights.with_matrix(name, without_data(self.weights.matrix(name)))
         self.placed.forget(name)
 
-    def expect_each(self, num_tokens: int) -> None:
+    def set_equal_token_counts(self, num_tokens: int) -> None:
         """Nothing: the ranks tell each other how many tokens they send."""
 
     def meet(self, exchange: Exchange, members: Sequence[int]) -> None:

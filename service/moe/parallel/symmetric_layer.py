@@ -97,9 +97,9 @@ class SymmetricLayer:
         every = range(shape.num_experts)
         self._is_placed = physical is not None or shape.held_experts != every  # else ids are physical ones
         self._overlap, self._overlap_mode = overlap, overlap_mode
-        self.expect_each(1)
+        self.set_equal_token_counts(1)
 
-    def expect(self, counts: Sequence[int]) -> None:
+    def set_token_counts(self, counts: Sequence[int]) -> None:
         """The next calls have counts[r] tokens on rank r. All ranks say the same before a call.
 
         Raises ValueError (name, expected, got) if the memory has no room for them.
@@ -109,9 +109,9 @@ class SymmetricLayer:
         self._tokens = RankTokens(rows, self.placed.places)
         self.rank_tokens = tuple(counts)
 
-    def expect_each(self, num_tokens: int) -> None:
+    def set_equal_token_counts(self, num_tokens: int) -> None:
         """The next calls have `num_tokens` on each rank."""
-        self.expect([num_tokens] * self.memory.num_ranks)
+        self.set_token_counts([num_tokens] * self.memory.num_ranks)
 
     def layout(self, num_tokens: int) -> Layout:
         """Always the contiguous one."""

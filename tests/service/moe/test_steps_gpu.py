@@ -108,16 +108,16 @@ def test_requests_of_every_kind_in_one_step(runner: LayerRunner, sizes: tuple[in
 @pytest.mark.parametrize("sizes", [(700,), (300, 500)])
 def test_pinned_memory_is_taken_for_outputs_without_a_place_and_for_no_more(sizes: tuple[int, ...]) -> None:
     with runner_with_graphs() as runner:
-        slots = runner.staging._slots
+        steps = runner.staging._all
         held = [_tokens(size) for size in sizes]
         requests = [layer_request(rows, "BF16", None, pinned, "BF16", pinned) for rows in held]
         for _ in range(3):
             runner.run(requests)
-        assert [slot.host_out.num_bytes for slot in slots] == [0] * len(slots)
+        assert [step.host_out.num_bytes for step in steps] == [0] * len(steps)
         without = replace(requests[0], output=None, plan=None)
         result = runner.run([without, *requests[1:]])
         taken = sizes[0] * SHAPE.hidden_size * 2
-        assert max(slot.host_out.num_bytes for slot in slots) == taken
+        assert max(step.host_out.num_bytes for step in steps) == taken
         for output, rows in zip(result.outputs, held, strict=True):
             expected = _expected(runner, rows, None, "BF16")
             assert torch.equal(rows_of(output, "BF16", SHAPE.hidden_size), expected)

@@ -63,7 +63,7 @@ def _run(exchange: TorchExchange, case: Case) -> tuple[Tensor, list[int]]:
     )  # fmt: skip
     weights = part_of(whole, held, own, case.shape.num_shared_experts)
     layer = SymmetricLayer(case.shape, weights, _Exchanging(), memory, rule=case.rule)
-    layer.expect([len(part) for part in case.tokens])
+    layer.set_token_counts([len(part) for part in case.tokens])
     tokens = case.tokens[exchange.rank]
     ids, topk_weights = (None, None) if case.given is None else case.given[exchange.rank]
     out = torch.full(tokens.shape, torch.nan, dtype=case.out_dtype)
