@@ -67,7 +67,7 @@ class StepBuffers:
 
 
 class Staging:
-    """The buffers of a device's steps, which its layers share, and its streams for copies in each direction."""
+    """The buffers of a device's steps, which its layers share, and its streams for copies each way."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
