@@ -25,9 +25,8 @@ from expertd.service.http.delivery import delivery
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.errors import http_error
 from expertd.service.http.gate import Gate, KeyFile
-from expertd.service.http.infer_route import InferRoute
 from expertd.service.http.protocol import OipError, error_body
-from expertd.service.http.request_head import decoded, infer_head
+from expertd.service.http.request_head import decoded
 from expertd.service.http.routes import (
     channels_router,
     configuration_router,
@@ -68,7 +67,7 @@ class Beside(Protocol):
 
 
 class ExpertApp(FastAPI):
-    """FastAPI, with a shortcut for infer requests.
+    """All calls but infer, which connections answer themselves.
 
     Its lifespan starts loading and ends the worker thread; `beside`, if there is one, lives as long.
     Raises SettingsError for a file of keys that cannot be used.
@@ -98,7 +97,6 @@ class ExpertApp(FastAPI):
         self.gate = Gate(file, self.metrics.keys, behind=settings.http_workers > 1)
         self.tracing = tracing_of(settings.tracing)
         self.infer = InferEndpoint(self.engine, self.metrics, self.gate, tracing=self.tracing)
-        self._infer_route = InferRoute(self.infer, self._bodies)
         page, self._feed = page_router(self.engine, self.metrics)
         protocol = protocol_router(self.engine)
         routers = (
@@ -155,9 +153,6 @@ class ExpertApp(FastAPI):
                 send = _closing(scope, send)
             if b"%2" in scope.get("raw_path", b""):
                 scope["path"] = decoded(scope["raw_path"])
-            if (head := infer_head(scope["method"], scope["path"], scope["headers"])) is not None:
-                await self._infer_route(scope, receive, send, head)
-                return
             if scope["method"] == "HEAD" and "GET" in self.methods_of(scope):
                 scope, send = {**scope, "method": "GET"}, _without_body(send)
             try:

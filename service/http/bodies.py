@@ -33,8 +33,8 @@ class BodyReader:
             if not reading.expired():
                 reading.reschedule(0)
 
-    async def read(self, receive: Receive, content_length: int | None, limit: BodyLimit) -> bytes:
-        """The whole body, within `limit`.
+    async def read(self, receive: Receive, content_length: int | None) -> bytes:
+        """The whole body of a control call.
 
         Raises OipError (408; 413 as soon as the body is known to be too long; 503), ClientGoneError.
         """
@@ -42,7 +42,7 @@ class BodyReader:
             async with asyncio.timeout(0 if self._stopped else self._seconds) as reading:
                 self._reading.add(reading)
                 try:
-                    return await _read(receive, content_length, limit)
+                    return await _read(receive, content_length)
                 finally:
                     self._reading.discard(reading)
         except TimeoutError as error:
@@ -54,13 +54,13 @@ class BodyReader:
             raise OipError(408, sentence, headers=close) from error
 
 
-async def _read(receive: Receive, content_length: int | None, limit: BodyLimit) -> bytes:
+async def _read(receive: Receive, content_length: int | None) -> bytes:
     if content_length is not None:
-        limit.check(content_length)
+        CONTROL_BODY.check(content_length)
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body", False):
         body: bytes = message.get("body", b"")
-        limit.check(len(body), is_whole=True)
+        CONTROL_BODY.check(len(body), is_whole=True)
         return body
     chunks: list[bytes] = []
     size = 0
@@ -70,7 +70,7 @@ async def _read(receive: Receive, content_length: int | None, limit: BodyLimit) 
         chunk = message.get("body", b"")
         chunks.append(chunk)
         size += len(chunk)
-        limit.check(size + message.get(BYTES_AHEAD, 0))
+        CONTROL_BODY.check(size + message.get(BYTES_AHEAD, 0))
         if not message.get("more_body", False):
             return b"".join(chunks)
         message = await receive()
@@ -101,4 +101,4 @@ async def control_body(request: Request, bodies: BodyReader) -> bytes:
         elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             got = shown(value.decode("latin-1"))
             raise OipError(415, f"Content-Encoding: expected none for this call, got {got}")
-    return await bodies.read(request.receive, length, CONTROL_BODY)
+    return await bodies.read(request.receive, length)

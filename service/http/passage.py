@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from expertd.service.engine.spec import MODEL_VERSION
-from expertd.service.http.bodies import CONTROL_BODY, BodyReader, ClientGoneError, number_of_bytes
+from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
 from expertd.service.http.gate import KEY_ADMIN, KEY_NAME, Gate
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
@@ -84,7 +84,7 @@ class Passage:
                 length = number_of_bytes(value, "Content-Length", length)
         if not has_body and not length:
             return b""
-        return await self._bodies.read(receive, length, CONTROL_BODY)
+        return await self._bodies.read(receive, length)
 
     async def _ask(
         self,

@@ -1,6 +1,9 @@
-"""Applications for tests, with a tiny real layer or a test's own runners, and clients in the same process."""
+"""Servers for tests, with a tiny real layer or a test's own runners, and clients in the same process."""
 
+import asyncio
 import json
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,10 +12,15 @@ from typing import Any
 import httpx
 import numpy as np
 import numpy.typing as npt
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from expertd.service.engine.loading import Loaded, Loader, Partitions, load
 from expertd.service.engine.steps import Runner
 from expertd.service.http.app import ExpertApp
+from expertd.service.http.connection import Connection
+from expertd.service.http.shared import Shared
+from expertd.service.http.tls_link import TlsLink
 from expertd.service.settings.model import Settings
 
 HIDDEN = 128
@@ -54,9 +62,10 @@ def serving_runner(
 
 @dataclass(frozen=True)
 class Serving:
-    """A running application and a client of it."""
+    """A running application, the port that it is served at, and a client of it."""
 
     app: ExpertApp
+    port: int
     http: httpx.AsyncClient
 
     async def infer(self, body: bytes, header_length: int | None = None, **headers: str) -> httpx.Response:
@@ -72,14 +81,51 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(settings: Settings, loader: Loader = load) -> AsyncIterator[Serving]:
-    """The loaded application of `settings`; its lifespan is the block."""
+async def serving(
+    settings: Settings,
+    loader: Loader = load,
+    other: ASGIApp | None = None,
+    connections: set[Connection] | None = None,
+    send_buffer: int | None = None,
+    tls: ssl.SSLContext | None = None,
+    wait: bool = True,
+) -> AsyncIterator[Serving]:
+    """The loaded application of `settings`, served on a socket in this process; its lifespan is the block.
+
+    `other` takes the place of the application, for all but infer requests. `connections` receives those open.
+    `send_buffer` is the size of the system's buffer for what is written; None: it grows. `tls` is for HTTPS.
+    Without `wait`, the application may still be loading.
+    """
     app = ExpertApp(settings, loader)
+    shared = Shared(other or app, app.infer, app.metrics, settings)
+    state = ServerState()
+    if connections is not None:
+        vars(state)["connections"] = connections
+    sock = socket.create_server(("127.0.0.1", 0), backlog=100)
+    if send_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
+
+    def protocol() -> asyncio.BufferedProtocol:
+        if tls is None:
+            return Connection(shared, state, {})
+        return TlsLink(shared, state, tls, lambda: Connection(shared, state, {}, is_admitted=True))
+
     async with app.router.lifespan_context(app):
-        await app.engine.wait_loaded()
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield Serving(app, http)
+        if wait:
+            await app.engine.wait_loaded()
+        listener = await asyncio.get_running_loop().create_server(protocol, sock=sock)
+        port = sock.getsockname()[1]
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+                yield Serving(app, port, http)
+        finally:
+            listener.close()
+            for connection in list(state.connections):
+                if isinstance(connection, Connection):
+                    connection.transport.abort()
+                else:
+                    connection.shutdown()
+            await asyncio.gather(*state.tasks)
 
 
 def rows(num_tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -1,20 +1,8 @@
 """Raw HTTP: sends given bytes, and parses the responses."""
 
-import asyncio
 import json
 import socket
-import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
-
-from starlette.types import ASGIApp
-from uvicorn.server import ServerState
-
-from expertd.service.http.connection import Connection
-from expertd.service.http.shared import Shared
-from expertd.service.http.tls_link import TlsLink
-from tests.service.apps import Serving
 
 INFER = "/v2/models/tiny/infer"
 
@@ -101,44 +89,3 @@ def ask(port: int, data: bytes, half_close: bool = False) -> list[Answer]:
         if half_close:
             sock.shutdown(socket.SHUT_WR)
         return read_to_end(sock)
-
-
-@asynccontextmanager
-async def listening(
-    server: Serving,
-    other: ASGIApp | None = None,
-    connections: set[Connection] | None = None,
-    send_buffer: int | None = None,
-    tls: ssl.SSLContext | None = None,
-) -> AsyncIterator[int]:
-    """Serve the running application on a socket in this process; yields its port.
-
-    `other` takes the place of the application, for all but infer requests. `connections` receives those open.
-    `send_buffer` is the size of the system's buffer for what is written; None: it grows. `tls` is for HTTPS.
-    """
-    app = server.app
-    shared = Shared(other or app, app.infer, app.metrics, app.engine.settings)
-    state = ServerState()
-    if connections is not None:
-        vars(state)["connections"] = connections
-    loop = asyncio.get_running_loop()
-    sock = socket.create_server(("127.0.0.1", 0), backlog=100)
-    if send_buffer is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
-
-    def protocol() -> asyncio.BufferedProtocol:
-        if tls is None:
-            return Connection(shared, state, {})
-        return TlsLink(shared, state, tls, lambda: Connection(shared, state, {}, is_admitted=True))
-
-    listener = await loop.create_server(protocol, sock=sock)
-    try:
-        yield sock.getsockname()[1]
-    finally:
-        listener.close()
-        for connection in list(state.connections):
-            if isinstance(connection, Connection):
-                connection.transport.abort()
-            else:
-                connection.shutdown()
-        await asyncio.gather(*state.tasks)

@@ -12,7 +12,6 @@ from tests.paths import ROOT
 from tests.service.apps import MODEL
 from tests.service.channels.servers import channel_server
 from tests.service.processes import clean_environment
-from tests.service.sockets import listening
 from tests.service.waiting import until
 
 pytestmark = pytest.mark.gpu
@@ -32,13 +31,10 @@ async def test_no_answer_is_lost_or_wrong(
     tmp_path: Path, where: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Forecast, "step", lambda self, num_tokens: 0.0)  # else most are refused at once
-    async with (
-        channel_server(tmp_path, None, LIMITS, backend="hopper", models=[LAYER]) as server,
-        listening(server) as port,
-    ):
+    async with channel_server(tmp_path, None, LIMITS, backend="hopper", models=[LAYER]) as server:
         caller = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.service.channels.late_caller_gpu",
-            f"http://127.0.0.1:{port}", "tiny", where, str(count),
+            f"http://127.0.0.1:{server.port}", "tiny", where, str(count),
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             cwd=ROOT, env=clean_environment(),
         )  # fmt: skip

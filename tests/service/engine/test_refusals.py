@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import logging
-from collections.abc import MutableMapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from expertd.service.engine.refusals import REASONS
 from expertd.service.engine.request_counts import STATUSES
+from expertd.service.http.connection import Connection
 from tests.service.apps import (
     HIDDEN,
     Serving,
@@ -23,6 +23,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
+from tests.service.sockets import INFER, connect, head, read_to_end
 from tests.service.waiting import until
 
 LOGGER = "expertd.service.http.infer_ending"
@@ -103,68 +104,23 @@ async def test_refusals_while_busy_and_while_shutting_down() -> None:
         assert all_refused(server) == 3
 
 
-async def test_an_incomplete_body_is_counted_by_the_reason_it_was_refused() -> None:
-    async with serving(tiny_settings({"body_timeout_seconds": 0.01})) as server:
-        caller = Caller(None)
-        await server.app(caller.scope, caller.receive, caller.send)
-        assert refusals(server) == {"body_timeout": 1}
-        server.app.stop_reading()
-        await server.app(caller.scope, caller.receive, caller.send)
-        assert refusals(server) == {"body_timeout": 1, "shutting_down": 1}
-        assert [m["status"] for m in caller.sent if "status" in m] == [408, 503]
-
-
-class Caller:
-    """A caller that sends `body` (None: nothing) and disconnects when `gone` is set."""
-
-    def __init__(self, body: bytes | None) -> None:
-        self.gone = asyncio.Event()
-        self.watched = asyncio.Event()
-        self.sent: list[MutableMapping[str, Any]] = []
-        self._bodies = [] if body is None else [body]
-        self.scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v2/models/tiny/infer",
-            "headers": [(b"inference-header-content-length", str(GOOD[1]).encode())],
-        }
-
-    async def receive(self) -> MutableMapping[str, Any]:
-        if self._bodies:
-            return {"type": "http.request", "body": self._bodies.pop(), "more_body": False}
-        self.watched.set()
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        self.sent.append(message)
-
-
-@pytest.mark.parametrize("watched", [False, True])
-async def test_a_caller_that_disconnects_during_its_step_is_not_counted_as_answered(watched: bool) -> None:
-    runner = EchoRunner()
-    async with serving(tiny_settings(), serving_runner(runner)) as server:
-        runner.gate.clear()
-        caller = Caller(GOOD[0])
-        leaving = asyncio.ensure_future(server.app(caller.scope, caller.receive, caller.send))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        if watched:  # only longer waits are watched
-            await asyncio.wait_for(caller.watched.wait(), 10)
-        caller.gone.set()
-        runner.gate.set()
-        await asyncio.wait_for(leaving, 10)
-        assert caller.sent == []
-        assert server.metric("requests_total", model="tiny", status="200") == 0
-        assert server.metric("requests_total", model="tiny", status="499") == 1
-        assert refusals(server) == {"client_gone": 1}
-
-
-async def test_a_caller_that_stays_connected_is_answered() -> None:
-    async with serving(tiny_settings(), serving_runner(EchoRunner())) as server:
-        caller = Caller(GOOD[0])
-        await server.app(caller.scope, caller.receive, caller.send)
-        assert caller.sent[0]["status"] == 200
-        assert refusals(server) == {}
+@pytest.mark.parametrize(
+    ("seconds", "status", "reason"), [(0.01, 408, "body_timeout"), (30, 503, "shutting_down")]
+)
+async def test_an_incomplete_body_is_counted_by_the_reason_it_was_refused(
+    seconds: float, status: int, reason: str
+) -> None:
+    connections: set[Connection] = set()
+    async with serving(tiny_settings({"body_timeout_seconds": seconds}), connections=connections) as server:
+        with connect(server.port) as sock:
+            sock.sendall(head(f"POST {INFER} HTTP/1.1", "Content-Length: 9"))
+            if reason == "shutting_down":
+                await until(lambda: any(each.has_pending_output for each in connections))
+                for connection in connections:
+                    connection.stop_reading()
+            (answer,) = await asyncio.to_thread(read_to_end, sock)
+        assert answer.status == status
+        assert refusals(server) == {reason: 1}
 
 
 async def test_each_refusal_is_one_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,7 @@ from tests.service.apps import hidden_request, rows, serving, serving_runner, ti
 from tests.service.engine.test_batching import Observed, running
 from tests.service.engine.test_wakeup import belled
 from tests.service.runners import Computed, EchoRunner, Submitted, layer_request
-from tests.service.sockets import connect, infer, listening, read_answer
+from tests.service.sockets import connect, infer, read_answer
 from tests.service.waiting import until
 
 
@@ -178,9 +178,9 @@ async def test_a_failed_step() -> None:
 @pytest.mark.parametrize("callers", [1, 2])
 async def test_over_http_after_some_requests_of_one_connection(callers: int) -> None:
     runner = Threads()
-    async with serving(tiny_settings(), serving_runner(runner)) as server, listening(server) as port:
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
         with ExitStack() as stack:
-            socks = [stack.enter_context(connect(port)) for _ in range(callers)]
+            socks = [stack.enter_context(connect(server.port)) for _ in range(callers)]
             for number in range(24):
                 await asleep(server.app.engine.scheduler.lanes[0])
                 sock, hidden_states = socks[number % callers], rows(1, number)

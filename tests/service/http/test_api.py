@@ -35,7 +35,7 @@ from tests.service.apps import (
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.keys import all_keys, key_of
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, Answer, connect, head, infer, listening, read_answer, read_to_end
+from tests.service.sockets import INFER, Answer, connect, head, infer, read_answer, read_to_end
 
 GOOD = hidden_request(rows(3))
 
@@ -208,14 +208,14 @@ async def test_options_tell_the_methods_and_check_health(tmp_path: Path) -> None
     """Load balancers ask so, as haproxy with a plain `option httpchk`, without Host or a key."""
 
     async def asked(path: str, key: str = "") -> Answer:
-        with connect(port) as sock:
+        with connect(server.port) as sock:
             lines = [f"OPTIONS {path} HTTP/1.0", *([f"Authorization: Bearer {key_of(key)}"] if key else ())]
             sock.sendall("\r\n".join([*lines, "", ""]).encode())
             (answer,) = await asyncio.to_thread(read_to_end, sock)
             return answer
 
     settings = tiny_settings(keys=all_keys(tmp_path / "keys.yaml"))
-    async with serving(settings) as server, listening(server) as port:
+    async with serving(settings) as server:
         for path, methods in (OPTIONS | OPTIONS_WITH_KEY).items():
             right = "" if path in OPTIONS else "metrics" if path == "/v1/live" else "infer"
             answer = await asked(path, right)
@@ -322,8 +322,8 @@ async def test_null_beside_binary_tensors_is_absent_however_the_body_comes(num_t
     chunked = head(f"POST {INFER} HTTP/1.1", length, "Transfer-Encoding: chunked") + chunks + b"0\r\n\r\n"
     requests = [infer(body, len(header)), infer(packed, len(header), "Content-Encoding: gzip"), chunked]
     settings = tiny_settings({"max_request_tokens": 300, "max_batch_tokens": 300})
-    async with serving(settings, serving_runner(EchoRunner())) as server, listening(server) as port:
-        with connect(port) as sock:
+    async with serving(settings, serving_runner(EchoRunner())) as server:
+        with connect(server.port) as sock:
             for data in requests * 2:  # the second time, with a kept plan
                 await asyncio.to_thread(sock.sendall, data)
                 answer = await asyncio.to_thread(read_answer, sock)

@@ -9,18 +9,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.service.apps import serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
-from tests.service.sockets import Answer, answers, head, listening
+from tests.service.sockets import Answer, answers, head
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def served(app: ASGIApp, talk: Talk, **limits: float) -> None:
     async def run() -> None:
-        async with (
-            serving(tiny_settings(limits), serving_runner(EchoRunner())) as server,
-            listening(server, app) as port,
-        ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with serving(tiny_settings(limits), serving_runner(EchoRunner()), app) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             try:
                 await talk(reader, writer)
             finally:

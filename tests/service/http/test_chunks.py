@@ -31,7 +31,7 @@ from tests.service.ranks.steps import routed, routing
 from tests.service.regions import region_input, region_output, registered
 from tests.service.runners import EchoRunner
 from tests.service.shm import shm_file
-from tests.service.sockets import connect, infer, listening
+from tests.service.sockets import connect, infer
 from tests.service.waiting import until
 
 LONG = rows(64, 5)
@@ -116,9 +116,9 @@ async def test_outputs_in_shared_memory() -> None:
 
 
 async def test_a_client_that_leaves_between_chunks_ends_its_request() -> None:
-    async with chunking() as (server, runner), listening(server) as port:
+    async with chunking() as (server, runner):
         async with competing(server, runner):
-            sock = connect(port)
+            sock = connect(server.port)
             sock.sendall(infer(*hidden_request(LONG)))
             await until(lambda: waiting(server) == 2)
             sock.close()

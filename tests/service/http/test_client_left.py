@@ -12,7 +12,7 @@ import uvloop
 
 from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
-from tests.service.sockets import answers, connect, head, infer, listening, read_to_end
+from tests.service.sockets import answers, connect, head, infer, read_to_end
 from tests.service.waiting import until
 
 pytestmark = pytest.mark.slow  # an interim response takes a second
@@ -43,13 +43,10 @@ def held(check: Callable[[Held], Coroutine[Any, Any, None]], settings: dict[str,
 
     async def run() -> None:
         runner = EchoRunner()
-        async with (
-            serving(tiny_settings(**(settings or {})), serving_runner(runner)) as server,
-            listening(server) as port,
-        ):
+        async with serving(tiny_settings(**(settings or {})), serving_runner(runner)) as server:
             runner.gate.clear()
             try:
-                await check(Held(server, runner, port))
+                await check(Held(server, runner, server.port))
             finally:
                 runner.gate.set()
 
@@ -92,6 +89,7 @@ def test_a_disconnect_during_the_step_counts_as_499(reset: bool, request_bytes: 
         this.runner.gate.set()
         await until(lambda: this.counted(499) + this.counted(200) == 1)
         assert this.counted(499) == 1
+        assert this.server.metric("refusals_total", model="tiny", reason="client_gone") == 1
 
     held(check)
 

@@ -15,7 +15,7 @@ from expertd.service.http import server as http_server
 from expertd.service.http.listening import allow_files
 from tests.service.apps import hidden_request, rows, serving, tiny_settings
 from tests.service.processes import ServerProcess, server_process
-from tests.service.sockets import INFER, ask, connect, head, infer, listening, read_answer, read_to_end
+from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # times are seconds
@@ -178,8 +178,8 @@ async def test_a_body_whose_time_ends_with_its_connection_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     request = head(f"POST {INFER} HTTP/1.1", "Content-Length: 1000000") + bytes(100)
-    async with serving(tiny_settings({"body_timeout_seconds": 0.3})) as app, listening(app) as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with serving(tiny_settings({"body_timeout_seconds": 0.3})) as app:
+        reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
         writer.write(request)
         await asyncio.sleep(0.1)
         writer.write_eof()

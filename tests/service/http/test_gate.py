@@ -16,7 +16,7 @@ from expertd.service.http.rights import ANY, CALLS, rights_for
 from tests.service.apps import Serving, error_of, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.keys import all_keys, bearer, key_of
 from tests.service.runners import EchoRunner
-from tests.service.sockets import ask, infer, listening
+from tests.service.sockets import ask, infer
 
 NAMES = ("infer", "admin", "metrics")
 UNKNOWN = "Authorization: expected a key of this server, got an unknown one"
@@ -148,9 +148,8 @@ async def test_forms_of_the_header(keys: Path, values: list[str], expected: str 
     async with guarded(keys) as server:
         lines = [f"Authorization: {value}" for value in values]
         body, length = hidden_request(rows(1))
-        async with listening(server) as port:
-            request = infer(body, length, *lines, "Connection: close")
-            (answer,) = await asyncio.to_thread(ask, port, request)
+        request = infer(body, length, *lines, "Connection: close")
+        (answer,) = await asyncio.to_thread(ask, server.port, request)
         if expected is None:
             assert answer.status == 200
         else:

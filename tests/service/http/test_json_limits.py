@@ -22,7 +22,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, connect, head, listening, read_answer
+from tests.service.sockets import INFER, connect, head, read_answer
 
 LIMIT = 4000
 TOO_LARGE = f"JSON: expected at most {LIMIT} bytes"
@@ -63,9 +63,9 @@ def post(*headers: str) -> bytes:
     ],
 )
 async def test_too_much_json_is_refused_before_it_arrives(data: bytes, got: str) -> None:
-    async with serving(tiny_settings({"max_json_bytes": LIMIT})) as server, listening(server) as port:
+    async with serving(tiny_settings({"max_json_bytes": LIMIT})) as server:
         for _ in range(2):  # the second head is a known one
-            with connect(port) as sock:
+            with connect(server.port) as sock:
                 sock.sendall(data)
                 answer = await asyncio.to_thread(read_answer, sock)
             assert (answer.status, answer.error) == (413, TOO_LARGE + got + HINT)

@@ -26,7 +26,7 @@ from tests.service.apps import (
 from tests.service.keys import all_keys, bearer, key_of, write_keys
 from tests.service.runners import EchoRunner
 from tests.service.settings.refusals import BILLION_VALUES
-from tests.service.sockets import INFER, Answer, connect, head, infer, listening, read_answer
+from tests.service.sockets import INFER, Answer, connect, head, infer, read_answer
 
 BODY, LENGTH = hidden_request(rows(1))
 
@@ -78,8 +78,8 @@ async def statuses(sock: socket.socket, *names: str) -> list[int]:
 
 
 async def test_each_request_of_a_connection_is_checked(keys: Path) -> None:
-    async with guarded(keys) as server, listening(server) as port:
-        with closing(connect(port)) as sock:
+    async with guarded(keys) as server:
+        with closing(connect(server.port)) as sock:
             names = ("infer", "nobody", "infer", "infer", "admin", "infer", "metrics")
             assert await statuses(sock, *names) == [200, 401, 200, 200, 403, 200, 403]
             assert (await asked(sock, infer(BODY, LENGTH))).status == 401
@@ -94,26 +94,24 @@ async def test_an_infer_request_is_refused_before_its_body(keys: Path, name: str
     async with guarded(keys) as server:
         lines = (f"Content-Length: {length}", "Expect: 100-continue", f"Authorization: Bearer {key_of(name)}")
         refused = 401 if name == "nobody" else 403
-        async with listening(server) as port:
-            with closing(connect(port)) as sock:
-                assert (await asked(sock, head(f"POST {INFER} HTTP/1.1", *lines))).status == refused
-                assert await asyncio.to_thread(sock.recv, 1) == b"", "closed: the body may follow or not"
+        with closing(connect(server.port)) as sock:
+            assert (await asked(sock, head(f"POST {INFER} HTTP/1.1", *lines))).status == refused
+            assert await asyncio.to_thread(sock.recv, 1) == b"", "closed: the body may follow or not"
 
 
 async def test_a_body_that_follows_a_refusal_is_dropped(keys: Path) -> None:
     async with guarded(keys) as server:
         size = 300_000
         lines = (f"Content-Length: {size}", f"Authorization: Bearer {key_of('nobody')}")
-        async with listening(server) as port:
-            with closing(connect(port)) as sock:
-                for call in (f"POST {INFER} HTTP/1.1", "PUT /v1/partitions HTTP/1.1"):
-                    assert (await asked(sock, head(call, *lines))).status == 401
-                    assert (await asked(sock, bytes(size) + request("infer"))).status == 200
+        with closing(connect(server.port)) as sock:
+            for call in (f"POST {INFER} HTTP/1.1", "PUT /v1/partitions HTTP/1.1"):
+                assert (await asked(sock, head(call, *lines))).status == 401
+                assert (await asked(sock, bytes(size) + request("infer"))).status == 200
 
 
 async def test_other_calls_are_refused_before_their_bodies(keys: Path) -> None:
-    async with guarded(keys) as server, listening(server) as port:
-        with closing(connect(port)) as sock:
+    async with guarded(keys) as server:
+        with closing(connect(server.port)) as sock:
             data = partitions("infer", "Content-Length: 1000", "Expect: 100-continue")
             answer = await asked(sock, data)
             assert (answer.status, answer.headers["connection"]) == (403, "close")
@@ -147,22 +145,21 @@ async def test_keys_change_while_a_connection_is_open(
 ) -> None:
     async with guarded(keys) as server:
         caplog.set_level(logging.INFO, "expertd.service.http.gate")
-        async with listening(server) as port:
-            with closing(connect(port)) as sock:
-                assert await statuses(sock, "infer", "new") == [200, 401]
-                write_keys(keys, infer=["infer"], new=["infer"])
-                assert await statuses(sock, "infer", "new") == [200, 401], "looked at within the last second"
-                clock[0] += 1
-                assert await statuses(sock, "infer", "new") == [200, 200]
-                keys.touch()
-                clock[0] += 1
-                assert await statuses(sock, "infer", "new") == [200, 200], "the same keys"
-                write_keys(keys, infer=["metrics"], new=["infer"])
-                clock[0] += 1
-                assert await statuses(sock, "infer", "new") == [403, 200], "another right"
-                write_keys(keys, other=["infer"])
-                clock[0] += 1
-                assert await statuses(sock, "infer", "new", "other") == [401, 401, 200]
+        with closing(connect(server.port)) as sock:
+            assert await statuses(sock, "infer", "new") == [200, 401]
+            write_keys(keys, infer=["infer"], new=["infer"])
+            assert await statuses(sock, "infer", "new") == [200, 401], "looked at within the last second"
+            clock[0] += 1
+            assert await statuses(sock, "infer", "new") == [200, 200]
+            keys.touch()
+            clock[0] += 1
+            assert await statuses(sock, "infer", "new") == [200, 200], "the same keys"
+            write_keys(keys, infer=["metrics"], new=["infer"])
+            clock[0] += 1
+            assert await statuses(sock, "infer", "new") == [403, 200], "another right"
+            write_keys(keys, other=["infer"])
+            clock[0] += 1
+            assert await statuses(sock, "infer", "new", "other") == [401, 401, 200]
         assert caplog.messages == [
             f"keys: {keys} has changed, and has {names}"
             for names in ("infer and new", "infer and new", "other")
@@ -173,19 +170,18 @@ async def test_a_broken_file_leaves_the_keys_as_they_were(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with guarded(keys) as server:
-        async with listening(server) as port:
-            with closing(connect(port)) as sock:
-                keys.write_text(f"- {key_of('infer')}\n- 1\n")
-                for _ in range(3):
-                    clock[0] += 1
-                    assert await statuses(sock, "infer", "nobody") == [200, 401]
-                keys.unlink()
-                for _ in range(3):
-                    clock[0] += 1
-                    assert await statuses(sock, "infer", "nobody") == [200, 401]
-                write_keys(keys, nobody=["infer"])
+        with closing(connect(server.port)) as sock:
+            keys.write_text(f"- {key_of('infer')}\n- 1\n")
+            for _ in range(3):
                 clock[0] += 1
-                assert await statuses(sock, "infer", "nobody") == [401, 200]
+                assert await statuses(sock, "infer", "nobody") == [200, 401]
+            keys.unlink()
+            for _ in range(3):
+                clock[0] += 1
+                assert await statuses(sock, "infer", "nobody") == [200, 401]
+            write_keys(keys, nobody=["infer"])
+            clock[0] += 1
+            assert await statuses(sock, "infer", "nobody") == [401, 200]
         remain = "the keys that were read before remain in use"
         expected = "expected name, sha256 and rights, got another text (and 1 more)"
         errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
@@ -200,11 +196,10 @@ async def test_a_file_of_aliases_leaves_the_keys_as_they_were(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with guarded(keys) as server:
-        async with listening(server) as port:
-            with closing(connect(port)) as sock:
-                keys.write_text(BILLION_VALUES)
-                clock[0] += 1
-                assert await statuses(sock, "infer", "nobody") == [200, 401]
+        with closing(connect(server.port)) as sock:
+            keys.write_text(BILLION_VALUES)
+            clock[0] += 1
+            assert await statuses(sock, "infer", "nobody") == [200, 401]
         expected = "expected at most 20000 values, also where aliases repeat them, got more"
         errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
         assert errors == [f"keys: {keys}:5: {expected}; the keys that were read before remain in use"]
@@ -247,11 +242,10 @@ async def test_calls_are_counted_by_key_and_refusals_by_reason(keys: Path) -> No
         def count(key: str, result: str) -> float:
             return server.metric("key_requests_total", key=key, result=result)
 
-        async with listening(server) as port:
-            with closing(connect(port)) as sock:
-                await statuses(sock, "infer", "infer", "nobody", "metrics", "infer")
-                await asked(sock, partitions("infer"))
-                await asked(sock, head("GET /v2 HTTP/1.1"))
+        with closing(connect(server.port)) as sock:
+            await statuses(sock, "infer", "infer", "nobody", "metrics", "infer")
+            await asked(sock, partitions("infer"))
+            await asked(sock, head("GET /v2 HTTP/1.1"))
         assert (count("infer", "admitted"), count("infer", "forbidden")) == (3, 1)
         assert (count("metrics", "admitted"), count("metrics", "forbidden")) == (0, 1)
         assert (count("admin", "admitted"), count("", "unauthorized")) == (0, 2)
@@ -263,10 +257,9 @@ async def test_calls_are_counted_by_key_and_refusals_by_reason(keys: Path) -> No
 async def test_the_access_log_has_names_and_no_keys(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with guarded(keys) as server:
         caplog.set_level(logging.DEBUG)
-        async with listening(server) as port:
-            with closing(connect(port)) as sock:
-                await statuses(sock, "infer", "nobody")
-                await asked(sock, partitions("metrics"))
+        with closing(connect(server.port)) as sock:
+            await statuses(sock, "infer", "nobody")
+            await asked(sock, partitions("metrics"))
         lines = [record.getMessage() for record in caplog.records if record.name == "uvicorn.access"]
         assert [re.sub(r"^127\.0\.0\.1:\d+ ", "", line) for line in lines] == [
             f'infer "POST {INFER} HTTP/1.1" 200',
@@ -280,9 +273,9 @@ async def test_a_key_that_was_removed_is_not_in_the_log(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = tiny_settings(keys=keys, access_log=True, log_format="json")
-    async with serving(settings, serving_runner(EchoRunner())) as server, listening(server) as port:
+    async with serving(settings, serving_runner(EchoRunner())) as server:
         caplog.set_level(logging.INFO, "expertd.service.http.infer_ending")
-        with closing(connect(port)) as sock:
+        with closing(connect(server.port)) as sock:
             assert await statuses(sock, "infer") == [200]
             write_keys(keys, other=["infer"])
             clock[0] += 1
@@ -297,9 +290,9 @@ async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refu
     settings = tiny_settings(keys=keys, access_log=True, log_format="json")
     runner = EchoRunner()
     runner.gate.clear()
-    async with serving(settings, serving_runner(runner)) as server, listening(server) as port:
+    async with serving(settings, serving_runner(runner)) as server:
         caplog.set_level(logging.INFO, "expertd.service.http.infer_ending")
-        with closing(connect(port)) as first, closing(connect(port)) as second:
+        with closing(connect(server.port)) as first, closing(connect(server.port)) as second:
             waiting = asyncio.ensure_future(statuses(first, "infer"))
             assert await asyncio.to_thread(runner.entered.acquire, True, 10)
             write_keys(keys, other=["infer"])

@@ -26,7 +26,7 @@ from tests.service.apps import (
 from tests.service.channels.servers import answer_of, answer_to, claimed
 from tests.service.http.routes.test_partitions import Device
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, connect, head, listening, read_answer
+from tests.service.sockets import INFER, connect, head, read_answer
 from tests.service.waiting import until
 
 LANES = {"decode_max_tokens": 4}
@@ -110,10 +110,7 @@ async def test_a_short_request_over_http_does_not_wait_for_a_long_one() -> None:
 
 
 async def test_a_long_request_is_refused_before_its_body_if_only_its_queue_is_full() -> None:
-    async with (
-        two_lanes(limits={"max_queue_tokens": 64}) as (server, _, prefill),
-        listening(server) as port,
-    ):
+    async with two_lanes(limits={"max_queue_tokens": 64}) as (server, _, prefill):
         prefill.gate.clear()
         tasks = [await ask(server, 64)]
         await entered(prefill)
@@ -121,7 +118,7 @@ async def test_a_long_request_is_refused_before_its_body_if_only_its_queue_is_fu
         await until(lambda: server.metric("lane_queue_tokens", model="tiny", lane="prefill") == 64)
         body, length = hidden_request(rows(64))
         sizes = (f"Content-Length: {len(body)}", f"Inference-Header-Content-Length: {length}")
-        with closing(connect(port)) as sock:
+        with closing(connect(server.port)) as sock:
             sock.sendall(head(f"POST {INFER} HTTP/1.1", *sizes, "Expect: 100-continue"))
             answer = await asyncio.to_thread(read_answer, sock)
             assert (answer.status, "the queue of model tiny is full" in answer.error) == (503, True)

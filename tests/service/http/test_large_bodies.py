@@ -24,7 +24,6 @@ from tests.service.sockets import (
     connect,
     head,
     infer,
-    listening,
     read_answer,
     read_to_end,
 )
@@ -93,11 +92,8 @@ def run(request: pytest.FixtureRequest) -> Run:
             runner = Recording(poison=666.0)
             settings = tiny_settings({**LIMITS, **(limits or {})}, **changes)
             connections: set[Connection] = set()
-            async with (
-                serving(settings, serving_runner(runner)) as app,
-                listening(app, connections=connections) as port,
-            ):
-                server = Server(app, runner, port, connections)
+            async with serving(settings, serving_runner(runner), connections=connections) as app:
+                server = Server(app, runner, app.port, connections)
                 try:
                     await check(server)
                 finally:

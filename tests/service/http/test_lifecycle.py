@@ -3,9 +3,7 @@
 import asyncio
 import threading
 import time
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -16,7 +14,6 @@ from expertd.service.http.connection import Connection
 from expertd.service.settings.model import Settings
 from tests.service.apps import (
     HIDDEN,
-    Serving,
     error_of,
     hidden_request,
     output_of,
@@ -26,7 +23,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, ask, connect, head, infer, listening, read_to_end
+from tests.service.sockets import INFER, ask, connect, head, infer, read_to_end
 from tests.service.waiting import until
 
 GOOD = hidden_request(rows(3))
@@ -109,10 +106,8 @@ async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCap
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
         raise ValueError("no such weights")
 
-    app = ExpertApp(tiny_settings(), failing)
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
-    async with app.router.lifespan_context(app), client as http:
-        server = Serving(app, http)
+    async with serving(tiny_settings(), failing, wait=False) as server:
+        http = server.http
 
         async def check(phase: str, state: str) -> None:
             assert (await http.get("/v2/health/live")).status_code == 200
@@ -128,7 +123,7 @@ async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCap
 
         await check("loading", "LOADING")
         release.set()
-        await app.engine.wait_loaded()
+        await server.app.engine.wait_loaded()
         await check("failed", "UNAVAILABLE")
         assert server.metric("refusals_total", model="tiny", reason="not_ready") == 2
     assert "loading failed: no such weights" in caplog.text
@@ -154,20 +149,20 @@ async def test_a_refusal_while_draining_ends_the_connection_whatever_is_unread(c
     framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
     request = head(f"POST {INFER} HTTP/1.1", framing)
     body = b"%x\r\n%s\r\n0\r\n\r\n" % (size, bytes(size)) if chunked else bytes(size)
-    async with serving(tiny_settings()) as server, listening(server) as port:
+    async with serving(tiny_settings()) as server:
         assert await server.app.engine.drain()
-        (answer,) = await asyncio.to_thread(ask, port, request + body[:1000])
+        (answer,) = await asyncio.to_thread(ask, server.port, request + body[:1000])
         assert (answer.status, answer.headers["connection"]) == (503, "close")
         small = head(f"POST {INFER} HTTP/1.1", framing.replace(str(size), "4"))
         small += b"4\r\nfour\r\n0\r\n\r\n" if chunked else b"four"
-        answers = await asyncio.to_thread(ask, port, small + request + body[:1000])
+        answers = await asyncio.to_thread(ask, server.port, small + request + body[:1000])
         assert [answer.status for answer in answers] == [503, 503], "the first one has another behind it"
         assert [answer.headers.get("connection") for answer in answers] == [None, "close"]
 
 
 async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered() -> None:
     connections: set[Connection] = set()
-    async with serving(tiny_settings()) as server, listening(server, connections=connections) as port:
+    async with serving(tiny_settings(), connections=connections) as server:
         request, control = infer(*GOOD), head("PUT /v1/partitions HTTP/1.1", "Content-Length: 2") + b"{"
         server.app.stop_reading()
         for sent, later, statuses in (
@@ -177,7 +172,7 @@ async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered(
             (control, b"", [503]),
             (b"", b"", []),
         ):
-            with connect(port) as sock:
+            with connect(server.port) as sock:
                 await until(lambda: len(connections) == 1)
                 sock.sendall(sent)  # the event loop has no turn in which it could read it
                 for connection in connections:
@@ -187,44 +182,6 @@ async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered(
                 got = await asyncio.to_thread(read_to_end, sock)
             assert [answer.status for answer in got] == statuses
             await until(lambda: not connections)
-
-
-async def test_a_caller_that_disconnects_is_removed_from_the_queue() -> None:
-    runner = EchoRunner()
-    body, length = GOOD
-    gone = asyncio.Event()
-    sent: list[Any] = []
-    received = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive() -> Any:
-        if received:
-            return received.pop()
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v2/models/tiny/infer",
-        "headers": [(b"inference-header-content-length", str(length).encode())],
-    }
-    async with serving(tiny_settings(), serving_runner(runner)) as server:
-        runner.gate.clear()
-        first = asyncio.ensure_future(server.infer(body, length))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        leaving = asyncio.ensure_future(server.app(scope, receive, send))
-        await until(lambda: server.metric("queue_requests", model="tiny") >= 1)
-        gone.set()
-        await asyncio.wait_for(leaving, 10)
-        assert sent == [], "there is nobody to answer"
-        assert server.metric("queue_requests", model="tiny") == 0
-        assert server.metric("requests_total", model="tiny", status="499") == 1
-        runner.gate.set()
-        output_of(await first)
-    assert runner.steps == [[3]]
 
 
 async def test_after_sigterm_requests_are_accepted_until_the_delay_is_over() -> None:

@@ -14,7 +14,7 @@ from expertd.service.http.connection import Connection
 from expertd.service.http.sender import Sender
 from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, answers, connect, head, infer, listening, read_answer, read_to_end
+from tests.service.sockets import INFER, answers, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import until
 
 TOKENS = 32768
@@ -129,11 +129,8 @@ def run(check: Callable[[Serving, int], Coroutine[Any, Any, None]], limits: dict
 
     async def main() -> None:
         settings = tiny_settings({**LIMITS, **limits}, keep_alive_seconds=1)
-        async with (
-            serving(settings, serving_runner(EchoRunner())) as server,
-            listening(server, send_buffer=8192) as port,
-        ):
-            await check(server, port)
+        async with serving(settings, serving_runner(EchoRunner()), send_buffer=8192) as server:
+            await check(server, server.port)
 
     uvloop.run(main())
 
@@ -177,13 +174,12 @@ def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
     async def main() -> None:
         settings = tiny_settings({"max_json_bytes": 4096, "body_timeout_seconds": 0.3})
         connections: set[Connection] = set()
-        async with (
-            serving(settings, serving_runner(EchoRunner())) as server,
-            listening(server, connections=connections, send_buffer=1) as port,
-        ):
+        async with serving(
+            settings, serving_runner(EchoRunner()), connections=connections, send_buffer=1
+        ) as server:
             with socket.socket() as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-                sock.connect(("127.0.0.1", port))
+                sock.connect(("127.0.0.1", server.port))
                 sock.setblocking(False)
                 sent = 0
                 while not any(connection._sender.holds_bytes for connection in connections):

@@ -27,7 +27,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, connect, head, listening, read_answer
+from tests.service.sockets import INFER, connect, head, read_answer
 from tests.service.waiting import until
 
 BUSY_SECONDS = 0.02
@@ -92,10 +92,7 @@ async def test_a_full_line_is_known_from_the_headers(is_packed: bool) -> None:
     more = []
     if is_packed:
         body, more = gzip.compress(body), ["Content-Encoding: gzip"]
-    async with (
-        serving(tiny_settings({"max_queue_json": 1}), serving_runner(EchoRunner())) as server,
-        listening(server) as port,
-    ):
+    async with serving(tiny_settings({"max_queue_json": 1}), serving_runner(EchoRunner())) as server:
         gate = threading.Event()
         loop, threads = asyncio.get_running_loop(), server.app.infer.threads
         holding = threads.parse(loop, gate.wait, Limits(), 0)
@@ -103,7 +100,7 @@ async def test_a_full_line_is_known_from_the_headers(is_packed: bool) -> None:
             data = head(f"POST {INFER} HTTP/1.1", fields, *more)
             if sent:  # nothing is known of its size before it is there
                 data += b"%x\r\n%b\r\n0\r\n\r\n" % (len(sent), sent)
-            with connect(port) as sock:
+            with connect(server.port) as sock:
                 await asyncio.to_thread(sock.sendall, data)
                 answer = await asyncio.to_thread(read_answer, sock)
             assert answer.status == 503, answer
@@ -123,14 +120,11 @@ async def test_json_of_a_caller_that_left_is_not_parsed(monkeypatch: pytest.Monk
     monkeypatch.setattr(infer, "parse_body", lambda *arguments: parsed.append(arguments))
     body = json_request(json_input(rows(40)), id="x")
     assert len(body) > 64 * 1024
-    async with (
-        serving(tiny_settings(), serving_runner(EchoRunner())) as server,
-        listening(server, connections=connections) as port,
-    ):
+    async with serving(tiny_settings(), serving_runner(EchoRunner()), connections=connections) as server:
         gate = threading.Event()
         loop, threads = asyncio.get_running_loop(), server.app.infer.threads
         holding = threads.run(Where.JSON_THREAD, loop, gate.wait)
-        with connect(port) as sock:
+        with connect(server.port) as sock:
             data = head(f"POST {INFER} HTTP/1.1", f"Content-Length: {len(body)}") + body
             await asyncio.to_thread(sock.sendall, data)
             arena = server.app.engine.arena

@@ -37,7 +37,7 @@ from tests.service.regions import (
 )
 from tests.service.runners import EchoRunner
 from tests.service.shm import shm_file
-from tests.service.sockets import Answer, connect, infer, listening, read_answer
+from tests.service.sockets import Answer, connect, infer, read_answer
 from tests.service.waiting import until
 
 TOKENS = 256
@@ -69,9 +69,9 @@ async def test_threads_ask_for_the_lock_sooner_than_by_default(lanes: dict[str, 
 async def test_a_timeout_does_not_wait_for_the_requests_own_step() -> None:
     runner, values = EchoRunner(), rows(TOKENS)
     assert values.nbytes > LARGE_BYTES, "body and output are in the arena"
-    async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server, listening(server) as port:
+    async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
         runner.gate.clear()
-        with connect(port) as sock:
+        with connect(server.port) as sock:
             sock.sendall(infer(*hidden_request(values, parameters=TIMEOUT, id="t")))
             await in_step(runner)
             answer = await asyncio.to_thread(read_answer, sock)
@@ -103,13 +103,13 @@ async def lateness(in_own_step: bool) -> float:
     By a new server: one that had seen such steps would refuse the request at once.
     """
     runner, request = EchoRunner(), infer(*hidden_request(rows(1), parameters={"timeout": 50_000}))
-    async with serving(tiny_settings(), serving_runner(runner)) as server, listening(server) as port:
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
         runner.gate.clear()
         step = asyncio.get_running_loop().call_later(1.0, runner.gate.set)
         if not in_own_step:
             other = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
             await in_step(runner)
-        with connect(port) as sock:
+        with connect(server.port) as sock:
             seconds, answer = await asyncio.to_thread(answered_after, sock, request)
         assert answer.status == 503
         assert ("in its step" in answer.error) == in_own_step
@@ -219,14 +219,14 @@ async def test_an_output_that_only_ranks_can_write_to_a_region_is_waited_for() -
 
 async def test_a_request_with_regions_whose_client_left_is_not_computed() -> None:
     runner = EchoRunner()
-    async with serving(enabled(), serving_runner(runner)) as server, listening(server) as port:
+    async with serving(enabled(), serving_runner(runner)) as server:
         with shm_file(4 * ROW) as file:
             await registered(server, "r", file.key, 4 * ROW)
             runner.gate.clear()
             first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
             await in_step(runner)
             body = json_request(region_input("r", [2, HIDDEN], 0))
-            with connect(port) as sock:
+            with connect(server.port) as sock:
                 sock.sendall(infer(body, len(body)))
                 await until(lambda: server.metric("queue_requests", model="tiny") == 1)
             await until(lambda: server.metric("queue_requests", model="tiny") == 0)

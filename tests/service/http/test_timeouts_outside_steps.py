@@ -26,7 +26,7 @@ from tests.service.apps import (
 from tests.service.regions import Device, enabled, region_input, region_output, registered
 from tests.service.runners import EchoRunner
 from tests.service.shm import shm_file
-from tests.service.sockets import connect, listening, read_answer
+from tests.service.sockets import connect, read_answer
 from tests.service.sockets import infer as infer_bytes
 from tests.service.waiting import until
 
@@ -84,10 +84,10 @@ async def test_a_timeout_does_not_wait_for_an_answer_that_is_compressed(
 ) -> None:
     runner, values = EchoRunner(), rows(TOKENS)
     held = hold(monkeypatch, answers, "compress")
-    async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server, listening(server) as port:
+    async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
         arena = server.app.engine.arena
         assert arena is not None
-        with connect(port) as sock:
+        with connect(server.port) as sock:
             request = hidden_request(values, parameters=TIMEOUT)
             sock.sendall(infer_bytes(*request, "Accept-Encoding: gzip"))
             await entered(held)

@@ -18,7 +18,7 @@ from expertd.service.settings.parts import TlsSettings
 from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.certificates import CA, TLS, client_context
 from tests.service.runners import EchoRunner
-from tests.service.sockets import Answer, answers, connect, head, infer, listening, read_answer, read_to_end
+from tests.service.sockets import Answer, answers, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import until, wait_for
 
 TOKENS = 32768
@@ -61,10 +61,9 @@ def run(
 
     async def main() -> None:
         settings = tiny_settings(limits, keep_alive_seconds=1)
-        async with serving(settings, serving_runner(EchoRunner())) as server:
-            async with listening(server, tls=tls, **listen) as port:
-                await asyncio.to_thread(check, port, server)
-                await until(lambda: after(server))
+        async with serving(settings, serving_runner(EchoRunner()), tls=tls, **listen) as server:
+            await asyncio.to_thread(check, server.port, server)
+            await until(lambda: after(server))
             assert server.app.engine.arena is not None
             assert server.app.engine.arena.used_bytes == 0
 
@@ -256,12 +255,12 @@ def test_too_many_connections_are_closed_without_a_handshake() -> None:
 def test_many_connections_from_one_address_are_refused_without_tls() -> None:
     async def main() -> None:
         settings = tiny_settings({"max_connections_per_address": 1})
-        async with serving(settings, serving_runner(EchoRunner())) as server, listening(server) as port:
+        async with serving(settings, serving_runner(EchoRunner())) as server:
 
             def check() -> None:
-                with closing(connect(port)) as first:
+                with closing(connect(server.port)) as first:
                     assert asked(first, LIVE).status == 200
-                    with closing(connect(port)) as second:
+                    with closing(connect(server.port)) as second:
                         (answer,) = read_to_end(second)
                     assert answer.status == 503
                     assert answer.error == "connections from one address: expected at most 1, got 2"

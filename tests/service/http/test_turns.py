@@ -32,7 +32,6 @@ from tests.service.sockets import (
     connect,
     head,
     infer,
-    listening,
     read_to_end,
 )
 from tests.service.waiting import until
@@ -46,11 +45,8 @@ ITERATIONS = 40
 
 def served(check: Callable[[Serving, int], Awaitable[None]]) -> None:
     async def run() -> None:
-        async with (
-            serving(tiny_settings(), serving_runner(EchoRunner())) as server,
-            listening(server) as port,
-        ):
-            await check(server, port)
+        async with serving(tiny_settings(), serving_runner(EchoRunner())) as server:
+            await check(server, server.port)
 
     uvloop.run(run())
 
@@ -173,11 +169,12 @@ def test_large_bodies_leave_turns_to_others(
             return read_to_end(sock)
 
     async def run() -> None:
-        async with (
-            serving(tiny_settings(limits), serving_runner(EchoRunner())) as server,
-            listening(server, tls=load_tls(TlsSettings.model_validate(TLS)) if tls else None) as port,
-        ):
-            asking = asyncio.ensure_future(asyncio.to_thread(ask, port))
+        async with serving(
+            tiny_settings(limits),
+            serving_runner(EchoRunner()),
+            tls=load_tls(TlsSettings.model_validate(TLS)) if tls else None,
+        ) as server:
+            asking = asyncio.ensure_future(asyncio.to_thread(ask, server.port))
             most = 0
             while not asking.done():
                 before = moved
@@ -246,15 +243,12 @@ def test_input_that_waits_is_bounded() -> None:
 
     async def run() -> None:
         connections: set[connection.Connection] = set()
-        async with (
-            serving(tiny_settings(), serving_runner(runner)) as server,
-            listening(server, connections=connections) as port,
-        ):
+        async with serving(tiny_settings(), serving_runner(runner), connections=connections) as server:
             runner.gate.clear()
             data = 20_000 * GET
             first = infer(*hidden_request(rows(1)))
             last = head("GET /v2 HTTP/1.1", "Connection: close")
-            pipelining = asyncio.ensure_future(read(port, first + data + last))
+            pipelining = asyncio.ensure_future(read(server.port, first + data + last))
             assert await asyncio.to_thread(runner.entered.acquire, True, 10)
             (only,) = connections
             while not only._is_paused:

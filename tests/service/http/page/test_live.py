@@ -29,7 +29,6 @@ from tests.service.http.routes.test_partitions import Device
 from tests.service.keys import bearer, write_keys
 from tests.service.processes import server_process
 from tests.service.runners import EchoRunner
-from tests.service.sockets import listening
 from tests.service.waiting import until, wait_for
 
 
@@ -124,8 +123,8 @@ async def test_head_ends() -> None:
 
 async def test_too_many_viewers_and_viewers_who_leave() -> None:
     settings = tiny_settings(page={"max_viewers": 1})
-    async with serving(settings) as server, listening(server) as port:
-        url = f"http://127.0.0.1:{port}/v1/live"
+    async with serving(settings) as server:
+        url = f"http://127.0.0.1:{server.port}/v1/live"
         async with httpx.AsyncClient() as client:
             async with client.stream("GET", url) as stream:
                 lines = stream.aiter_lines()
@@ -192,9 +191,9 @@ async def test_every_field_is_documented() -> None:
 
 
 async def test_a_stream_and_others_on_one_connection_do_not_mix() -> None:
-    async with serving(tiny_settings()) as server, listening(server) as port:
+    async with serving(tiny_settings()) as server:
         limits = httpx.Limits(max_connections=1)
-        async with httpx.AsyncClient(limits=limits, base_url=f"http://127.0.0.1:{port}") as client:
+        async with httpx.AsyncClient(limits=limits, base_url=f"http://127.0.0.1:{server.port}") as client:
             for _ in range(3):
                 events = parsed((await client.get("/v1/live?events=2")).text)
                 assert len(events) == 3

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from expertd.service.engine.loading import Loader
 from expertd.service.settings.model import Settings
 from tests.service.apps import serving
-from tests.service.sockets import listening
 
 
 @contextmanager
@@ -19,8 +18,8 @@ def serving_in_thread(settings: Settings, loader: Loader) -> Iterator[str]:
     end = asyncio.Event()
 
     async def serve() -> None:
-        async with serving(settings, loader) as server, listening(server) as port:
-            ports.append(port)
+        async with serving(settings, loader) as server:
+            ports.append(server.port)
             begun.set()
             await end.wait()
 

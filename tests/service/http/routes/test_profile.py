@@ -30,7 +30,7 @@ from tests.service.apps import (
 )
 from tests.service.full import REASONS, break_temporary_files, largest_file
 from tests.service.runners import EchoRunner
-from tests.service.sockets import connect, head, listening
+from tests.service.sockets import connect, head
 from tests.service.waiting import until
 
 LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
@@ -77,8 +77,8 @@ async def test_it_ends_when_the_server_shuts_down() -> None:
 
 
 async def test_it_ends_when_the_caller_hangs_up() -> None:
-    async with serving(tiny_settings()) as server, listening(server) as port:
-        with connect(port) as caller:
+    async with serving(tiny_settings()) as server:
+        with connect(server.port) as caller:
             caller.sendall(head("POST /v1/profile HTTP/1.1", "Content-Length: 0"))
             await asyncio.sleep(0.2)
             error_of(await server.http.post("/v1/profile", json={}), 409)
