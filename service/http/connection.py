@@ -125,8 +125,6 @@ class Connection(Receiving):
     def _settle(self) -> None:
         if self._is_consuming or self._ignore_input or self._turn is not None:
             return
-        if self._half_closed is not None and not self.has_input:
-            self._drop_incomplete()
         if self._infer_body is not None:
             self.receive_body(True)
             self._reads_infer_body = self._infer_body.rest is not None
@@ -137,8 +135,6 @@ class Connection(Receiving):
             self._drop_body()
         elif self.has_input:
             self._consume()
-        elif self._half_closed is not None:
-            self._finish()
         elif self._shuts_down and not (self._parsed or self._blank):
             self._end()
         else:

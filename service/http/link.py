@@ -1,11 +1,10 @@
-"""The life of one client's connection: open, half-closed, refused, closed; and the answers on their way."""
+"""The life of one client's connection: open, refused, closed; and the answers on their way."""
 
 import asyncio
 import logging
 from abc import abstractmethod
 from typing import Protocol
 
-from expertd.service.http.half_closed import HalfClosed
 from expertd.service.http.paced_transport import PacedTransport, PlainTransport
 from expertd.service.http.places import shown_peer
 from expertd.service.http.protocol import OipError
@@ -58,8 +57,6 @@ class Link(asyncio.BufferedProtocol):
         self._shuts_down = False  # after the answers to what was received
         self._ignore_input = False
         self._gone = False  # the client disconnected, or was cut off: unsent data is lost
-        self._half_closed: HalfClosed | None = None
-        self._unconfirmed: list[Call] = []  # answered while half-closed: the client may have disconnected
         self._is_lingering = False
         self._counts_as_lingering = False  # in shared.lingering
         self._address: str | None = None  # what has to be given back to shared.places
@@ -87,10 +84,6 @@ class Link(asyncio.BufferedProtocol):
     @abstractmethod
     def _has_unread(self) -> bool:
         """Whether the socket may hold input that was not read."""
-
-    @abstractmethod
-    def _may_probe(self) -> bool:
-        """Whether an interim response can be sent for the current request."""
 
     # The server's side.
 
@@ -142,12 +135,9 @@ class Link(asyncio.BufferedProtocol):
         self._timer.close()
         self._sender.stop()
         self.transport.lost()
-        if self._half_closed is not None:
-            self._half_closed.stop()
         if self._counts_as_lingering:
             self._shared.lingering -= 1
         self._drop_incomplete()
-        self._confirm(not self._gone)
         call, self._call = self._call, None
         if call is None:
             pass
@@ -174,16 +164,10 @@ class Link(asyncio.BufferedProtocol):
     def writing_resumed(self) -> None:
         self._sender.resume()
 
-    def eof_received(self) -> bool:
-        if self._is_lingering:
-            return False
-        if not self.has_input:
-            self._drop_incomplete()
-        if self._call is None and not self.has_input:
-            return False
-        # True keeps the transport open: the client may only have shut down its sending side.
-        self._half_closed = HalfClosed(self.transport, self.loop, self._may_probe, self._abort, self._confirm)
-        return True
+    def eof_received(self) -> None:
+        """The client has gone, and with it who waits for an answer; the event loop closes the transport."""
+        if self._call is not None:
+            self._abort()
 
     # Answers.
 
@@ -198,20 +182,11 @@ class Link(asyncio.BufferedProtocol):
         if call is None or not self._is_written:
             return
         self._call = None
-        if self._half_closed is not None:
-            self._unconfirmed.append(call)
-        else:
-            call.sent(not (self._gone or self.transport.is_closing()))
+        call.sent(not (self._gone or self.transport.is_closing()))
         if self._is_last:
             self._end()
         else:
             self._settle()
-
-    def _confirm(self, delivered: bool) -> None:
-        """The client has acknowledged all answers, or disconnected."""
-        calls, self._unconfirmed = self._unconfirmed, []
-        for call in calls:
-            call.sent(delivered)
 
     def _end(self) -> None:
         """Read no further request, and close."""
@@ -221,9 +196,7 @@ class Link(asyncio.BufferedProtocol):
     def _finish(self) -> None:
         """Close after the last answer."""
         self._timer.clear()
-        if self._half_closed is not None:
-            self._half_closed.finish()
-        elif self._has_unread:
+        if self._has_unread:
             self._linger()
         else:
             self.transport.close()

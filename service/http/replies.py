@@ -91,7 +91,3 @@ class Replies(Link):
             fields = with_fields(client=client, key=who, method=head.method, path=path, status=status)
             access_logger.info('%s %s "%s %s HTTP/%s" %d', client, who, *request, status, extra=fields)
         return self._shared.first_lines(status, self._state.default_headers)
-
-    def _may_probe(self) -> bool:
-        is_new = self._head is not None and self._head.version == "1.1"
-        return is_new and self._call is not None and not self._is_answered

@@ -102,7 +102,7 @@ class TlsLink(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         self._incoming.write_eof()
         self.read_on()
-        return self._inner is not None  # which closes it
+        return self._inner is not None  # which is closed by the end of its own input
 
     def pause_writing(self) -> None:
         self._transport.raw_paused()
@@ -153,8 +153,8 @@ class TlsLink(asyncio.BufferedProtocol):
     def _end_input(self, inner: Link) -> None:
         """The client has sent its last byte; a missing close_notify is no matter: lengths tell."""
         self._is_at_end = True
-        if not inner.eof_received():
-            self._transport.close()
+        inner.eof_received()
+        self._transport.close()
 
     # The handshake.
 

@@ -82,10 +82,8 @@ def read_answer(sock: socket.socket) -> Answer:
     return answer
 
 
-def ask(port: int, data: bytes, half_close: bool = False) -> list[Answer]:
+def ask(port: int, data: bytes) -> list[Answer]:
     """Send `data` on a new connection, and read until the server closes it."""
     with connect(port) as sock:
         sock.sendall(data)
-        if half_close:
-            sock.shutdown(socket.SHUT_WR)
         return read_to_end(sock)

@@ -81,7 +81,6 @@ def _attempt(plan: Plan, tally: Tally, name: str, send: Callable[[socket.socket]
         with socket.create_connection(("127.0.0.1", plan.port), timeout=_SECONDS) as sock:
             with suppress(ConnectionError):  # it may be refused before all of it is sent
                 send(sock)
-            sock.shutdown(socket.SHUT_WR)
             status = _status(sock)
     except (ConnectionError, OSError) as error:
         unchanged = plan.stage.owes_answer(mark)

@@ -148,34 +148,6 @@ def test_a_client_that_stops_reading_is_cut_off() -> None:
     run(check, LARGE)
 
 
-def test_a_half_closed_connection_gets_its_answer() -> None:
-    def check(port: int, server: Serving) -> None:
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        tls = client_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
-
-        def done(step: Callable[[], Any]) -> Any:
-            while True:
-                try:
-                    result = step()
-                except ssl.SSLWantReadError:
-                    if outgoing.pending:
-                        sock.sendall(outgoing.read())
-                    incoming.write(sock.recv(1 << 16))
-                else:
-                    return result
-
-        with closing(connect(port)) as sock:
-            done(tls.do_handshake)
-            tls.write(GOOD)
-            with suppress(ssl.SSLWantReadError):
-                tls.unwrap()  # sends close_notify
-            sock.sendall(outgoing.read())
-            sock.shutdown(socket.SHUT_WR)
-            assert done(lambda: tls.read(1 << 16)).startswith(b"HTTP/1.1 200")
-
-    run(check)
-
-
 def test_an_idle_connection_is_closed_with_close_notify() -> None:
     def check(port: int, server: Serving) -> None:
         with closing(secure(port)) as sock:

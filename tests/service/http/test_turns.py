@@ -189,11 +189,10 @@ def test_large_bodies_leave_turns_to_others(
 
 
 @TINY_CHUNKS
-def test_tiny_chunks_before_a_half_close_are_a_whole_body(data: bytes, status: int) -> None:
+def test_tiny_chunks_before_another_request_are_a_whole_body(data: bytes, status: int) -> None:
     async def check(server: Serving, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(data + GET)
-        writer.write_eof()
+        writer.write(data + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
         assert [answer.status for answer in answers(await reader.read())] == [status, 200]
         writer.close()
 
