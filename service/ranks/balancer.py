@@ -76,14 +76,14 @@ class Balancer:
 
     def rebalance(self, models: Sequence[str]) -> "Future[None]":
         """See `Placements.rebalance`."""
-        self._supervisor.whole_group()
+        self._supervisor.group()
         return self._add(partial(self._rebalance, [self._names.index(name) for name in models]))
 
     def pin(self, model: str, ranks: Sequence[Sequence[int]]) -> "Future[None]":
         """See `Placements.pin`."""
         index = self._names.index(model)
         target = pinned(self._placements.get(index), ranks)
-        self._supervisor.whole_group()
+        self._supervisor.group()
         return self._add(partial(self._pin, index, target))
 
     def _add(self, job: Job) -> "Future[None]":
@@ -140,7 +140,7 @@ class Balancer:
         self._rebalance(models)
 
     def _rebalance(self, models: Sequence[int]) -> None:
-        group = self._supervisor.whole_group()
+        group = self._supervisor.group()
         self._pinned -= set(models)
         left = self._settings.placement.max_moves
         for model in sorted(models, key=lambda model: -self._imbalance(model)):  # the worst has most moves
@@ -158,7 +158,7 @@ class Balancer:
                 logger.info("model %s: moved %d experts, max/mean of ranks from %.3f to %.3f", *plan)
 
     def _pin(self, model: int, target: Placement) -> None:
-        group, before = self._supervisor.whole_group(), self._carrier.moves[model]
+        group, before = self._supervisor.group(), self._carrier.moves[model]
         self.is_moving = True
         self._pinned.discard(model)  # until it is where the caller wants it
         self._carrier.carry_out(group, model, self._settings.models[model].shape, target)
@@ -171,15 +171,12 @@ class Balancer:
 
     def _state(self, model: int) -> PlacementState:
         placement, loads = self._placements.get(model), self._loads[model].loads()
-        are_up = self._supervisor.are_up()
-        # While all start again, the loads are those that they will have.
-        present = [rank for rank, is_up in enumerate(are_up) if is_up or not any(are_up)]
         return PlacementState(
             ranks=[placement.experts_of_rank(0, rank).tolist() for rank in range(placement.num_ranks)],
-            are_up=are_up,
+            are_up=self._supervisor.are_up(),
             loads=loads.tolist(),
-            rank_loads=placement.load_by_rank(loads[None], present)[0].tolist(),
-            imbalance=float(placement.imbalance(loads[None], present)[0]),
+            rank_loads=placement.load_by_rank(loads[None])[0].tolist(),
+            imbalance=float(placement.imbalance(loads[None])[0]),
             is_pinned=model in self._pinned,
             last_plan=self._plans[model],
             moves=self._carrier.moves[model],

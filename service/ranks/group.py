@@ -4,12 +4,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.step_time import StepTime
 from expertd.service.ranks.inbox import Inbox
-from expertd.service.ranks.members import MeetCommand
 from expertd.service.ranks.messages import StepEnd
 from expertd.service.ranks.rank import Rank
 from expertd.service.ranks.regions import Region
@@ -25,21 +24,13 @@ _STOP_SECONDS = 2.0
 _ALONE_SECONDS = 1.0  # for other ranks to fail too: those that wait for one that failed alone never return
 
 
-class _Flight(NamedTuple):
-    """A step: the number of ranks that it was sent to, and its ends so far, by rank."""
-
-    num_ranks: int
-    ends: dict[int, StepEnd]
-
-
 class RankGroup:
     """Ranks that have loaded. `look` is for one thread at a time, also `begin` and `wait`; the rest for any.
 
     generation    tells it from other groups
     ranks         its members, by their numbers
-    lost          why it is lost, None: it is not. Every waiting ends then, that for steps once `dissolve`,
-                  `stop` or `end` says that no rank runs any: until then their memory is not free
-    failed        those of the ranks that have failed by themselves, which is why the group is lost
+    lost          why it is lost, None: it is not. Every waiting ends then, that for steps once `end` says
+                  that no rank runs any: until then their memory is not free
     step_seconds  that a step may take
     why_beside    says why ranks are lost by other signs than their own; asked often
     """
@@ -53,13 +44,14 @@ class RankGroup:
         why_beside: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.generation = generation
-        self.ranks = list(ranks)
+        self.ranks = ranks
         self.lost: str | None = None
-        self.failed: set[int] = set()
         self._inbox = inbox
         self._why_beside = why_beside
         self._is_over = False  # no rank runs a step any more
-        self._flights: dict[int, _Flight] = {}  # steps that are not over
+        self._flights: dict[
+            int, dict[int, StepEnd]
+        ] = {}  # of steps that are not over: their ends so far, by rank
         self._first_step = StepTime("a rank", step_seconds)
         self._answer_seconds = _ANSWER_SECONDS + MAX_SENT * step_seconds  # after the steps that were sent
 
@@ -101,12 +93,11 @@ class RankGroup:
 
         Raises DeviceLostError.
         """
-        ranks = self.ranks  # another one may come meanwhile
-        for rank in ranks:
+        for rank in self.ranks:
             rank.answer = None
             rank.send(*message)
-        self._wait(lambda: all(rank.answer for rank in ranks), self._answer_seconds, "an answer")
-        return {rank.number: rank.answer or [] for rank in ranks}
+        self._wait(lambda: all(rank.answer for rank in self.ranks), self._answer_seconds, "an answer")
+        return {rank.number: rank.answer or [] for rank in self.ranks}
 
     def record(self, files: Mapping[int, int], *message: Any) -> dict[int, str]:
         """Each rank's answer about a recording: an error, or ""; for one thread at a time.
@@ -116,7 +107,6 @@ class RankGroup:
         Raises DeviceLostError.
         """
         self.check()
-        # Another one may come meanwhile.
         ranks = [rank for rank in self.ranks if not files or rank.number in files]
         for rank in ranks:
             rank.recorded = None
@@ -134,7 +124,7 @@ class RankGroup:
         """Send a step to all ranks. Raises DeviceLostError."""
         with self._inbox.putting:
             self.check()
-            self._flights[number] = _Flight(len(self.ranks), {})
+            self._flights[number] = {}
             self._put(command)
 
     def move(self, number: int, command: bytes) -> float:
@@ -154,22 +144,9 @@ class RankGroup:
         self._wait(has_moved, self._answer_seconds, "a move of experts")
         for rank in self.ranks:
             if rank.moved[0] == number and rank.moved[2]:
-                self.failed.add(rank.number)
                 self.lose(f"rank {rank.number}: moving experts failed: {rank.moved[2]}")
         self.check()
         return max(rank.moved[1] for rank in self.ranks)
-
-    def meet(self, generation: int, more: Sequence[Rank] = ()) -> None:
-        """Take `more` ranks in, and have all meet as `generation`, at the same place among the steps."""
-        with self._inbox.putting:
-            self.generation = generation
-            self.ranks = sorted([*self.ranks, *more], key=lambda rank: rank.number)
-            members = [rank.number for rank in self.ranks]
-            self._put(MeetCommand(generation, members).packed())
-
-    def has_met(self) -> bool:
-        """Whether all ranks have met as the present generation."""
-        return all(rank.met == self.generation for rank in self.ranks)
 
     def is_done(self, number: int) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -179,9 +156,8 @@ class RankGroup:
             while (data := rank.rings.ends.take()) is not None:
                 end = StepEnd.unpacked(data)
                 if end.number in self._flights:  # else it has failed on another rank, long before
-                    self._flights[end.number].ends[rank.number] = end
-        flight = self._flights[number]
-        return len(flight.ends) == flight.num_ranks
+                    self._flights[end.number][rank.number] = end
+        return len(self._flights[number]) == len(self.ranks)
 
     def wait(self, number: int) -> dict[int, StepEnd]:
         """Each rank's end of a step, once. Raises DeviceLostError; RuntimeError if it failed on all ranks."""
@@ -192,7 +168,7 @@ class RankGroup:
             bell.wait(lambda: self.is_done(number), 0.0)
             del self._flights[number]
             self.check()
-        num_ranks, ends = self._flights[number]
+        num_ranks, ends = len(self.ranks), self._flights[number]
         errors = [end.error for _, end in sorted(ends.items()) if end.error]
         refused = [error for error in errors if error.startswith("ValueError")]
         if errors and (len(errors) < num_ranks or not refused):
@@ -208,11 +184,6 @@ class RankGroup:
         """Give the ranks up."""
         self.lost = self.lost or why
         self._inbox.wake()
-
-    def dissolve(self) -> None:
-        """Say that no rank of a lost group runs its steps any more."""
-        self._is_over = True
-        self._inbox.bell.ring()
 
     def stop(self) -> None:
         """End the ranks after their present steps."""
@@ -231,7 +202,8 @@ class RankGroup:
         """End the ranks at once."""
         self.lose("the ranks have ended")
         end_ranks(self.ranks)
-        self.dissolve()
+        self._is_over = True
+        self._inbox.bell.ring()
 
     def _put(self, command: bytes) -> None:
         for rank in self.ranks:
@@ -250,10 +222,9 @@ class RankGroup:
         return all(region not in rank.closing for rank in self.ranks)
 
     def _has_error(self, number: int) -> bool:
-        return any(end.error for end in self._flights[number].ends.values())
+        return any(end.error for end in self._flights[number].values())
 
     def _lose_failed(self, number: int, why: str) -> None:
-        """Give the ranks up because of a step: those whose exchange failed may have met one that failed."""
-        errors = {rank: end.error for rank, end in self._flights[number].ends.items() if end.error}
-        self.failed |= {rank for rank, error in errors.items() if not error.startswith("ExchangeError")}
+        """Give the ranks up because of a step."""
+        errors = {rank: end.error for rank, end in self._flights[number].items() if end.error}
         self.lose(f"{why}: {errors[min(errors)]}")

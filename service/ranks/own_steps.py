@@ -4,7 +4,7 @@ Parts of steps of one request are kept, since callers of channels send the same 
 and a request that is kept has its `plan` for the next step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class OwnStep(NamedTuple):
 class OwnSteps:
     """The steps of one rank; those of one request are kept.
 
-    share  (k, n): the rank computes the k-th of n parts of a command's rows; after a change, call `forget`
+    share  (k, n): the rank computes the k-th of n parts of a command's rows
 
     When a region is unmapped, all are forgotten.
     """
@@ -48,7 +48,7 @@ class OwnSteps:
         self,
         models: Sequence[ModelSettings],
         num_ranks: int,
-        share: Callable[[], tuple[int, int]],
+        share: tuple[int, int],
         regions: MappedRegions,
     ) -> None:
         self._models, self._num_ranks, self._share, self._regions = models, num_ranks, share, regions
@@ -68,5 +68,5 @@ class OwnSteps:
         model = self._models[index]
         total = sum(request.num_tokens for request in requests)
         counts = [len(part_of(total, rank, self._num_ranks)) for rank in range(self._num_ranks)]
-        own = requests_of(requests, *self._share(), model.hidden_size, model.top_k, self._regions.span)
+        own = requests_of(requests, *self._share, model.hidden_size, model.top_k, self._regions.span)
         return OwnStep(index, counts, own, graph_of(requests, max(counts), self._regions.is_on_gpu))

@@ -5,7 +5,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +18,17 @@ from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.files import temporary_directory
 from expertd.service.moe.base import Layer
-from expertd.service.moe.parallel import ExchangeError, ParallelLayer, PlacedExperts, SymmetricLayer
+from expertd.service.moe.parallel import (
+    ExchangeError,
+    ParallelLayer,
+    PlacedExperts,
+    SymmetricLayer,
+    TorchExchange,
+    join_group,
+)
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.exchange_sizes import ExchangeSizes, most_tokens
-from expertd.service.ranks.members import MEET, MeetCommand
-from expertd.service.ranks.membership import Membership
 from expertd.service.ranks.messages import StepEnd, number_and_body
 from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
 from expertd.service.ranks.own_steps import OwnStep, OwnSteps
@@ -38,6 +42,7 @@ from expertd.service.settings.spans import numbers
 
 logger = logging.getLogger(__name__)
 
+_JOIN_SECONDS = 3600.0  # for ranks that load more slowly; the front end ends those whose peers are gone
 _DEVICE_SECONDS = 5.0  # a launch waits so long for another rank: they begin a step within milliseconds
 _POLL_SECONDS = 50e-6
 # A rank on a GPU sleeps later: its host has cores to spare, and being woken takes as long as a small step.
@@ -70,13 +75,14 @@ class RankWorker:
             os.putenv("TMPDIR", str(temporary_directory("devices")))
         os.putenv("GLOO_SOCKET_IFNAME", setup.meeting.interface)
         store = setup.meeting.store(str(setup.generation))
-        self._membership = Membership(setup, store)
+        # GPUs of one node exchange no tensors by it.
+        transport = "gloo" if devices is None or setup.settings.nnodes == 1 else "nccl"
+        join_group(store, setup.rank, setup.num_ranks, timeout_seconds=_JOIN_SECONDS, backend=transport)
         self._memories: dict[object, RankMemory] = {}
         self._device: Device  # of all layers
         self._symmetric: dict[str, SymmetricLayer] = {}
         self._overlap: Overlap | None = None  # one for all layers: their steps run one after another
         self._placements = RankPlacements(setup, store, regions)
-        self._parallel: list[ParallelLayer] = []
         self._placed: list[PlacedExperts] = []  # of the models, in their order
         self.loaded: Loaded = load(
             setup.settings, lambda: False, self._layer, self._barrier, self._placements.held
@@ -87,12 +93,11 @@ class RankWorker:
         self._models: list[tuple[ModelSettings, Runner]] = [
             (model, self.loaded.runners[model.name]) for model in setup.settings.models
         ]
-        self._own_steps = OwnSteps(
-            setup.settings.models, setup.num_ranks, lambda: self._membership.share, regions
-        )
+        # A proxy sends a rank's own rows only.
+        share = (0, 1) if setup.role is Role.REMOTE else (setup.rank, setup.num_ranks)
+        self._own_steps = OwnSteps(setup.settings.models, setup.num_ranks, share, regions)
         self._running: deque[_Running] = deque()
         self.jobs: deque[Callable[[], None]] = deque()  # to do while no step runs, after the bell of commands
-        self.is_leaving = False  # one of them is `leave`: no meeting may be waited for
         self._replays = False  # the last step replays a graph
 
     def serve(self, rings: Rings, stopped: Callable[[], bool], say: Callable[..., None]) -> None:
@@ -122,26 +127,11 @@ class RankWorker:
                 if data.startswith(NO_STEP):
                     while self._running:
                         self._finish(rings)
-                    say(*self._carry_out(data))
+                    say(MOVED, *self._placements.move(MoveCommand.unpacked(data)))
                 else:
                     self._begin(*number_and_body(data), rings)
             elif self._running and self._running[0].step.is_done():
                 self._finish(rings)
-
-    def leave(self, rings: Rings) -> str:
-        """Forget all commands, and leave the group, while no step runs; the digest of the placements."""
-        while rings.commands.take() is not None:
-            pass
-        self._membership.leave()
-        self.is_leaving = False
-        return self._placements.digest()
-
-    def _carry_out(self, data: bytes) -> Sequence[Any]:
-        """What to say of a command that is no step."""
-        if data.startswith(MEET):
-            self._own_steps.forget()  # which rank has which rows changes
-            return self._membership.meet(MeetCommand.unpacked(data), self._parallel, lambda: self.is_leaving)
-        return MOVED, *self._placements.move(MoveCommand.unpacked(data))
 
     def _layer(
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
@@ -152,7 +142,7 @@ class RankWorker:
         check_moves(model, weights, moves)
         if self._setup.settings.nnodes > 1 or not backend.capabilities.joint_exchange:
             layer = ParallelLayer(
-                model.shape, weights, backend, self._membership.exchange(), routing=model.routing.rule,
+                model.shape, weights, backend, TorchExchange(), routing=model.routing.rule,
                 rule=rule_of(model),
                 exact=self._setup.settings.combines_exactly, physical=self._placements.physical(model),
             )  # fmt: skip
@@ -160,7 +150,6 @@ class RankWorker:
                 del weights  # so that each matrix is freed when it is packed
                 for name in MATRICES:
                     layer.pack(name)
-            self._parallel.append(layer)
             self._placed.append(layer.placed)
             return layer
         memory = self._memory(model, device)
@@ -243,7 +232,9 @@ class RankWorker:
         return runner.launch(own.requests)
 
     def _begin_placed(self, number: int, own: OwnStep) -> None:
-        self._placements.begin_step(number, own.model, sum(own.counts), *self._membership.place)
+        self._placements.begin_step(
+            number, own.model, sum(own.counts), self._setup.rank, self._setup.num_ranks
+        )
 
     def _finish(self, rings: Rings) -> None:
         running = self._running.popleft()

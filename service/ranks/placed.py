@@ -13,7 +13,7 @@ from expertd.service.ranks.messages import ERROR_BYTES
 from expertd.service.ranks.mover import Mover
 from expertd.service.ranks.moves import MoveCommand
 from expertd.service.ranks.peer_transport import PeerTransport
-from expertd.service.ranks.placements import digest, read_placements
+from expertd.service.ranks.placements import read_placements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup, largest_expert
 from expertd.service.ranks.transport import SharedTransport, TorchTransport, Transport
@@ -59,10 +59,6 @@ class RankPlacements:
         if device_of(device).is_host:
             return SharedTransport(self._setup.rank, num_bytes, self._regions.span)
         return PeerTransport(num_bytes, device)
-
-    def digest(self) -> str:
-        """The `digest` of the placements that this rank uses."""
-        return digest([layer.tables.physical for layer in self._layers])
 
     def begin_step(self, number: int, model: int, num_tokens: int, place: int, count: int) -> None:
         """Say where this rank's tokens are: by rows of the whole step, or by the step's number.

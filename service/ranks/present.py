@@ -12,7 +12,7 @@ from expertd.service.ranks.regions import Exported, Region, SharedRegions
 
 
 class PresentRanks:
-    """Which group runs steps, of `num_ranks` ranks or fewer. Safe from any thread.
+    """The group of `num_ranks` ranks that runs steps. Safe from any thread.
 
     starts  of each rank, so far
     """
@@ -31,14 +31,6 @@ class PresentRanks:
         if group is None:
             raise DeviceLostError(self._why)
         group.check()
-        return group
-
-    def whole_group(self) -> RankGroup:
-        """As `group`. Raises DeviceLostError also while a rank is missing."""
-        group = self.group()
-        up = self.are_up()
-        if not all(up):
-            raise DeviceLostError(f"rank {up.index(False)} is lost, and is starting again beside the others")
         return group
 
     def why_not(self) -> str | None:

@@ -34,7 +34,6 @@ class Control:
         self.register: Register = nothing_to_register  # with the device, once it is known
         self.open_cuda: OpenCuda | None = None
         self.replace_partitions: Callable[[dict[str, int] | None], None] = lambda _: None  # has them replaced
-        self.leave: Callable[[], None] = lambda: None  # has the rank leave its group
         self.record: Callable[[list[Any], Sequence[int]], None] = lambda _message, _files: None
         self.regions = MappedRegions()
         self.stopped = False
@@ -76,8 +75,6 @@ class Control:
                 self.stop()
             case [words.PARTITIONS, sizes]:
                 self.replace_partitions(sizes)
-            case [words.LEAVE]:
-                self.leave()
             case [words.RECORD, *what]:
                 self.record(what, descriptors)
             case _:
@@ -183,16 +180,7 @@ def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) ->
 
         recorder.handle(message, write)
 
-    def leave() -> None:
-        recorder.end()
-        say(words.LEFT, part.leave(rings))
-
-    def call_to_leave() -> None:
-        part.is_leaving = True
-        do_between_steps(leave)
-
     control.replace_partitions, control.record = replace_partitions, record
-    control.leave = call_to_leave
     say(words.PARTITIONS, "", shown(loaded))
     say(words.LOADED, part.loaded.backend, part.loaded.device)
     tell_changes(part.loaded, partial(say, words.DEVICE))

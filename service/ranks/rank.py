@@ -33,8 +33,6 @@ class Rank:
     answer   its last answer about partitions
     recorded  its last answer about a recording: the kind of an error and its text, or ""
     moved    its last `MoveCommand`: number, seconds, and an error or ""
-    met      the generation of the last group that it has met
-    left     the digest of its placements, once it has left its group; see `placements.digest`
     """
 
     def __init__(self, setup: RankSetup, end_bell: Bell) -> None:
@@ -49,8 +47,6 @@ class Rank:
         self.answer: list[Any] | None = None
         self.recorded: str | None = None
         self.moved: tuple[int, float, str] = (0, 0.0, "")
-        self.met = 0
-        self.left: str | None = None
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.settimeout(_SEND_SECONDS)
         bell, sizes = Bell(), RingSizes.of(setup.settings)
@@ -99,11 +95,6 @@ class Rank:
                 self.recorded = error
             case ["moved", int(number), float(seconds), str(error)]:
                 self.moved = number, seconds, error
-            case ["left", str(digest)]:
-                self.left = digest
-            case ["met", int(generation), str(error)]:
-                self.met = generation
-                return f"rank {self.number}: meeting the other ranks failed: {error}" if error else None
             case ["loaded", str(backend), str(device)]:
                 self.about = backend, device
             case ["failed", str(text), bool(is_expected)]:

@@ -7,7 +7,6 @@ from enum import Enum
 from typing import IO, NamedTuple
 
 from expertd.service.ranks.meeting import Meeting
-from expertd.service.ranks.members import meet_bytes
 from expertd.service.ranks.messages import end_bytes, step_bytes
 from expertd.service.ranks.moves import move_bytes
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
@@ -32,11 +31,9 @@ PARTITIONS = (
 FAILED = "failed"  # while loading: a sentence, and whether it is expected of wrong settings
 LOST = "lost"  # from the proxy of a rank on another node: why that is lost
 MAPPED = "mapped"  # a region's number; a sentence instead of "" if it could not be mapped
-LEAVE = "leave"  # to a rank: forget all commands, and leave the group
 RECORD = "record"  # to a rank: BEGIN or END, between two steps, or TRACE, what times count from, and its file
 BEGIN, END, TRACE = "begin", "end", "trace"
 RECORDED = "recorded"  # the answer: the kind of an error and its text, or ""
-LEFT = "left"  # the answer: the digest of its placements
 
 
 class Role(Enum):
@@ -114,8 +111,8 @@ class RingSizes(NamedTuple):
         """A step has at most a request for each token."""
         ranks = settings.num_ranks
         most_experts = max(model.num_experts for model in settings.models)
-        most = step_bytes(settings.limits.max_batch_tokens), move_bytes(ranks), meet_bytes(ranks)
-        return cls(max(most), end_bytes(most_experts))
+        most = max(step_bytes(settings.limits.max_batch_tokens), move_bytes(ranks))
+        return cls(most, end_bytes(most_experts))
 
     @property
     def total_bytes(self) -> int:

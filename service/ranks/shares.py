@@ -12,7 +12,7 @@ from expertd.service.device.gpu_memory import free_gpu_bytes
 from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
 from expertd.service.moe.needs import Needs
-from expertd.service.moe.placement import contiguous_placement, cyclic_placement
+from expertd.service.moe.placement import contiguous_placement
 from expertd.service.moe.split import split_experts
 from expertd.service.ranks.exchange_sizes import exchange_bytes
 from expertd.service.settings.model import Settings
@@ -56,9 +56,8 @@ def experts_of(settings: Settings, model: ModelSettings, rank: int) -> Sequence[
         return model.shape.held_experts
     if settings.placement.policy is None:
         return split_experts(model.shape.held_experts, settings.num_ranks)[rank]
-    first = cyclic_placement if settings.on_rank_loss == "shrink" else contiguous_placement
     slots = model.num_experts + settings.placement.replicas
-    placement = first(1, model.num_experts, settings.num_ranks, slots)
+    placement = contiguous_placement(1, model.num_experts, settings.num_ranks, slots)
     return [int(expert) for expert in placement.experts_of_rank(0, rank)]
 
 

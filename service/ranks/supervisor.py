@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from expertd.service.ranks.group import RankGroup
@@ -12,17 +12,14 @@ from expertd.service.ranks.meeting import listen_for_ranks, open_store
 from expertd.service.ranks.nodes import Nodes
 from expertd.service.ranks.placements import PlacementStore, group_store
 from expertd.service.ranks.present import PresentRanks
-from expertd.service.ranks.rank import Rank
-from expertd.service.ranks.returning import FIRST_PAUSE, LAST_PAUSE, Returning
 from expertd.service.ranks.setup import RankSetup, Role
-from expertd.service.ranks.starting import LOOK_SECONDS, LoadFailedError, share, start_ranks, wait_loaded
-from expertd.service.ranks.survivors import survivors_of
+from expertd.service.ranks.starting import LoadFailedError, share, start_ranks, wait_loaded
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
 
 _STEADY_SECONDS = 10.0  # ranks that ran for this long start again with the first pause
-_MEET_SECONDS = 30.0  # far more than a meeting takes; a rank that is lost meanwhile is noticed as always
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 5.0  # seconds before ranks that fail at once start again
 
 
 class Supervisor(PresentRanks):
@@ -72,7 +69,7 @@ class Supervisor(PresentRanks):
         try:
             self._store = open_store(self._meeting, self._listener)
             nodes = Nodes(self._settings, self._meeting) if self._settings.nnodes > 1 else None
-            pause = FIRST_PAUSE
+            pause = _FIRST_PAUSE
             while not self._stopped:
                 began = time.monotonic()
                 try:
@@ -84,7 +81,7 @@ class Supervisor(PresentRanks):
                     is_expected = isinstance(error, LoadFailedError | OSError | RuntimeError)
                     logger.error("%s", self._why, exc_info=None if is_expected else error)
                 steady = time.monotonic() - began > _STEADY_SECONDS
-                pause = FIRST_PAUSE if steady else min(2 * pause, LAST_PAUSE)
+                pause = _FIRST_PAUSE if steady else min(2 * pause, _LAST_PAUSE)
                 self._pause(pause)
         except LoadFailedError as error:
             self._note(failure=error)
@@ -108,9 +105,8 @@ class Supervisor(PresentRanks):
             nodes.begin(generation)
         why_beside = (lambda: None) if nodes is None else nodes.why_lost
         timeout = self._settings.step_timeout_seconds
-        ranks = self._start(range(self._settings.num_ranks))
+        ranks = start_ranks(self._setups(), self._inbox)
         group = RankGroup(generation, ranks, self._inbox, timeout, why_beside)
-        returning = Returning(lambda number: self._start([number])[0], self._inbox)
         try:
             wait_loaded(ranks, self._inbox, lambda: self._stopped, why_beside)
             if self._stopped:
@@ -118,86 +114,28 @@ class Supervisor(PresentRanks):
             self._open(group)
             if not is_first:
                 logger.info("the ranks are ready again, after %.1f s", time.monotonic() - began)
-            while self._watch(group, returning) and (left := self._left_of(group)):
-                for rank in group.ranks:
-                    if rank not in left:
-                        logger.error("%s; rank %d starts again beside the others", group.lost, rank.number)
-                        returning.add(rank.number)
-                group = RankGroup(self._begin_generation(), left, self._inbox, timeout)
-                self._open(group)
+            while not self._stopped and group.lost is None:
+                group.look()
+            if self._stopped:
+                group.lose("the server is shutting down")
+            else:
+                self._note(why=f"{group.lost}; the ranks are starting again")
+                logger.error("%s", self._why)
         finally:
             with self._mapping:
                 self._group = None
-            returning.end()
             if self._stopped and group is self._serving:
                 group.stop()
             else:
                 group.end()
 
-    def _watch(self, group: RankGroup, returning: Returning) -> bool:
-        """Hear the ranks, and take lost ones back, until the group is lost; False: it was stopped."""
-        while not self._stopped and group.lost is None:
-            group.look()
-            returning.look()
-            # A thread that maps a region waits for what is heard here, so this one cannot wait for it.
-            is_free = returning.loaded() and group.has_met()  # the ring of commands is short
-            if is_free and self._mapping.acquire(blocking=False):
-                try:
-                    self._take_back(group, returning)
-                finally:
-                    self._mapping.release()
-        if self._stopped:
-            group.lose("the server is shutting down")
-        return not self._stopped
-
-    def _take_back(self, group: RankGroup, returning: Returning) -> None:
-        """Have the ranks that have started again meet the others, between two steps."""
-        back: list[Rank] = []
-        for rank in returning.loaded():
-            try:
-                share([rank], self._inbox, self.regions, lambda: self._stopped)
-            except LoadFailedError as error:
-                returning.lose(rank, str(error))
-            else:
-                back.append(rank)
-        if back:
-            group.meet(self._begin_generation(), back)
-            for rank in back:
-                returning.release(rank)
-            logger.info("ranks that are back: %s", ", ".join(str(rank.number) for rank in back))
-
-    def _left_of(self, group: RankGroup) -> Sequence[Rank]:
-        """The ranks that go on without those that are lost; none: all start again."""
-        left: Sequence[Rank] = ()
-        if self._placements is not None and self._settings.on_rank_loss == "shrink":
-            self._note(why=f"{group.lost}; the other ranks are meeting again")
-            left = survivors_of(group, self._inbox, self._placements)
-        if left:
-            group.dissolve()
-        else:
-            self._note(why=f"{group.lost}; the ranks are starting again")
-            logger.error("%s", self._why)
-        return left
-
     def _open(self, group: RankGroup) -> None:
         """Have a group map all regions, also those to come, and run steps. Raises LoadFailedError."""
         with self._mapping:
             share(group.ranks, self._inbox, self.regions, lambda: self._stopped)
-            if self._settings.on_rank_loss == "shrink":  # else they have met before they loaded
-                self._meet(group)
             self._group = group
         self._has_served = True
         self._note(serving=group)
-
-    def _meet(self, group: RankGroup) -> None:
-        group.meet(group.generation)
-        until = time.monotonic() + _MEET_SECONDS
-        while not (group.has_met() or self._stopped):
-            group.look(LOOK_SECONDS)
-            if group.lost is not None:
-                raise LoadFailedError(f"loading: {group.lost}", False)
-            if time.monotonic() > until:
-                raise LoadFailedError(f"loading: expected the ranks to meet in {_MEET_SECONDS:g} s", False)
 
     def _begin_generation(self) -> int:
         """The number of the next group, which finds the placements in its part of the store."""
@@ -206,15 +144,15 @@ class Supervisor(PresentRanks):
             self._placements.begin(self._generation, group_store(self._store, self._generation))
         return self._generation
 
-    def _start(self, numbers: Iterable[int]) -> list[Rank]:
-        """Start ranks, those of other nodes by a proxy. Raises OSError."""
+    def _setups(self) -> list[RankSetup]:
+        """Of all ranks, those of other nodes with a proxy."""
         settings = self._settings.model_copy(update={"partitions": self.partitions})
         setups = []
-        for number in numbers:
+        for number in range(settings.num_ranks):
             role = Role.HERE if number < settings.ranks_per_node else Role.PROXY
             setups.append(RankSetup(settings, number, self._meeting, self._generation, role))
             self.starts[number] += 1
-        return start_ranks(setups, self._inbox)
+        return setups
 
     def _note(
         self, serving: RankGroup | None = None, why: str = "", failure: LoadFailedError | None = None

@@ -127,11 +127,6 @@ class Settings(BaseSettings):
         description="seconds after which a step counts as hung: the process exits (docs/operating.md), or "
         "with ranks, all start again (docs/parallel.md)",
     )
-    on_rank_loss: Literal["restart", "shrink"] = Field(
-        default="restart",
-        description="when a rank is lost, restart: all start again; shrink: the others go on if they hold "
-        "every expert, and the lost one starts again beside them (docs/parallel.md)",
-    )
     placement: PlacementSettings = Field(
         default=PlacementSettings(), description="which rank holds which experts"
     )

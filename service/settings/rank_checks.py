@@ -1,4 +1,4 @@
-"""What several ranks cannot serve, or cannot do when one is lost, as sentences (name, expected, got)."""
+"""What several ranks cannot serve, as sentences (name, expected, got)."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -27,7 +27,6 @@ def wrong_ranks(settings: "Settings") -> Iterator[str]:
     if settings.overlap.mode == "always" and (settings.devices is None or settings.nnodes > 1):
         yield "overlap.mode: expected auto or never without GPUs of one machine (devices), got 'always'"
     yield from _wrong_placement(settings)
-    yield from _wrong_shrinking(settings)
     if settings.devices is not None and settings.nnodes == 1 and settings.models:
         most = max(settings.models, key=_top_k)
         tokens, got = MAX_RANK_PAIRS // most.top_k * count, settings.limits.max_batch_tokens
@@ -96,25 +95,3 @@ def _wrong_placement(settings: "Settings") -> Iterator[str]:
     if replicas > most:
         what = f"{most}, with which every rank has all experts of model {smallest.name}"
         yield f"placement.replicas: expected at most {what}, got {replicas}"
-
-
-def _wrong_shrinking(settings: "Settings") -> Iterator[str]:
-    if settings.on_rank_loss != "shrink":
-        return
-    for without, is_there in (
-        (f"nnodes {settings.nnodes}", settings.nnodes > 1),
-        ("devices", settings.devices is not None),
-        ("one rank", settings.num_ranks == 1),
-        ("placement.policy null", settings.placement.policy is None),
-    ):
-        if is_there:
-            yield f"on_rank_loss: expected restart with {without}, got {settings.on_rank_loss!r}"
-            return
-    if not settings.models:
-        return
-    # The rank with fewest slots has (E + replicas) // R; more than `replicas`, and others lack an expert.
-    largest = max(settings.models, key=_num_experts)
-    least = (largest.num_experts - 1) // (settings.num_ranks - 1)
-    if settings.placement.replicas < least:
-        what = f"{least} with on_rank_loss shrink, for the experts of a lost rank of model {largest.name}"
-        yield f"placement.replicas: expected at least {what}, got {settings.placement.replicas}"

@@ -39,7 +39,7 @@ class RankPlacement(BaseModel):
         description="those that it holds, or will hold once it is up, one for each physical expert"
     )
     load: float = Field(description="recent, if replicas share their expert's load equally")
-    up: bool = Field(description="whether it runs steps; while others do without it, its load is 0")
+    up: bool = Field(description="whether it runs steps")
 
 
 class PlanResponse(BaseModel):
@@ -51,7 +51,7 @@ class PlanResponse(BaseModel):
 class LayerPlacement(BaseModel):
     ranks: list[RankPlacement]
     loads: list[float] = Field(description="of each expert, recently: tokens, or steps that activated it")
-    max_over_mean: float = Field(description="of the loads of the ranks that are up")
+    max_over_mean: float = Field(description="of the loads of the ranks")
     pinned: bool
     last_plan: PlanResponse | None
     moves: int = Field(description="experts that moved so far")

@@ -4,10 +4,9 @@ from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
 from expertd.service.moe.parallel.layer import ParallelLayer
 from expertd.service.moe.parallel.placed import PlacedExperts, held_by
 from expertd.service.moe.parallel.symmetric_layer import SymmetricLayer
-from expertd.service.moe.parallel.torch_exchange import Alone, TorchExchange, join_group, leave_group
+from expertd.service.moe.parallel.torch_exchange import TorchExchange, join_group
 
 __all__ = [
-    "Alone",
     "Combined",
     "Dispatched",
     "Exchange",
@@ -18,5 +17,4 @@ __all__ = [
     "TorchExchange",
     "held_by",
     "join_group",
-    "leave_group",
 ]

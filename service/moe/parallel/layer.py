@@ -102,15 +102,6 @@ class ParallelLayer:
     def set_equal_token_counts(self, num_tokens: int) -> None:
         """Nothing: the ranks tell each other how many tokens they send."""
 
-    def meet(self, exchange: Exchange, members: Sequence[int]) -> None:
-        """Go over to another exchange, between two calls. Raises ValueError if an expert lacks a replica.
-
-        members  the rank that each of the exchange's ranks is in the placement; physical experts of others
-                 are not used
-        """
-        self._exchange = exchange
-        self.placed.tables.meet(members)
-
     def layout(self, num_tokens: int) -> Layout:
         """Always the contiguous one."""
         return Layout.CONTIGUOUS

@@ -18,8 +18,6 @@ class ReplicaTables:
     physical     the expert of each physical expert
     slots        physical experts of each rank
 
-    members      the ranks that take part, at first all; see `meet`
-
     Raises ValueError unless `slots` add up to the number of physical experts.
     """
 
@@ -35,23 +33,9 @@ class ReplicaTables:
         most = len(physical) - len(set(physical)) + 1  # an expert has no more, with any placement
         self._replicas = torch.full((num_experts + 1, most), -1, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
-        self._owners = torch.zeros(len(physical) + 1, dtype=torch.int64, device=device)
-        self.meet(range(len(slots)))
-
-    def meet(self, members: Sequence[int]) -> None:
-        """Use the physical experts of these ranks only: `owners` gives places in this list.
-
-        Raises ValueError (name, expected, got) if one of the experts has no replica there.
-        """
-        held = {expert for rank in members for expert in self._held_by(rank)}
-        if missing := sorted(set(self.physical) - held):
-            raise ValueError(f"members: expected ranks with every expert, got none with expert {missing[0]}")
-        self.members = list(members)
-        places = {rank: place for place, rank in enumerate(members)}
-        none = len(places)
-        owners = [places.get(rank, none) for rank, part in enumerate(self.slots_of_rank) for _ in part]
         # Slots that name no expert have number -1, the last of this table: no rank.
-        self._owners.copy_(torch.tensor([*owners, none]))
+        owners = [rank for rank, part in enumerate(bounds) for _ in part]
+        self._owners = torch.tensor([*owners, len(slots)], device=device)
         self.replace(self.physical)
 
     def replace(self, physical: Sequence[int]) -> None:
@@ -60,18 +44,13 @@ class ReplicaTables:
             expected = f"{len(self.physical)} replicas of the same experts"
             raise ValueError(f"physical: expected {expected}, got others")
         replicas: list[list[int]] = [[] for _ in range(self.num_experts + 1)]
-        for rank in self.members:
-            for number in self.slots_of_rank[rank]:
-                replicas[physical[number]].append(number)
+        for number, expert in enumerate(physical):
+            replicas[expert].append(number)
         most = self._replicas.shape[1]
         table = [numbers + [-1] * (most - len(numbers)) for numbers in replicas]
         self._replicas.copy_(torch.tensor(table, dtype=torch.int32))
         self._counts.copy_(torch.tensor([len(numbers) for numbers in replicas]))
         self.physical = list(physical)
-
-    def _held_by(self, rank: int) -> Sequence[int]:
-        part = self.slots_of_rank[rank]
-        return self.physical[part.start : part.stop]
 
     def choose(self, topk_ids: Tensor, positions: Tensor) -> Tensor:
         """The physical expert of each slot, int32 [T, top_k]; -1: none. See `choose_replicas`.
@@ -87,7 +66,7 @@ class ReplicaTables:
         return self._replicas[experts, mixed * self._counts[experts] >> 32]
 
     def owners(self, physical: Tensor) -> Tensor:
-        """int64, the place in `members` of each physical expert's rank; their number for -1."""
+        """int64, the rank of each physical expert; the number of ranks for -1."""
         return self._owners[physical.to(torch.int64)]
 
 

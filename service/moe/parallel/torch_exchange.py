@@ -37,12 +37,6 @@ def join_group(store: Store, rank: int, num_ranks: int, *, timeout_seconds: floa
         raise ExchangeError(f"rank {rank} joining the group: {expected}, got: {error}") from error
 
 
-def leave_group() -> None:
-    """Leave the process's default group, if there is one; other ranks that wait for this one fail."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def all_rows(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """[sum of counts, N], on the device of `own`: the rows own [counts[r], N] of each rank r, in their order.
 
@@ -117,7 +111,8 @@ class TorchExchange(Exchange):
 
     def _counts(self, header: Tensor, layout: int) -> tuple[Tensor, Tensor]:
         """int64 [R, 2], on the host: what was sent to each rank, and what came. Layouts must agree."""
-        headers = self._headers(header, layout)
+        sent, ones = torch.nn.functional.pad(header, (0, 1), value=layout), [1] * self.num_ranks
+        headers = self.all_to_all("dispatch of counts", sent, ones, ones).cpu()
         layouts = headers[:, 2].tolist()
         if _REFUSED in layouts:
             refused = ", ".join(f"rank {rank}" for rank, other in enumerate(layouts) if other == _REFUSED)
@@ -126,37 +121,6 @@ class TorchExchange(Exchange):
             different = ", ".join(f"rank {rank}: {_describe(other)}" for rank, other in enumerate(layouts))
             raise ExchangeError(f"dispatch: expected one dtype and size on all ranks, got {different}")
         return header.cpu(), headers[:, :2]
-
-    def _headers(self, header: Tensor, layout: int) -> Tensor:
-        sent = torch.nn.functional.pad(header, (0, 1), value=layout)
-        ones = [1] * self.num_ranks
-        return self.all_to_all("dispatch of counts", sent, ones, ones).cpu()
-
-
-class Alone(TorchExchange):
-    """The exchange of a rank on a CPU that has not met the others: what it would send them is lost.
-
-    Good for first steps: all but the exchange works as it will later.
-    """
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._device = torch.device("cpu")
-        self.failed = None
-        self.rank, self.num_ranks = rank, num_ranks
-
-    def all_to_all(
-        self, operation: str, rows: Tensor, sent_counts: Sequence[int], counts: Sequence[int]
-    ) -> Tensor:
-        """What this rank sends to itself, and zeros from the others."""
-        received = rows.new_zeros((sum(counts), rows.shape[1]))
-        sent, own = (sum(numbers[: self.rank]) for numbers in (sent_counts, counts))
-        received[own : own + counts[self.rank]] = rows[sent : sent + sent_counts[self.rank]]
-        return received
-
-    def _headers(self, header: Tensor, layout: int) -> Tensor:
-        headers = torch.nn.functional.pad(torch.zeros_like(header), (0, 1), value=layout)
-        headers[self.rank, :2] = header[self.rank]
-        return headers
 
 
 class _Dispatched(Dispatched):

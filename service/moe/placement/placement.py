@@ -1,6 +1,5 @@
 """A placement: which physical expert is a replica of which expert, and on which rank it is."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,35 +81,24 @@ class Placement:
         """The rank of each physical expert, int64 [num_physical]."""
         return np.repeat(np.arange(self.num_ranks), rank_slots(self.num_physical, self.num_ranks))
 
-    def load_by_rank(self, loads: ArrayLike, present: Sequence[int] | None = None) -> NDArray[np.float64]:
+    def load_by_rank(self, loads: ArrayLike) -> NDArray[np.float64]:
         """Each rank's load, float64 [num_layers, num_ranks], if an expert's replicas share its load equally.
 
-        loads    [num_layers, num_experts], in any unit
-        present  the ranks whose replicas serve; None: all. Other ranks have no load
+        loads  [num_layers, num_experts], in any unit
         """
         checked = checked_loads(loads)
         expected = [self.num_layers, self.num_experts]
         require("loads", list(checked.shape) == expected, f"{expected}", list(checked.shape))
-        held, serves, counts = self.physical_to_logical, np.ones(self.num_physical), self.num_replicas
-        if present is not None:
-            serves = np.isin(self.rank_of_slot(), present).astype(np.float64)
-            serving = [np.bincount(layer, serves, self.num_experts) for layer in held]
-            counts = np.maximum(np.array(serving, dtype=np.int64), 1)
-        shares = np.take_along_axis(checked / counts, held, axis=1) * serves
+        shares = np.take_along_axis(checked / self.num_replicas, self.physical_to_logical, axis=1)
         return np.stack([shares[:, self.slots_of_rank(r)].sum(axis=1) for r in range(self.num_ranks)], axis=1)
 
-    def imbalance(self, loads: ArrayLike, present: Sequence[int] | None = None) -> NDArray[np.float64]:
-        """max/mean of the ranks' loads, float64 [num_layers]: 1 is perfect balance, also without any load.
-
-        present  see `load_by_rank`; the mean is that of these ranks
-        """
+    def imbalance(self, loads: ArrayLike) -> NDArray[np.float64]:
+        """max/mean of the ranks' loads, float64 [num_layers]: 1 is perfect balance, also without any load."""
         checked = checked_loads(loads)
         largest = checked.max(axis=1, keepdims=True)
         # Relative to the largest expert's, sums of huge loads stay finite.
         relative = np.divide(checked, largest, out=np.ones_like(checked), where=largest > 0)
-        by_rank = self.load_by_rank(relative, present)
-        if present is not None:
-            by_rank = by_rank[:, list(present)]
+        by_rank = self.load_by_rank(relative)
         ratio: NDArray[np.float64] = by_rank.max(axis=1) / by_rank.mean(axis=1)
         return np.where(largest[:, 0] > 0, ratio, 1.0)
 

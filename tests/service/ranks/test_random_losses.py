@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,16 +56,6 @@ async def test_losses_on_one_node() -> None:
         losses = await lose_at_random(rank_processes)
         await traffic.flows_again()
     check(traffic, losses)
-
-
-@pytest.mark.timeout(300 + 2 * _SECONDS)
-async def test_losses_of_ranks_that_others_stand_for(caplog: pytest.LogCaptureFixture) -> None:
-    more: dict[str, Any] = {"on_rank_loss": "shrink", "placement": {"policy": "static", "replicas": 8}}
-    async with serving_ranks(tiny_settings(ranks=3, **more)) as server, traffic_to(server) as traffic:
-        losses = await lose_at_random(rank_processes)
-        await traffic.flows_again()
-    check(traffic, losses)
-    assert "starts again beside the others" in caplog.text
 
 
 @pytest.mark.timeout(300 + 2 * _SECONDS)

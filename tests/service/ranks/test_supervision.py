@@ -15,7 +15,6 @@ from expertd.service.ranks import agent, group, supervisor
 from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.inbox import Inbox
 from expertd.service.ranks.recording import write_trace
-from expertd.service.ranks.returning import Returning
 from expertd.service.ranks.supervisor import Supervisor
 from tests.paths import ROOT
 from tests.service.apps import tiny_settings
@@ -28,38 +27,6 @@ def supervising() -> Iterator[Supervisor]:
     one = Supervisor(tiny_settings(ranks=2))
     yield one
     one._listener.close()
-
-
-def test_ranks_that_come_back_at_once_meet_at_once(
-    supervising: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ring of commands has four places."""
-    monkeypatch.setattr(supervisor, "share", lambda *_: None)
-    loaded = [SimpleNamespace(number=number) for number in range(1, 7)]
-    met: list[list[int]] = []
-    looks: list[bool] = []  # whether the ranks had met by then
-
-    class Group:
-        lost: str | None = None
-
-        def look(self) -> None:
-            looks.append(self.has_met())
-            self.lost = "enough" if len(looks) == 8 else None
-
-        def has_met(self) -> bool:
-            return len(looks) not in (0, 1, 2, 4, 5)
-
-        def meet(self, generation: int, more: list[Any]) -> None:
-            assert self.has_met()
-            met.append([rank.number for rank in more])
-            if len(met) == 1:
-                returning.ready = loaded[5:]
-
-    returning = SimpleNamespace(ready=loaded[:5], look=lambda: None)
-    returning.loaded = lambda: list(returning.ready)
-    returning.release = lambda rank: None if rank not in returning.ready else returning.ready.remove(rank)
-    assert supervising._watch(cast(RankGroup, Group()), cast(Returning, returning))
-    assert met == [[1, 2, 3, 4, 5], [6]]
 
 
 def test_an_unexpected_error_does_not_end_the_supervision(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd.service.moe.parallel import Alone, Exchange, ParallelLayer
+from expertd.service.moe.parallel import Exchange, ParallelLayer
 from expertd.service.moe.parallel.replicas import ReplicaTables
 from expertd.service.moe.placement import Placement, choose_replicas
 from expertd.service.moe.placement.placement import rank_slots
@@ -57,28 +57,6 @@ def test_the_replica_is_that_of_the_rule(by_row: bool) -> None:
         assert np.array_equal(chosen, choose_replicas(placement, 0, ids.numpy(), positions.numpy()))
         ranks = np.append(placement.rank_of_slot(), 3)
         assert np.array_equal(tables.owners(chosen), ranks[chosen.numpy()])
-
-
-def test_replicas_of_missing_ranks_do_not_count() -> None:
-    """The rule chooses among those that are there; owners are places among the members."""
-    generator = fresh_generator()
-    ids = torch.randint(-1, 10, (50, 4), generator=generator, dtype=torch.int32)
-    physical = [*range(7), *range(3, 10), 7, 8, 9, 0, 1, 2]  # 7, 7 and 6 on three ranks: 0 and 2 hold all
-    slots = rank_slots(len(physical), 3).tolist()
-    tables = ReplicaTables(10, physical, slots, CPU)
-    whole = tables.choose(ids, torch.arange(50))
-    tables.meet([0, 2])
-    kept = [*range(slots[0]), *range(slots[0] + slots[1], len(physical))]
-    fewer = Placement(np.array([[physical[slot] for slot in kept]]), 10, 2)
-    expected = choose_replicas(fewer, 0, ids.numpy(), np.arange(50))
-    chosen = tables.choose(ids, torch.arange(50))
-    assert np.array_equal(chosen, np.where(expected < 0, -1, np.array(kept)[expected]))
-    places = np.repeat([0, 2, 1], slots)  # 2: no member
-    assert np.array_equal(tables.owners(chosen), np.append(places, 2)[chosen.numpy()])
-    with pytest.raises(ValueError, match=r"^members: expected ranks with every expert, got none with exp"):
-        tables.meet([1])
-    tables.meet([0, 1, 2])
-    assert torch.equal(tables.choose(ids, torch.arange(50)), whole)
 
 
 def test_ids_of_no_expert_have_no_replica() -> None:
@@ -155,36 +133,6 @@ def test_a_layer_goes_over_to_another_placement(ranks: Ranks, exact: bool) -> No
         assert torch.equal(before, after)
     else:
         assert_close(after, before)
-
-
-def run_with(
-    exchange: Exchange, case: Case, members: Sequence[int], num_ranks: int
-) -> tuple[Tensor, list[int], Tensor]:
-    """The outputs of a layer of `num_ranks` ranks, of which these are there; each has run it alone before."""
-    rank = members[exchange.rank]
-    layer = parallel_layer(Alone(rank, num_ranks), case)
-    layer(case.tokens[exchange.rank])
-    layer.meet(exchange, members)
-    return call(exchange, case, layer)
-
-
-@pytest.mark.parametrize("members", [(0, 1), (1, 2), (2, 3)])
-@pytest.mark.parametrize("exact", [False, True])
-def test_ranks_compute_the_layer_without_those_that_are_missing(
-    ranks: Ranks, exact: bool, members: Sequence[int]
-) -> None:
-    physical = [slot % 10 for slot in range(25)]  # 7, 6, 6 and 6 of them on four ranks
-    counts = COUNTS[::2]
-    case = make_case(
-        counts, SHARED, given=make_routing(counts), backend="row by row", exact=exact, physical=physical
-    )
-    results = [checked(result) for result in ranks.run(GROUPS[2], run_with, case, members, 4)]
-    out, ids = torch.cat([out for out, *_ in results]), case.all_given[0].numpy()
-    counted = np.sum([tokens for _, tokens, _ in results], axis=0)
-    assert np.array_equal(counted, np.bincount(ids[ids >= 0], minlength=10)), "each expert's tokens, once"
-    assert_close(out, reference_of(case))
-    if exact:
-        assert torch.equal(out, alone(ranks, replace(case, physical=None)))
 
 
 def test_a_placement_must_hold_all_experts_of_the_layer(ranks: Ranks) -> None:

@@ -46,15 +46,6 @@ def test_replicas_share_an_experts_load_equally() -> None:
     assert placement.imbalance(loads).tolist() == pytest.approx([6 / 5, 6 / (8 / 3)])
 
 
-def test_ranks_that_are_missing_have_no_load() -> None:
-    placement = Placement(np.array([[0, 1, 2, 0, 3, 1, 3]]), 4, 3)  # 0 1 2, 0 3, 1 3
-    loads = [[8.0, 4.0, 1.0, 6.0]]
-    assert placement.load_by_rank(loads, [0, 1, 2]).tolist() == placement.load_by_rank(loads).tolist()
-    assert placement.load_by_rank(loads, [0, 1]).tolist() == [[9.0, 10.0, 0.0]]
-    assert placement.imbalance(loads, [0, 1]).tolist() == pytest.approx([10 / 9.5])
-    assert placement.imbalance([[0.0] * 4], [0, 1]).tolist() == [1.0]
-
-
 def test_a_cyclic_placement_has_replicas_on_different_ranks() -> None:
     for num_experts, num_ranks in ((8, 4), (10, 3), (7, 2), (4, 4)):
         for total in range(num_experts, num_experts * num_ranks + 1):
