@@ -94,6 +94,10 @@ class TorchExchange(Exchange):
         """See `Exchange.refuse`; raises ExchangeError only if the group fails."""
         self._headers(torch.zeros((self.num_ranks, 2), dtype=torch.int64, device=self._device), _REFUSED)
 
+    def _headers(self, header: Tensor, layout: int) -> Tensor:
+        sent, ones = torch.nn.functional.pad(header, (0, 1), value=layout), [1] * self.num_ranks
+        return self.all_to_all("dispatch of counts", sent, ones, ones).cpu()
+
     def all_to_all(
         self, operation: str, rows: Tensor, sent_counts: Sequence[int], counts: Sequence[int]
     ) -> Tensor:
@@ -111,8 +115,7 @@ class TorchExchange(Exchange):
 
     def _counts(self, header: Tensor, layout: int) -> tuple[Tensor, Tensor]:
         """int64 [R, 2], on the host: what was sent to each rank, and what came. Layouts must agree."""
-        sent, ones = torch.nn.functional.pad(header, (0, 1), value=layout), [1] * self.num_ranks
-        headers = self.all_to_all("dispatch of counts", sent, ones, ones).cpu()
+        headers = self._headers(header, layout)
         layouts = headers[:, 2].tolist()
         if _REFUSED in layouts:
             refused = ", ".join(f"rank {rank}" for rank, other in enumerate(layouts) if other == _REFUSED)

@@ -41,14 +41,13 @@ def body_of(num_tokens: int, region: int = 1, number: int = 1, requests: int = 1
 
 
 class Rank:
-    """One of three ranks, with two regions; its share may change."""
+    """One of three ranks, with two regions."""
 
     def __init__(self) -> None:
-        self.share = 0, 3
         self.regions = MappedRegions()
         for number in (1, 2):
             self.regions.map(number, file_of(f"own-steps-{number}"), SIZE, 0, nothing_to_register)
-        self.steps = OwnSteps(tiny_settings().models, 3, lambda: self.share, self.regions)
+        self.steps = OwnSteps(tiny_settings().models, 3, (0, 3), self.regions)
 
 
 def test_a_rank_keeps_its_part_of_a_step() -> None:
@@ -69,18 +68,6 @@ def test_a_rank_keeps_no_step_of_several_requests() -> None:
     both = rank.steps.of(body_of(7, requests=2))
     assert sum(request.num_tokens for request in both.requests) == 5
     assert rank.steps.of(body_of(7, requests=2)) is not both
-
-
-def test_a_rank_makes_its_part_anew_when_its_share_has_changed() -> None:
-    rank = Rank()
-    first = rank.steps.of(body_of(7))
-    rank.share = 1, 2
-    rank.steps.forget()
-    assert [request.num_tokens for request in rank.steps.of(body_of(7)).requests] == [3]
-    (request,), (before,) = rank.steps.of(body_of(7)).requests, first.requests
-    assert isinstance(request.hidden_states, Span)
-    assert isinstance(before.hidden_states, Span)
-    assert request.hidden_states.address == before.hidden_states.address + 4 * ROW
 
 
 def test_a_step_is_forgotten_with_its_memory() -> None:
