@@ -116,7 +116,7 @@ async def serving(
         listener = await asyncio.get_running_loop().create_server(protocol, sock=sock)
         port = sock.getsockname()[1]
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) as http:
                 yield Serving(app, port, http)
         finally:
             listener.close()

@@ -116,7 +116,7 @@ async def test_a_lost_rank_costs_no_request_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One loss after another, each of ranks that have come back from the one before."""
-    monkeypatch.setattr(supervisor, "LAST_PAUSE", 0.2)  # else it would grow with each loss
+    monkeypatch.setattr(supervisor, "_LAST_PAUSE", 0.2)  # else it would grow with each loss
     allow_hanging(tmp_path, monkeypatch)
     settings = node_settings(step_timeout_seconds=1.5)
     with agent(settings, tmp_path) as other:

@@ -36,7 +36,7 @@ async def record(server: Serving, **wanted: float) -> httpx.Response:
     """The answer of a recording while requests are answered."""
     end = asyncio.Event()
     loading = asyncio.ensure_future(load(server, end))
-    response = await server.http.post("/v1/profile", json=wanted, timeout=60)
+    response = await server.http.post("/v1/profile", json=wanted)
     end.set()
     await loading
     return response
@@ -88,7 +88,7 @@ async def test_each_rank_records_its_steps(monkeypatch: pytest.MonkeyPatch) -> N
             context.setattr("expertd.service.engine.recorder.MAX_BYTES", 20_000)  # here, but not on ranks
             text = error_of(await record(server, steps=5, seconds=20), 422)
         assert text.startswith("profile: expected a trace of at most 20000 bytes, got ")
-        recording = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 1}, timeout=60))
+        recording = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 1}))
         await asyncio.sleep(0.3)
         os.kill(rank_processes()[1], signal.SIGKILL)
         error_of(await recording, 503)

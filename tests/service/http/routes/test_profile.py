@@ -47,7 +47,7 @@ async def test_steps_are_recorded_while_requests_are_answered(lanes: dict[str, i
     async with serving(tiny_settings(lanes=lanes)) as server:
         end = asyncio.Event()
         loading = asyncio.ensure_future(load(server, end))
-        response = await server.http.post("/v1/profile", json={"steps": 10, "seconds": 20}, timeout=60)
+        response = await server.http.post("/v1/profile", json={"steps": 10, "seconds": 20})
         end.set()
         await loading
     assert response.status_code == 200
@@ -62,14 +62,14 @@ async def test_steps_are_recorded_while_requests_are_answered(lanes: dict[str, i
 async def test_a_recording_ends_without_steps() -> None:
     async with serving(tiny_settings()) as server:
         begin = time.monotonic()
-        response = await server.http.post("/v1/profile", json={"seconds": 0.2}, timeout=60)
+        response = await server.http.post("/v1/profile", json={"seconds": 0.2})
         assert 0.2 <= time.monotonic() - begin < 20
     assert json.loads(response.content)["expertd"]["steps"] == 0
 
 
 async def test_it_ends_when_the_server_shuts_down() -> None:
     async with serving(tiny_settings()) as server:
-        asked = asyncio.ensure_future(server.http.post("/v1/profile", timeout=60))
+        asked = asyncio.ensure_future(server.http.post("/v1/profile"))
         await asyncio.sleep(0.2)
         server.app.engine.begin_drain()
         assert error_of(await asyncio.wait_for(asked, 5), 503).startswith("the server is shutting down")
@@ -142,7 +142,7 @@ async def test_nothing_is_recorded_if_the_caller_hangs_up_before(monkeypatch: py
 
 async def test_one_at_a_time() -> None:
     async with serving(tiny_settings()) as server:
-        first = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 1}, timeout=60))
+        first = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 1}))
         await asyncio.sleep(0.1)
         text = error_of(await server.http.post("/v1/profile", json={}), 409)
         assert text == "profile: expected none to be recorded, got one that is"
@@ -153,7 +153,7 @@ async def test_one_at_a_time() -> None:
 async def test_a_large_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MAX_BYTES", 100)
     async with serving(tiny_settings()) as server:
-        text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60), 422)
+        text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), 422)
     assert text.startswith("profile: expected a trace of at most 100 bytes, got ")
 
 
@@ -205,10 +205,10 @@ async def test_a_trace_that_could_not_be_written_is_no_answer(
                 "export_chrome_trace",
                 lambda self, file: write(Path(file), partial(export, self)),
             )
-            text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60), status)
+            text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), status)
             assert text == f"profile: expected room for the trace, got {tmp_path}: {reason}"
             assert list(tmp_path.iterdir()) == []
-        response = await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60)
+        response = await server.http.post("/v1/profile", json={"seconds": 0.1})
         assert "traceEvents" in json.loads(response.content)
 
 
@@ -224,7 +224,7 @@ async def test_a_trace_that_could_not_be_written_takes_no_room(monkeypatch: pyte
 
         monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
         async with serving(tiny_settings()) as server:
-            error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60), 503)
+            error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), 503)
         assert os.fstat(held[0].fileno()).st_size == 0
 
 
@@ -237,5 +237,5 @@ async def test_a_trace_above_the_limit_for_files_is_no_answer(monkeypatch: pytes
 
     monkeypatch.setattr(recorder.Recorder, "trace", limited)
     async with serving(tiny_settings()) as server:
-        text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}, timeout=60), 507)
+        text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), 507)
         assert text.endswith(": File too large")
