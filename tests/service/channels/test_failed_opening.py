@@ -68,6 +68,7 @@ async def test_a_channel_whose_descriptors_cannot_be_copied_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with channel_server(tmp_path, EchoRunner()) as server:
+        await server.http.get("/v2")  # opens its connection
         before = descriptors()
         answer = await opened(server)
         with monkeypatch.context() as patch:

@@ -181,6 +181,7 @@ async def test_the_limit_on_open_files_has_room_for_channels(tmp_path: Path) -> 
     channels = {"max_channels": 3}
     async with channel_server(tmp_path, EchoRunner(), channels=channels) as server:
         settings = server.app.engine.settings
+        await server.http.get("/v2")  # opens its connection
         before = open_files()
         for _ in range(3):
             await opened(server)

@@ -93,12 +93,12 @@ def test_a_request_in_the_queue_is_dropped_as_soon_as_its_client_leaves(
 @pytest.mark.parametrize("request_bytes", [REQUEST, LAST, TEN], ids=["keep-alive", "close", "1.0"])
 def test_a_disconnect_during_the_step_counts_as_499(leave: Leave, request_bytes: bytes) -> None:
     async def check(this: Held) -> None:
-        sock = connect(this.port)
-        sock.sendall(request_bytes)
-        await this.in_step()
-        leave(sock)
-        this.runner.gate.set()
-        await until(lambda: this.counted(499) + this.counted(200) == 1)
+        with connect(this.port) as sock:
+            sock.sendall(request_bytes)
+            await this.in_step()
+            leave(sock)
+            this.runner.gate.set()
+            await until(lambda: this.counted(499) + this.counted(200) == 1)
         assert this.counted(499) == 1
         assert this.server.metric("refusals_total", model="tiny", reason="client_gone") == 1
 
@@ -108,13 +108,13 @@ def test_a_disconnect_during_the_step_counts_as_499(leave: Leave, request_bytes:
 @pytest.mark.parametrize("leave", LEAVE)
 def test_a_disconnect_counts_every_pipelined_request(leave: Leave) -> None:
     async def check(this: Held) -> None:
-        sock = connect(this.port)
-        sock.sendall(5 * REQUEST)
-        await this.in_step()
-        leave(sock)
-        await until(lambda: this.counted(499) == 4)
-        this.runner.gate.set()
-        await until(lambda: this.counted(499) + this.counted(200) == 5)
+        with connect(this.port) as sock:
+            sock.sendall(5 * REQUEST)
+            await this.in_step()
+            leave(sock)
+            await until(lambda: this.counted(499) == 4)
+            this.runner.gate.set()
+            await until(lambda: this.counted(499) + this.counted(200) == 5)
         assert this.counted(499) == 5
 
     held(check)

@@ -99,14 +99,13 @@ async def test_every_route_is_checked(keys: Path, method: str, path: str, rights
 
 
 @pytest.mark.parametrize(
-    "path", ["/page", "/nothing", "/v2/models", "/v1/partitions/", "/v2/models/a/b/c", "*"]
+    "path", ["/page", "/nothing", "/v2/models", "/v1/partitions/", "/v2/models/a/b/c", "/*"]
 )
 async def test_an_unknown_path_needs_a_key_but_no_right(keys: Path, path: str) -> None:
     async with guarded(keys) as server:
-        url = f"http://test{path}" if path.startswith("/") else "http://test/*"
-        assert (await server.http.get(url)).status_code == 401
+        assert (await server.http.get(path)).status_code == 401
         for name in NAMES:
-            assert (await server.http.get(url, headers=bearer(name))).status_code == 404
+            assert (await server.http.get(path, headers=bearer(name))).status_code == 404
         assert (await server.http.patch("/metrics")).status_code == 401
         assert (await server.http.patch("/metrics", headers=bearer("infer"))).status_code == 405
 

@@ -116,7 +116,6 @@ LONG = "x" * 60_000
         ("POST", f"/v2/models/{LONG}/infer", {}, b"", 404),
         ("GET", f"/v2/models/tiny/versions/{LONG}", {}, b"", 404),
         ("DELETE", f"/v2/models/{LONG}/infer", {}, b"", 405),
-        (LONG, "/v1/partitions", {}, b"", 405),
         ("POST", "/v2/models/tiny/infer", {"Content-Encoding": LONG}, b"", 415),
         ("POST", "/v2/models/tiny/infer", {"Inference-Header-Content-Length": LONG}, b"", 400),
         ("POST", "/v2/models/tiny/infer", {}, json.dumps({"id": LONG}).encode(), 400),
@@ -157,20 +156,17 @@ async def test_header_lengths_that_are_not_numbers(length: str) -> None:
         assert error_of(response, 400) == text
 
 
-@pytest.mark.parametrize("name", ["Inference-Header-Content-Length", "Content-Length"])
-async def test_a_length_may_be_repeated_if_it_agrees(name: str) -> None:
-    right = {"Inference-Header-Content-Length": GOOD[1], "Content-Length": len(GOOD[0])}
-    once = [(header, str(length)) for header, length in right.items()]
-    path = "/v2/models/tiny/infer"
+async def test_a_header_length_may_be_repeated_if_it_agrees() -> None:
+    body, length = GOOD
+    name, path = "Inference-Header-Content-Length", "/v2/models/tiny/infer"
     async with serving(tiny_settings()) as server:
-        same = [*once, (name, str(right[name]))]
-        output_of(await server.http.post(path, content=GOOD[0], headers=same))
-        other = [*once, (name, "11")]
-        text = error_of(await server.http.post(path, content=GOOD[0], headers=other), 400)
-        assert text == f"{name}: expected one number of bytes, got {right[name]} and 11"
+        output_of(await server.http.post(path, content=body, headers=2 * [(name, str(length))]))
+        other = [(name, str(length)), (name, "11")]
+        text = error_of(await server.http.post(path, content=body, headers=other), 400)
+        assert text == f"{name}: expected one number of bytes, got {length} and 11"
 
 
-async def test_bodies_beyond_the_limit_are_refused_with_any_content_length() -> None:
+async def test_bodies_beyond_the_limit_are_refused_with_and_without_content_length() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield bytes(1000)
@@ -182,9 +178,6 @@ async def test_bodies_beyond_the_limit_are_refused_with_any_content_length() -> 
         )
         response = await server.http.post("/v2/models/tiny/infer", content=chunks())
         assert error_of(response, 413) == "body: expected at most 10000 bytes, got at least 11000"
-        headers = {"Content-Length": "5"}
-        response = await server.http.post("/v2/models/tiny/infer", content=bytes(10_001), headers=headers)
-        error_of(response, 413)
         output_of(await server.infer(*GOOD))
 
 
