@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from expertd.service.device.cpu import CpuDevice
 from expertd.service.engine import local_models
 from expertd.service.engine.errors import ModelUnloadedError, NotReadyError
 from expertd.service.engine.layers import Cancelled
@@ -201,7 +202,7 @@ async def test_a_wrong_question_for_the_index_is_refused(content: bytes, text: s
 
 async def test_a_model_without_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_models() as server:
-        monkeypatch.setattr(local_models, "free_device_bytes", lambda _: 100_000)
+        monkeypatch.setattr(CpuDevice, "free_bytes", lambda _: 100_000)
         refused = await change(server, "load")
         text = error_of(refused, 409)
         assert text.startswith(
