@@ -40,9 +40,10 @@ class RunningServer:
 
     def _start(self, *more: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("EXPERTD_")}
+        own = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self._log.parent)}
         with self._log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*self._command, *more], stderr=stderr, env={**environment, "OMP_NUM_THREADS": "1"}
+                [*self._command, *more], stderr=stderr, env={**environment, **own}
             )
         try:
             self.url = self._wait_for_url()

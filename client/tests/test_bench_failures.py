@@ -14,7 +14,7 @@ from expertd_client.bench.case import BenchError, Case, Result, Target
 from expertd_client.bench.load import Load
 from expertd_client.bench.processes import Processes
 from expertd_client.bench.report import num_cpus, row, write_json
-from tests.expertd import RunningServer, channels_in, running_server
+from tests.expertd import channels_in, running_server
 from tests.test_bench import Captured, bench
 
 
@@ -35,18 +35,14 @@ def test_a_file_that_cannot_be_written_to(capsys: Captured, file: str, reason: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--model", "other"], "model: expected demo, got 'other'"),
-        (["--transport", "channel"], "channels: expected the setting channels.socket, got null"),
-    ],
-)
-def test_what_cannot_be_measured(
-    server: RunningServer, capsys: Captured, arguments: list[str], text: str
-) -> None:
-    assert bench("--url", server.url, *arguments) == 2
-    assert capsys.readouterr().err.startswith(f"expertd-client bench: {text}")
+def test_what_cannot_be_measured(capsys: Captured, tmp_path: Path) -> None:
+    with running_server(tmp_path, "channels.socket=null") as server:
+        for arguments, text in (
+            (["--model", "other"], "model: expected demo, got 'other'"),
+            (["--transport", "channel"], "channels: expected the setting channels.socket, got null"),
+        ):
+            assert bench("--url", server.url, *arguments) == 2
+            assert capsys.readouterr().err.startswith(f"expertd-client bench: {text}")
 
 
 def test_a_process_that_dies_is_reported() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from expertd.service.channels.channel import Channel
 from expertd.service.channels.layout import TOKEN_BYTES
@@ -57,6 +58,7 @@ class ChannelHub:
 
     def __init__(self, settings: ChannelSettings, engine: Engine, metrics: Metrics) -> None:
         self.settings = settings
+        self.socket: Path | None = None  # where channels are claimed
         self.claim_seconds = _CLAIM_SECONDS
         self.give_way_seconds = _GIVE_WAY_SECONDS
         self.entries: dict[str, Entry] = {}  # by id
@@ -128,8 +130,12 @@ class ChannelHub:
 
     def check_enabled(self) -> None:
         """Raise ChannelsDisabledError if the server has no socket for channels."""
-        if self.settings.socket is None:
-            raise ChannelsDisabledError("channels: expected the setting channels.socket, got null")
+        if self.socket is None:
+            where = "the setting channels.socket"
+            if self.settings.socket is None:
+                raise ChannelsDisabledError(f"channels: expected {where}, got null")
+            expected = f"a server on loopback that has a folder for their socket, or {where}"
+            raise ChannelsDisabledError(f"channels: expected {expected}, got neither")
 
     def claim(self, token: bytes, owner: int, disconnect: Callable[[], None]) -> Channel | None:
         """Give the channel of `token` to the process `owner`, once; None if there is no such channel.

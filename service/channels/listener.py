@@ -29,32 +29,28 @@ _RETRY_SECONDS = 0.1  # after an error such as too many open files
 
 
 class ChannelListener:
-    """Accepts the owners of channels at `path`, on the event loop; `group`: see `group_number`."""
+    """Listens at `path` for the owners of channels; `group`: see `group_number`.
 
-    def __init__(self, path: Path, hub: ChannelHub, group: str | None = None) -> None:
-        self._path, self._group = path, group
-        self._hub = hub
+    Raises OSError, with a sentence, if that is not possible.
+    """
+
+    def __init__(self, path: Path, group: str | None = None) -> None:
+        self.path = path
         self._strangers = 0
-        self._socket: socket.socket | None = None
         self._file: SocketFile | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def bind(self) -> None:
-        """Listen. Raises OSError, with a sentence, if that is not possible."""
-        if self._socket is not None:
-            return
-        group = group_number(self._group)
+        number = group_number(group)
         try:
-            self._socket, self._file = listen_at(self._path, _BACKLOG, group)
+            self._socket, self._file = listen_at(path, _BACKLOG, number)
         except OSError as error:
             raise OSError(f"channels.socket: {error}") from error
         self._socket.setblocking(False)
 
-    def start(self) -> None:
-        """Accept connections, from now on; raises as `bind` does, unless that has been called."""
-        self.bind()
-        assert self._socket is not None
-        self._spawn(self._accept(self._socket))
+    def start(self, hub: ChannelHub) -> None:
+        """Accept the owners of the channels of `hub`, on the running event loop."""
+        self._hub = hub
+        hub.socket = self.path
+        self._spawn(self._accept())
 
     async def stop(self) -> None:
         """Close every connection, and remove the socket."""
@@ -65,21 +61,21 @@ class ChannelListener:
 
     def remove(self) -> None:
         """Listen no more, and remove the socket."""
-        if self._socket is not None and self._file is not None:
+        if self._file is not None:
             self._file.remove()
             self._socket.close()
-            self._socket = self._file = None
+            self._file = None
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection, _ = await loop.sock_accept(self._socket)
             except OSError as error:
                 logger.error("channels.socket: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -205,15 +205,17 @@ def _tls(settings: "Settings") -> str:
 
 
 def _channels(settings: "Settings") -> str:
-    from expertd.service.channels.listener import group_number
-    from expertd.service.http.listening import listen_on_path
+    from expertd.service.http.listening import NoChannelsError, listen_for_channels
 
-    path = settings.channels.socket
-    if path is None:
-        return "none"
+    try:
+        listener = listen_for_channels(settings, settings.port)
+    except NoChannelsError as error:
+        return f"warning: {error}"
+    if listener is None:
+        return "none" if settings.channels.socket is None else "none: auto is for a host on loopback"
+    listener.remove()
     group = settings.channels.group
-    listen_on_path(path, "channels.socket", group_number(group)).close()
-    return f"{path} is free" if group is None else f"{path} is free, and for group {group}"
+    return f"{listener.path} is free" if group is None else f"{listener.path} is free, and for group {group}"
 
 
 def _temporary_folder(settings: "Settings") -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from expertd.backends import Capabilities
 from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.engine.memory_needs import staging_of_model
+from expertd.service.http.listening import has_channels
 from expertd.service.http.worker_setup import channel_sizes, shares
 from expertd.service.ranks.shares import shares_here, size
 from expertd.service.ranks.staging import MAX_SENT, staging_bytes
@@ -77,7 +78,7 @@ def host_memory(settings: Settings, capabilities: Capabilities) -> HostMemory:
     else:
         layers = sum(share.num_bytes for _, share, _ in shares_here(settings, capabilities))
         pinned, at_most = {}, {"layers": layers, **steps, **buffered}
-    at_most["channels.max_bytes"] = settings.channels.max_bytes * (settings.channels.socket is not None)
+    at_most["channels.max_bytes"] = settings.channels.max_bytes * has_channels(settings)
     # Messages of single calls, and of streams.
     has_grpc = settings.grpc.port is not None
     at_most[f"{_BUFFERED}{_OF_GRPC}"] = 2 * has_grpc * shares(settings).buffered_bytes

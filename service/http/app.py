@@ -88,8 +88,6 @@ class ExpertApp(FastAPI):
         self.engine = Engine(settings, self.metrics, loader)
         self.channels = ChannelHub(settings.channels, self.engine, self.metrics)
         self.listener: ChannelListener | None = None  # of channels
-        if settings.channels.socket is not None:
-            self.listener = ChannelListener(settings.channels.socket, self.channels, settings.channels.group)
         self.beside: Beside | None = None
         self.pass_on_log_level: Callable[[str], None] = lambda level: None  # to other processes
         self._bodies = BodyReader(settings.limits)
@@ -192,7 +190,7 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
     app.engine.start()
     app.channels.start()
     if app.listener is not None:
-        app.listener.start()
+        app.listener.start(app.channels)
     try:
         if app.beside is not None:
             await app.beside.start()

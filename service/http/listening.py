@@ -6,11 +6,14 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from expertd.service.files import UnwritableError, temporary_folder
+from expertd.service.channels.listener import ChannelListener
+from expertd.service.files import UnwritableError, temporary_directory, temporary_folder
 from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import AUTO
+from expertd.service.settings.sources import runtime_directory
 from expertd.service.socket_files import SocketFile, listen_at
 
 _BACKLOG = 2048
@@ -20,12 +23,19 @@ class BindError(Exception):
     """The server cannot listen where the settings say, or for channels; the text says why."""
 
 
-class Listener:
-    """A listening socket; `address` is how clients name it."""
+class NoChannelsError(Exception):
+    """There is no place for a socket of channels, which the settings leave to the server."""
 
-    def __init__(self, sock: socket.socket, address: str, file: SocketFile | None = None) -> None:
+
+class Listener:
+    """A listening socket; `address` is how clients name it, `port` its port (0: it has a path)."""
+
+    def __init__(
+        self, sock: socket.socket, address: str, file: SocketFile | None = None, port: int = 0
+    ) -> None:
         self.socket = sock
         self.address = address
+        self.port = port
         self._file = file
         sock.set_inheritable(False)
 
@@ -48,7 +58,7 @@ def listen(settings: Settings) -> Listener:
     listener = _listen_on_port(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     scheme = "https" if settings.tls.is_on else "http"
-    return Listener(listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    return Listener(listener, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", port=port)
 
 
 def check_exposure(settings: Settings) -> None:
@@ -88,13 +98,41 @@ def _listen_on_port(host: str, port: int) -> socket.socket:
         raise BindError(text) from error
 
 
-def listen_on_path(path: Path, setting: str, group: int | None = None) -> Listener:
+def listen_on_path(path: Path, setting: str) -> Listener:
     """Listen at `path`, which `setting` is the reason for; see `listen_at`. Raises BindError."""
     try:
-        made, file = listen_at(path, _BACKLOG, group)
+        made, file = listen_at(path, _BACKLOG)
     except OSError as error:
         raise BindError(f"{setting}: {error}") from error
     return Listener(made, f"unix:{path}", file)
+
+
+def has_channels(settings: Settings) -> bool:
+    """Whether the settings want a socket for channels: `auto` does where only this machine can connect."""
+    path = settings.channels.socket
+    return path is not None and (path != AUTO or (settings.uds is None and not is_exposed(settings.host)))
+
+
+def listen_for_channels(settings: Settings, port: int) -> ChannelListener | None:
+    """Listen for the owners of channels of the server on `port`; None: it has no channels.
+
+    Raises BindError if that is not possible where the settings say, NoChannelsError if nowhere for `auto`.
+    """
+    path, group = settings.channels.socket, settings.channels.group
+    if path is None or not has_channels(settings):
+        return None
+    try:
+        if path != AUTO:
+            return ChannelListener(path, group)
+        name = f"expertd-{os.geteuid()}-{port}.sock"
+        if (folder := runtime_directory()) is not None:
+            with suppress(OSError):
+                return ChannelListener(folder / name, group)
+        return ChannelListener(temporary_directory("channels.socket") / name, group)
+    except OSError as error:
+        if path != AUTO or group is not None:
+            raise BindError(str(error)) from error
+        raise NoChannelsError(f"{error}; callers on this machine take HTTP") from error
 
 
 @contextmanager

@@ -14,7 +14,14 @@ from expertd.service.engine.engine import Phase
 from expertd.service.engine.loading import Loader, load
 from expertd.service.http.app import Beside, ExpertApp
 from expertd.service.http.certificates import Certificates
-from expertd.service.http.listening import BindError, Listener, allow_files, listen
+from expertd.service.http.listening import (
+    Listener,
+    NoChannelsError,
+    allow_files,
+    has_channels,
+    listen,
+    listen_for_channels,
+)
 from expertd.service.http.serving import FLUSH_SECONDS, STOPPED, ConnectionServer, exit_process
 from expertd.service.http.shared import Shared
 from expertd.service.http.workers import Workers
@@ -32,7 +39,7 @@ def num_files(settings: Settings, num_servers: int) -> int:
     copies = 0 if settings.num_ranks == 1 else 1  # of each shared file, for ranks that start later
     regions = (2 + copies) * settings.shared_memory.max_regions  # the file, and its mapping's own descriptor
     # Until it is claimed, an eventfd and both ends of a pipe beside two files; then a socket, and fewer.
-    channels = (3 + 2 * (2 + copies)) * settings.channels.max_channels if settings.channels.socket else 0
+    channels = (3 + 2 * (2 + copies)) * settings.channels.max_channels if has_channels(settings) else 0
     return num_servers * settings.limits.max_connections + regions + channels + _OTHER_FILES
 
 
@@ -78,19 +85,21 @@ def serve(
         app = ExpertApp(own, loader)
         if beside is not None:
             app.beside = beside(app, settings)
-        if app.listener is not None:
-            stack.callback(app.listener.remove)
-            try:
-                with _signals_later():
-                    app.listener.bind()
-            except OSError as error:
-                raise BindError(str(error)) from error
+        try:
+            with _signals_later():
+                app.listener = listen_for_channels(settings, public.port)
+                if app.listener is not None:
+                    stack.callback(app.listener.remove)
+        except NoChannelsError as error:
+            logger.warning("%s", error)
         certificates = Certificates(own.tls) if own.tls.is_on else None
         # HTTP processes log what they pass on.
         shared_settings = own if workers is None else own.model_copy(update={"access_log": False})
         shared = Shared(app, app.infer, app.metrics, shared_settings)
         server = _Server(app, shared, public, workers, certificates)
         logger.info("listening on %s", public.address)
+        if app.listener is not None:
+            logger.info("channels are claimed at %s", app.listener.path)
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
         server.log_end()
         engine = app.engine

@@ -15,6 +15,7 @@ from expertd.service.settings.buffers import default_bytes, needed_bytes, region
 from expertd.service.settings.lanes import LaneSettings, wrong_lanes
 from expertd.service.settings.partition_limits import MAX_NAME_LENGTH, MAX_PARTITIONS
 from expertd.service.settings.parts import (
+    AUTO,
     ChannelSettings,
     GrpcSettings,
     Limits,
@@ -229,7 +230,9 @@ class Settings(BaseSettings):
         port, uds, channels = self.grpc.port, self.uds, self.channels.socket
         if port and uds is None and port == self.port:
             yield f"grpc.port: expected another port than port ({self.port}), got {port}"
-        if uds is not None and channels is not None and uds.absolute() == channels.absolute():
+        if uds is None or channels is None or channels == AUTO:
+            return
+        if uds.absolute() == channels.absolute():
             yield f"channels.socket: expected another path than uds ({uds}), got {channels}"
 
     def _wrong_partitions(

@@ -16,6 +16,7 @@ from pydantic import (
 from expertd.service.settings.values import check_agreement, matching
 
 MIB = 1024 * 1024
+AUTO = Path("auto")
 
 
 class Frozen(BaseModel):
@@ -185,9 +186,11 @@ def _text_of_number(value: object) -> object:
 class ChannelSettings(Frozen):
     """Channels: requests through shared memory (docs/channels.md)."""
 
-    socket: Path | None = Field(
-        default=None,
-        description="path of the Unix socket where callers claim channels; null: no channels",
+    socket: Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)] = Field(
+        default=AUTO,
+        description="path of the Unix socket where callers claim channels; auto: with `host` on loopback, "
+        "`expertd-UID-PORT.sock` in `$XDG_RUNTIME_DIR`, or else in the folder for temporary files; null: no "
+        "channels",
     )
     group: Annotated[str, BeforeValidator(_text_of_number)] | None = Field(
         default=None,

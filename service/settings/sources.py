@@ -37,6 +37,17 @@ def default_config() -> Path | None:
     return Path(value) if value else None
 
 
+def variable_name(name: str) -> str:
+    """The variable for a dotted name."""
+    return f"{ENV_PREFIX}{name.replace('.', ENV_DELIMITER).upper()}"
+
+
+def runtime_directory() -> Path | None:
+    """The folder for sockets of this user's programs; None without a session that has one."""
+    value = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(value) if value.startswith("/") else None
+
+
 def from_file(path: Path) -> list[Assignment]:
     """The settings in a YAML file. Raises SettingsError."""
     try:

@@ -19,9 +19,11 @@ from expertd.service.engine.loading import Loaded, Loader, Partitions, load
 from expertd.service.engine.steps import Runner
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.connection import Connection
+from expertd.service.http.listening import listen_for_channels
 from expertd.service.http.shared import Shared
 from expertd.service.http.tls_link import TlsLink
 from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import AUTO
 
 HIDDEN = 128
 TOP_K = 2
@@ -97,6 +99,8 @@ async def serving(
     Without `wait`, the application may still be loading.
     """
     app = ExpertApp(settings, loader)
+    if settings.channels.socket != AUTO:  # which would be the same for servers of other tests
+        app.listener = listen_for_channels(settings, 0)
     shared = Shared(other or app, app.infer, app.metrics, settings)
     state = ServerState()
     if connections is not None:

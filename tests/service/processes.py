@@ -108,15 +108,18 @@ def server_process(settings: Settings, directory: Path, fork: bool = True) -> It
 
 
 @contextmanager
-def serving(arguments: Sequence[str | Path], directory: Path, fork: bool = True) -> Iterator[ServerProcess]:
-    """A ready `expertd serve` with these arguments on a free port of the loopback interface.
+def serving(
+    arguments: Sequence[str | Path], directory: Path, fork: bool = True, **environment: str
+) -> Iterator[ServerProcess]:
+    """A ready `expertd serve` with these arguments and variables on a free port of the loopback interface.
 
     fork  see `started`
     """
     log = directory / "server.log"
     command: list[str | Path] = [EXPERTD, "serve", *arguments, "--host", "127.0.0.1", "--port", "0"]
     with log.open("wb") as stderr:
-        process = started(command, stderr, clean_environment(), fork)
+        clean = clean_environment(**{"XDG_RUNTIME_DIR": str(directory), **environment})
+        process = started(command, stderr, clean, fork)
     try:
         server = ServerProcess(process, log)
         server.wait_ready()

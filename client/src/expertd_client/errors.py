@@ -54,14 +54,7 @@ class InvalidAnswerError(ExpertError):
 
 
 class TransportUnavailableError(ExpertError):
-    """The transport cannot be used with this server or for this call; nothing was sent.
-
-    `is_offered`: False if the server does not have it, which is no reason for a warning.
-    """
-
-    def __init__(self, message: str, status: int | None = None, is_offered: bool = True) -> None:
-        super().__init__(message, status)
-        self.is_offered = is_offered
+    """The transport cannot be used with this server or for this call; nothing was sent."""
 
 
 def error_of(status: int, text: str, retry_after: float | None = None) -> ExpertError:

@@ -82,8 +82,7 @@ class Choice:
                 return  # another thread has done it
             if not self._is_free or failed is self._http:
                 raise error
-            level = logging.WARNING if error.is_offered else logging.INFO
-            logger.log(level, "transport %s: %s; taking %s", failed.name, error, self._http.name)
+            logger.warning("transport %s: %s; taking %s", failed.name, error, self._http.name)
             self._take(self._http)
         yield from failed.close()
 

@@ -59,7 +59,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
             "instance": hub.instance,
             "version": VERSION,
             **_models_of(entry),
-            "socket": str(hub.settings.socket),
+            "socket": str(hub.socket),
             "token": entry.token.hex(),
             "geometry": entry.channel.memory.geometry.shown(),
         }

@@ -77,9 +77,17 @@ async def test_the_answer_describes_the_memory(tmp_path: Path) -> None:
         peer.close()
 
 
-async def test_a_server_without_the_setting_has_no_channels() -> None:
-    async with serving(tiny_settings()) as server:
-        text = "channels: expected the setting channels.socket, got null"
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (None, "channels: expected the setting channels.socket, got null"),
+        ("", "channels: expected the setting channels.socket, got null"),
+        ("auto", "channels: expected a server on loopback that has a folder for their socket, or the setting "
+        "channels.socket, got neither"),
+    ],
+)  # fmt: skip
+async def test_a_server_without_a_socket_has_no_channels(given: str | None, text: str) -> None:
+    async with serving(tiny_settings(channels={"socket": given})) as server:
         assert error_of(await server.http.post("/v1/channels", json=BODY), 403) == text
         for method, path in (("GET", ""), ("GET", "/1"), ("DELETE", "/1")):
             assert error_of(await server.http.request(method, f"/v1/channels{path}"), 403) == text
@@ -185,7 +193,7 @@ async def test_the_limit_on_open_files_has_room_for_channels(tmp_path: Path) -> 
         before = open_files()
         for _ in range(3):
             await opened(server)
-        without = settings.model_copy(update={"channels": ChannelSettings()})
+        without = settings.model_copy(update={"channels": ChannelSettings(socket=None)})
         assert open_files() - before == num_files(settings, 1) - num_files(without, 1)
 
 
@@ -340,16 +348,16 @@ async def test_the_socket_is_for_this_user_only_and_goes_with_the_server(tmp_pat
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         taken = r"^channels\.socket: expected a free path, got .*, on which another server listens$"
         with pytest.raises(OSError, match=taken):
-            ChannelListener(path, None).bind()  # type: ignore[arg-type]
+            ChannelListener(path)
         assert path.is_socket()
     assert not path.exists()
     path.write_text("a file of the user's")
     other = r"^channels\.socket: expected a free path or a socket, got .*, which is another file$"
     with pytest.raises(OSError, match=other):
-        ChannelListener(path, None).bind()  # type: ignore[arg-type]
+        ChannelListener(path)
     assert path.read_text() == "a file of the user's"
     with pytest.raises(OSError, match=r"channels\.socket: .*too long"):
-        ChannelListener(tmp_path / ("x" * 120), None).bind()  # type: ignore[arg-type]
+        ChannelListener(tmp_path / ("x" * 120))
 
 
 @pytest.mark.parametrize("as_name", [True, False])
@@ -369,7 +377,7 @@ def test_a_group_that_is_none_is_refused(tmp_path: Path, group: str) -> None:
     path = tmp_path / "channels"
     expected = r"^channels\.group: expected the name of a group, or its number, got '"
     with pytest.raises(OSError, match=expected):
-        ChannelListener(path, None, group).bind()  # type: ignore[arg-type]
+        ChannelListener(path, group)
     assert not path.exists()
 
 
@@ -381,7 +389,7 @@ def test_a_group_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "channels"
     expected = f"expected a group of uid {os.geteuid()}, to give it to, got 5"
     with pytest.raises(OSError, match=f"^channels.socket: {expected}$"):
-        ChannelListener(path, None, "5").bind()  # type: ignore[arg-type]
+        ChannelListener(path, "5")
     assert not path.exists()
 
 

@@ -1,6 +1,7 @@
 """Server and callers in processes of their own: killed callers, a killed server, an idle server."""
 
 import json
+import os
 import random
 import re
 import signal
@@ -16,12 +17,13 @@ import httpx
 import numpy as np
 import pytest
 
+from expertd_client import ExpertClient
 from tests.paths import DEMO, ROOT
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.http.processes import two_processes
 from tests.service.keys import bearer, write_keys
-from tests.service.processes import ServerProcess, clean_environment, expertd, server_process
+from tests.service.processes import ServerProcess, clean_environment, expertd, server_process, serving
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
@@ -161,6 +163,21 @@ def test_a_socket_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
     assert result.returncode == 2
     text = f"channels.socket: expected a path for a new socket, got {path}: No such file or directory"
     assert result.stderr.splitlines()[-1] == f"expertd: {text}"
+
+
+def test_clients_find_the_channels_of_a_server_on_loopback(tmp_path: Path) -> None:
+    with serving(["--config", DEMO], tmp_path, XDG_RUNTIME_DIR=str(tmp_path)) as server:
+        path = tmp_path / f"expertd-{os.geteuid()}-{server.port}.sock"
+        assert f"channels are claimed at {path}\n" in server.log()
+        with ExpertClient(f"http://localhost:{server.port}") as client:
+            hidden_states = np.ones((3, 512), np.float32)
+            over_a_channel = client.infer("demo", hidden_states)
+            assert client.transport == "channel"
+        with ExpertClient(f"http://localhost:{server.port}", transport="http") as client:
+            assert np.array_equal(over_a_channel, client.infer("demo", hidden_states))
+        server.terminate()
+        assert server.process.wait(30) == 0
+        assert not path.exists()
 
 
 def test_http_is_served_beside_channels(server: ServerProcess) -> None:

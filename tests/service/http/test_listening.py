@@ -1,15 +1,18 @@
 """Unix sockets: who may connect, what happens to files in the way, and what stays behind."""
 
+import os
 import signal
 import socket
 import stat
 import subprocess
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from expertd.service.http.listening import BindError, listen
+from expertd.service.http.listening import BindError, NoChannelsError, listen, listen_for_channels
 from expertd.service.settings.model import Settings
 from tests.paths import DEMO
 from tests.service.apps import tiny_settings
@@ -40,6 +43,87 @@ def test_only_the_user_may_connect(path: Path) -> None:
         client.connect(str(path))
     listener.close()
     assert not path.exists()
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """That of the user's session, and that for temporary files."""
+    session, temporary = tmp_path / "session", tmp_path / "temporary"
+    session.mkdir()
+    temporary.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return session, temporary
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.3.4.5"])
+def test_channels_of_a_server_on_loopback_have_a_socket_named_by_its_port(
+    folders: tuple[Path, Path], host: str
+) -> None:
+    ours = tiny_settings(host=host)
+    made = [listen_for_channels(ours, port) for port in (8000, 8001)]
+    for port, listener in zip((8000, 8001), made, strict=True):
+        assert listener is not None
+        assert listener.path == folders[0] / f"expertd-{os.geteuid()}-{port}.sock"
+        assert stat.S_IMODE(listener.path.stat().st_mode) == 0o600
+        listener.remove()
+    assert list(folders[0].iterdir()) == []
+
+
+@pytest.mark.parametrize("session", ["", "relative", "/no/such/folder", "a file"])
+def test_without_a_session_that_socket_is_a_temporary_file(
+    folders: tuple[Path, Path], session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if session == "a file":
+        session = str(folders[0].parent / "file")
+        Path(session).touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", session)
+    stale = folders[1] / f"expertd-{os.geteuid()}-8000.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(stale))  # as a killed server leaves it
+    listener = listen_for_channels(tiny_settings(), 8000)
+    assert listener is not None
+    assert (listener.path, accepts(stale)) == (stale, True)
+    listener.remove()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": "0.0.0.0"},
+        {"host": "::"},
+        {"uds": "/run/expertd.sock"},
+        {"channels": {"socket": None}},
+        {"channels": {"socket": ""}},
+    ],
+    ids=str,
+)
+def test_other_servers_have_no_channels_by_default(
+    folders: tuple[Path, Path], changes: dict[str, Any]
+) -> None:
+    assert listen_for_channels(tiny_settings(**changes), 8000) is None
+    assert [entry for folder in folders for entry in folder.iterdir()] == []
+
+
+def test_a_server_that_finds_no_place_for_channels_says_why(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    first = listen_for_channels(tiny_settings(), 8000)  # another server, such as one of another container
+    assert first is not None
+    taken = f"channels.socket: expected a free path, got {first.path}, on which another server listens"
+    with pytest.raises(NoChannelsError, match=f"^{taken}; callers on this machine take HTTP$"):
+        listen_for_channels(tiny_settings(), 8000)
+    with pytest.raises(BindError, match=f"^{taken}$"):  # which was asked for
+        listen_for_channels(tiny_settings(channels={"socket": first.path}), 8000)
+    with pytest.raises(BindError, match=r"^channels\.group: expected the name of a group"):
+        listen_for_channels(tiny_settings(channels={"group": "no such group"}), 8001)
+    first.remove()
+    (long := folders[1] / ("x" * 100)).mkdir()
+    for folder in (str(long), "/no/such"):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        with pytest.raises(NoChannelsError, match=f"^channels.socket: expected a .* got {folder}.*; callers"):
+            listen_for_channels(tiny_settings(), 8000)
 
 
 @pytest.mark.slow

@@ -111,10 +111,10 @@ def _post(http: Asker, models: tuple[str, ...], body: object, deadline: Deadline
         for model in models:
             yield from http.request("GET", model_path(model), deadline)
         text = f"channels: expected a server that has them, got: {error}"
-        raise TransportUnavailableError(text, is_offered=False) from error
+        raise TransportUnavailableError(text) from error
     except InvalidRequestError as error:
         if error.status in (403, 405):
-            raise TransportUnavailableError(str(error), error.status, is_offered=False) from error
+            raise TransportUnavailableError(str(error), error.status) from error
         raise RefusedError(error) from error
     except (AccessDeniedError, DeadlineError, ServerUnreachableError):
         raise
