@@ -29,6 +29,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
 # ---- wheel: the server itself, built with the locked setuptools
 FROM dependencies AS wheel
 COPY pyproject.toml README.md LICENSE ./
+COPY configs configs
 COPY src src
 COPY service service
 COPY kernels kernels

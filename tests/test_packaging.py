@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # wheels are built and installed
 
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BESIDE = Path(sys.prefix) / "beside"
-INPUTS = ("pyproject.toml", "README.md", "LICENSE", "src", "kernels", "service")
+INPUTS = ("pyproject.toml", "README.md", "LICENSE", "src", "kernels", "service", "configs")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
@@ -64,7 +64,7 @@ def test_the_wheel_holds_one_package_with_every_file_of_it(wheel: Path) -> None:
     expected = {
         f"expertd/{path.relative_to(ROOT)}"
         for folder in ("kernels", "service")
-        for pattern in ("*.py", "csrc/*.cu", "csrc/*.cuh", "page/*.*")
+        for pattern in ("*.py", "csrc/*.cu", "csrc/*.cuh", "page/*.*", "*.yaml")
         for path in (ROOT / folder).rglob(pattern)
     }
     for folder in ("/csrc/", "/page/"):
@@ -129,3 +129,11 @@ def test_the_clients_tests_run_against_an_installed_server(site: Path, tmp_path:
 def test_the_command_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
     command = site / "bin" / "expertd"
     assert run(command, "--version", cwd=tmp_path, PYTHONPATH=str(site)) == f"expertd {VERSION}\n"
+
+
+def test_the_wheel_has_a_demo_to_serve_without_settings(site: Path, tmp_path: Path) -> None:
+    command = site / "bin" / "expertd"
+    told = run(command, "check", "--port", "0", "--backend", "reference", cwd=tmp_path, PYTHONPATH=str(site))
+    assert f"{site}/expertd/service/settings/demo.yaml:" in told
+    assert "no --model or --config: serving a demo layer of random weights" in told
+    assert "layers to serve: demo" in told

@@ -17,9 +17,11 @@ _COMMON = ("host", "port", "uds", "http_workers", "backend", "devices", "ranks",
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that configure a server."""
-    parser.add_argument("--config", type=Path, help="YAML file with the settings (default: EXPERTD_CONFIG)")
+    parser.add_argument(
+        "--config", type=Path, help="YAML file with the settings (default: EXPERTD_CONFIG, or a demo layer)"
+    )
     parser.add_argument("--model", type=Path, help="checkpoint directory; only its layers are served")
-    parser.add_argument("--layers", help="MoE layers to serve, required with --model: 3, 3-5,9 or all")
+    parser.add_argument("--layers", help="MoE layers to serve, such as 3 or 3-5,9 (default: all)")
     parser.add_argument("--experts", help="routed experts to hold, such as 0-63 (default: all)")
     parser.add_argument("--shared-experts", help="false: leave them to the callers (default: true)")
     parser.add_argument("--requantize", help="allow: round other encodings to FP8 (default: refuse them)")
@@ -47,6 +49,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="any setting of docs/settings.md, can be repeated: --set limits.max_batch_tokens=8192, "
         "--set models.0.partition=compute, --set 'partitions={compute: 112}'",
     )
+
+
+def demo_remark(values: "Values") -> str:
+    """Says that a demo layer is served, if so."""
+    from expertd.service.settings.loader import serves_demo
+
+    return "no --model or --config: serving a demo layer of random weights" if serves_demo(values) else ""
 
 
 def read_arguments(arguments: argparse.Namespace) -> tuple["Settings", "Values"]:
@@ -84,8 +93,6 @@ def _checkpoint(arguments: argparse.Namespace) -> list["Flag"]:
         if given:
             raise SettingsError(f"model: expected --model with {_flag(next(iter(given)))}, got none")
         return []
-    if "layers" not in given:
-        raise SettingsError("layers: expected --layers with --model, such as 3, 3-5,9 or all, got none")
     served = [Flag("--model", "models", []), Flag("--model", "checkpoints", [{"path": arguments.model}])]
     return served + [Flag(_flag(name), f"checkpoints.0.{name}", value) for name, value in given.items()]
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from expertd.backends import BACKENDS, Capabilities
-from expertd.service.commands.arguments import add_serve_arguments, read_arguments
+from expertd.service.commands.arguments import add_serve_arguments, demo_remark, read_arguments
 from expertd.service.commands.cpus import check_cpus, prepare_openmp
 from expertd.service.commands.devices import capabilities_of, check_backend, check_partitions, check_sockets
 from expertd.service.commands.serve import (
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         prepare_openmp(settings)
         rows = list(_rows(settings.model_dump(mode="json"), values, ()))
-        results = [Result("settings", True), *_checks(settings)]
+        results = [Result("settings", True, demo_remark(values)), *_checks(settings)]
     would_start = all(result.ok for result in results)
     if arguments.json:
         about = {"would_start": would_start, "settings": rows, "checks": results}

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from expertd.service.commands.arguments import add_serve_arguments, read_arguments
+from expertd.service.commands.arguments import add_serve_arguments, demo_remark, read_arguments
 from expertd.service.commands.cpus import prepare_openmp
 from expertd.service.commands.devices import capabilities_of, check_before_listening
 from expertd.service.files import UnwritableError
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from expertd.service.settings.loader import SettingsError
 
     try:
-        settings, _ = read_arguments(arguments)
+        settings, values = read_arguments(arguments)
         settings = resolve_checkpoints(settings)
         check_weights(settings)
         check_grpc(settings)
@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     from expertd.service.terminal import configure_logging
 
     configure_logging(settings.log_level, form=settings.log_format)
+    if remark_on_demo := demo_remark(values):
+        logger.warning(remark_on_demo)
     share_heap()
     prepare_openmp(settings)
     # Imported after the settings are read: these take seconds, and invalid settings should fail at once.

@@ -17,16 +17,25 @@ from expertd.service.settings.sources import (
 )
 from expertd.service.settings.values import SettingsError, Values
 
-__all__ = ["Flag", "SettingsError", "default_config", "load_settings", "read_settings"]
+__all__ = ["Flag", "SettingsError", "default_config", "load_settings", "read_settings", "serves_demo"]
+
+
+DEMO = Path(__file__).with_name("demo.yaml")
 
 
 def load_settings(path: Path | None, flags: Sequence[Flag] = ()) -> Settings:
     """Load settings from the YAML file at `path` (None: no file), EXPERTD_... variables, and `flags`.
 
+    Without a file, and without models or checkpoints elsewhere, they have the layer of `DEMO`.
     Later sources and flags override earlier ones; torchrun's variables come after the file. Raises
     SettingsError with the origin, the key, the expected value and the actual one of each mistake.
     """
     return read_settings(path, flags)[0]
+
+
+def serves_demo(values: Values) -> bool:
+    """Whether the layer to serve is that of `DEMO`, because nothing else was said."""
+    return any(origin.startswith(f"{DEMO}:") for origin in values.origins(("models",)))
 
 
 def read_settings(path: Path | None, flags: Sequence[Flag] = ()) -> tuple[Settings, Values]:
@@ -36,9 +45,9 @@ def read_settings(path: Path | None, flags: Sequence[Flag] = ()) -> tuple[Settin
     for assignment in (*of_file, *from_torchrun(of_file, others), *others):
         values.put(assignment)
     if path is None and not values.tree.get("models") and not values.tree.get("checkpoints"):
-        raise SettingsError(
-            "config: expected a file in --config or EXPERTD_CONFIG, or a checkpoint in --model, got neither"
-        )
+        for assignment in from_file(DEMO):
+            if assignment.key == ("models",):
+                values.put(assignment)
     try:
         return Settings.model_validate(values.tree), values
     except ValidationError as error:

@@ -171,7 +171,9 @@ class CheckpointSettings(Frozen):
     """MoE layers of a Hugging Face checkpoint directory, each served as {name}.layers.{layer}."""
 
     path: Path = Field(description="directory with config.json and safetensors files")
-    layers: Layers = Field(description="MoE layers to serve, e.g. `3`, `3-5`, `3-5,9` or `all`")
+    layers: Layers = Field(
+        default="all", description="MoE layers to serve, e.g. `3`, `3-5`, `3-5,9` or `all`"
+    )
     experts: Span | None = Field(
         default=None,
         description="routed experts held here, e.g. `0-63`; null: all; shared experts go with expert 0",

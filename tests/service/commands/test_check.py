@@ -245,7 +245,7 @@ def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, 
     assert failed(about) == {
         "checkpoints": f"{tmp_path}/config.json: cannot be read: No such file or directory"
     }
-    _, about = check(capsys)
+    _, about = check(capsys, "--set", "models=[]", "--set", "prt=1")
     assert failed(about).keys() == {"settings"}
     assert about["settings"] == []
 

@@ -25,6 +25,7 @@ from tests.service.processes import (
     expertd,
     new_expertd,
     server_process,
+    serving,
 )
 from tests.service.waiting import wait_for
 
@@ -327,13 +328,13 @@ def test_invalid_settings_exit_with_one_sentence(
     assert result.stderr.count("\n") == 1
 
 
-def test_a_missing_config_or_a_used_port_exits_with_one_sentence() -> None:
-    result = expertd("serve")
-    assert result.returncode == 2
-    assert result.stderr == (
-        "expertd: config: expected a file in --config or EXPERTD_CONFIG, "
-        "or a checkpoint in --model, got neither\n"
-    )
+def test_without_settings_a_demo_layer_is_served(tmp_path: Path) -> None:
+    with serving([], tmp_path) as server:
+        assert server.get("/v2/models/demo").status_code == 200
+        assert "no --model or --config: serving a demo layer of random weights\n" in server.log()
+
+
+def test_a_used_port_exits_with_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         result = expertd("serve", "--host", "127.0.0.1", "--port", port, EXPERTD_CONFIG=str(DEMO))
@@ -361,11 +362,7 @@ def test_an_unusable_host_is_named(host: str, expected: str) -> None:
     ("arguments", "message"),
     [
         (("--layers", "3"), "model: expected --model with --layers, got none"),
-        (("--model", "/none"), "layers: expected --layers with --model, such as 3, 3-5,9 or all, got none"),
-        (
-            ("--model", "/none", "--layers", "3"),
-            "/none/config.json: cannot be read: No such file or directory",
-        ),
+        (("--model", "/none"), "/none/config.json: cannot be read: No such file or directory"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_exits_with_one_sentence(

@@ -11,7 +11,7 @@ from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
 from expertd.service.settings.loader import Flag, SettingsError, default_config, load_settings
 from expertd.service.settings.model import ENV_PREFIX, Settings
 from expertd.service.settings.spans import numbers, spans
-from tests.paths import ROOT
+from tests.paths import DEMO, ROOT
 from tests.service.settings.refusals import MODEL
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -81,7 +81,7 @@ def checkpoint_flags(*layers: str) -> list[Flag]:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([], r"^flag --model: checkpoints\.0\.layers: expected a value, got none"),
+        ([""], r"^flag --layers: checkpoints\.0\.layers: expected "),
         (["5-3"], r"^flag --layers: checkpoints\.0\.layers: expected ranges from a lower .*, got 5-3"),
     ],
 )
@@ -90,9 +90,13 @@ def test_an_invalid_flag_for_a_checkpoint_is_named(config: Path, layers: list[st
         load_settings(config, checkpoint_flags(*layers))
 
 
+def test_all_layers_of_a_checkpoint_are_served_unless_some_are_named(config: Path) -> None:
+    layers = [load_settings(config, checkpoint_flags(*given)).checkpoints[0].layers for given in ([], ["3"])]
+    assert layers == ["all", "3"]
+
+
 def test_the_environment_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SettingsError, match=r"^config: expected a file in --config or EXPERTD_CONFIG, or"):
-        load_settings(None)
+    assert load_settings(None) == load_settings(DEMO)
     monkeypatch.setenv("EXPERTD_MODELS", json.dumps([yaml.safe_load(MODEL)]))
     assert [model.name for model in load_settings(None).models] == ["m"]
     monkeypatch.setenv("EXPERTD_CHECKPOINTS", '[{"path": "/none", "layers": 3}]')
