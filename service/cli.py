@@ -9,6 +9,7 @@ from typing import Any
 
 from expertd import __version__
 from expertd.service.commands import bench, check, kernels, keys, layers, profile, serve
+from expertd.service.sentences import did_you_mean, like, shown
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _COMMANDS = (serve, check, layers, keys, kernels, profile, bench)
@@ -39,6 +40,14 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        for flag in (word.partition("=")[0] for word in rest if word.startswith("-")):
+            self.error(
+                f"unrecognized argument: {shown(flag)}{did_you_mean(like(flag, self._option_string_actions))}"
+            )
+        return found, rest
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,12 +2,14 @@
 
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from itertools import islice
 
 from pydantic_core import ErrorDetails
 
 _MAX_LISTED = 8  # names in a sentence
+_ALIKE = 0.75  # of 1, by difflib: how like a name one has to be
 _SHOULD_BE = re.compile(r"^Input should (be )?")
 # Others keep their Python names.
 _KINDS = {"model_type": "an object", "dict_type": "an object", "tuple_type": "a list"}
@@ -59,6 +61,16 @@ def expected_and_got(error: ErrorDetails) -> str:
     message = message.partition(", unable to parse")[0]
     message = re.sub(r"^expected (greater|less)", r"expected a number \1", message)
     return f"{message}, got {shown(error['input'])}"
+
+
+def like(got: str, names: Iterable[str]) -> list[str]:
+    """The name that is most like a misspelt one; empty if none is."""
+    return get_close_matches(got, names, 1, _ALIKE)
+
+
+def did_you_mean(names: Collection[str]) -> str:
+    """The end of a sentence about an unknown name, "; did you mean X?"; nothing without any."""
+    return f"; did you mean {any_of(names)}?" if names else ""
 
 
 def long_integer() -> str:

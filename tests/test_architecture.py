@@ -78,7 +78,7 @@ PACKAGES = {
         "imports",
         "heap",
     ),
-    "cli": ("commands",),
+    "cli": ("commands", "sentences"),
     "files": (),
     "tables": (),
     "sentences": (),

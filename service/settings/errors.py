@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from expertd.service.sentences import expected_and_got
-from expertd.service.settings.schema import is_setting, model_at
+from expertd.service.sentences import did_you_mean, expected_and_got, like
+from expertd.service.settings.schema import all_keys, is_setting, model_at
+from expertd.service.settings.sources import NOT_SETTINGS, VARIABLE, variable_name
 from expertd.service.settings.values import DisagreementError, Key, Values, dotted
 
 _NAMED = re.compile(r"([a-z_]\w*(?:\.\w+)*): (.*)", re.DOTALL)
@@ -34,6 +35,8 @@ def sentences(error: ValidationError, values: Values, otherwise: str) -> list[st
 def _sentence(error: ErrorDetails, text: str, values: Values, otherwise: str) -> str:
     key = tuple(str(part) for part in error["loc"])
     name, shown = _name_and_text(error, key, text)
+    if error["type"] == "extra_forbidden":
+        shown += _meant(key, values)
     origins = [origin for about in _about(error, key, text) for origin in values.origins(about)]
     origins = origins or values.nearest(key) or [otherwise]
     return f"{', '.join(list(dict.fromkeys(origins))[:_MOST_ORIGINS])}: {f'{name}: ' if name else ''}{shown}"
@@ -56,6 +59,19 @@ def _name_and_text(error: ErrorDetails, key: Key, text: str) -> tuple[str, str]:
         if is_setting(within):
             return dotted(within), named[2]
     return name, text
+
+
+def _meant(key: Key, values: Values) -> str:
+    """A hint at the setting that a misspelt one was meant to be, or at those of its name in other groups."""
+    is_variable = any(origin.startswith(VARIABLE) for origin in values.origins(key))
+    numbers = dict(enumerate(key))
+    keys = [
+        tuple(numbers.get(depth, part) if part.isdecimal() else part for depth, part in enumerate(each))
+        for each in all_keys()
+    ]
+    names = [".".join(each) for each in keys] + list(NOT_SETTINGS if is_variable else ())
+    meant = like(".".join(key), names) or [".".join(each) for each in keys if each[-1] == key[-1]]
+    return did_you_mean([variable_name(name) for name in meant] if is_variable else meant)
 
 
 def _about(error: ErrorDetails, key: Key, text: str) -> Iterator[Key]:

@@ -1,5 +1,6 @@
 """Looks up settings by key in the fields of `Settings`."""
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,16 @@ from expertd.service.settings.variables import VariableSource
 def is_setting(key: Key) -> bool:
     """Whether there is a setting, or a group of settings, at `key`."""
     return _field_at(key) is not None
+
+
+def all_keys(start: Key = ()) -> Iterator[Key]:
+    """The keys of all settings, and groups of them, below `start`; entries of lists have the number 0."""
+    owner = model_at(start)
+    for name in owner.model_fields if owner else ():
+        key = (*start, name)
+        yield key
+        yield from all_keys(key)
+        yield from all_keys((*key, "0"))
 
 
 def model_at(key: Key) -> type[BaseModel] | None:

@@ -17,8 +17,11 @@ from expertd.service.settings.values import Assignment, Key, SettingsError, dott
 from expertd.service.settings.variables import VariableSource
 from expertd.service.settings.yaml_text import YamlTextError, parse
 
-# Not settings: the client reads CA and KEY, the kernel cache CACHE_DIR, `default_config` CONFIG.
-_OTHER_VARIABLES = {f"{ENV_PREFIX}{name}" for name in ("CA", "CACHE_DIR", "CONFIG", "KEY")}
+NOT_SETTINGS = ("ca", "cache_dir", "config", "key")
+"""Of other variables: the client reads CA and KEY, the kernel cache CACHE_DIR, `default_config` CONFIG."""
+VARIABLE = "environment variable "
+"""The beginning of the origin of a variable's value."""
+
 # Kubernetes sets such variables in every pod for a Service named "expertd".
 _SERVICE_LINK = re.compile(rf"{ENV_PREFIX}(SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
 
@@ -78,7 +81,11 @@ def from_environment() -> list[Assignment]:
     source, assignments = VariableSource(Settings), []
     seen: dict[str, str] = {}  # names that differ in case only stand for one setting
     for name, text in sorted(os.environ.items()):
-        if not name.startswith(ENV_PREFIX) or name in _OTHER_VARIABLES or _SERVICE_LINK.fullmatch(name):
+        if (
+            not name.startswith(ENV_PREFIX)
+            or name in map(variable_name, NOT_SETTINGS)
+            or _SERVICE_LINK.fullmatch(name)
+        ):
             continue
         path = name.removeprefix(ENV_PREFIX).lower()
         key = tuple(path.split(ENV_DELIMITER))
@@ -88,7 +95,7 @@ def from_environment() -> list[Assignment]:
             continue
         if (other := seen.setdefault(path, name)) != name:
             raise SettingsError(f"environment: expected one of {other} and {name}, got both")
-        assignments.append(_read(source, f"{ENV_PREFIX}{path}", key, text, f"environment variable {name}"))
+        assignments.append(_read(source, f"{ENV_PREFIX}{path}", key, text, f"{VARIABLE}{name}"))
     return sorted(assignments, key=lambda assignment: len(assignment.key))
 
 

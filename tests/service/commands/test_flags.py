@@ -25,6 +25,27 @@ def test_abbreviated_flags_are_refused(arguments: list[str], capsys: pytest.Capt
     assert "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["serve", "--modle", "x"], "; did you mean --model?"),
+        (["serve", "--modle=x"], "; did you mean --model?"),
+        (["check", "--log_level", "info"], "; did you mean --log-level?"),
+        (["layers", "x", "--jsno"], "; did you mean --json?"),
+        (["serve", "--colour", "x"], ""),
+    ],
+)
+def test_a_misspelt_flag_is_recognized(
+    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    flag = next(word for word in arguments if word.startswith("--")).partition("=")[0]
+    assert caught.value.code == 2
+    expected = f"expertd {arguments[0]}: error: unrecognized argument: '{flag}'{hint}\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
 def test_defaults_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["keys", "new", "--help"])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.settings.loader import SettingsError, load_settings
+from expertd.service.settings.loader import Flag, SettingsError, load_settings
 from tests.service.settings.refusals import MODEL, check_refused
 
 
@@ -191,8 +191,8 @@ TWO_WRONG = (
         (
             "checkpoints: [{path: /none, layer: 3}]",
             [
-                r":1: checkpoints\.0\.layer: expected one of path, layers,.*, got an unknown setting",
-                r":1: checkpoints\.0\.layers: expected a value, got none",
+                r":1: checkpoints\.0\.layer: expected one of path, layers,.*, got an unknown setting; "
+                r"did you mean checkpoints\.0\.layers\?",
             ],
         ),
         (
@@ -234,6 +234,49 @@ def test_every_mistake_is_reported_on_a_line(tmp_path: Path, text: str, expected
     assert list(caught.value.mistakes) == lines
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(re.escape(str(path)) + pattern, line), line
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("prt", "; did you mean port?"),
+        ("limits.max_batch_token", "; did you mean limits.max_batch_tokens?"),
+        ("limit.max_batch_tokens", "; did you mean limits?"),
+        ("max_batch_tokens", "; did you mean limits.max_batch_tokens?"),
+        ("channels.sockets", "; did you mean channels.socket?"),
+        ("models.0.topk", "; did you mean models.0.top_k?"),
+        ("models.0.routing.scoring_function", "; did you mean models.0.routing.scoring_func?"),
+        ("max_bytes", "; did you mean shared_memory.max_bytes or channels.max_bytes?"),
+        ("colour", ""),
+    ],
+)
+def test_a_misspelt_setting_is_recognized(key: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a flag has it or a variable, in which it is shown as one."""
+    models = Flag("--set models", "models", f"[{MODEL}]")
+    with pytest.raises(SettingsError, match=rf"got an unknown setting{re.escape(hint)}$"):
+        load_settings(None, [models, Flag(f"--set {key}", key, "3")])
+    as_variable = "EXPERTD_" + key.upper().replace(".", "__")
+    monkeypatch.setenv("EXPERTD_MODELS", f"[{MODEL}]")
+    monkeypatch.setenv(as_variable, "3")
+    for name in re.findall(r"[a-z_0-9.]+", hint.removeprefix("; did you mean")):
+        if name != "or":
+            hint = hint.replace(name, "EXPERTD_" + name.upper().replace(".", "__"))
+    with pytest.raises(SettingsError, match=rf"got an unknown setting{re.escape(hint)}$"):
+        load_settings(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("CONFGI", "CONFIG"),
+        ("CACHEDIR", "CACHE_DIR"),
+        ("LIMITS_MAX_BATCH_TOKENS", "LIMITS__MAX_BATCH_TOKENS"),
+    ],
+)
+def test_a_misspelt_variable_is_recognized(name: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"EXPERTD_{name}", "3")
+    with pytest.raises(SettingsError, match=rf"got an unknown setting; did you mean EXPERTD_{meant}\?$"):
+        load_settings(None)
 
 
 def test_a_long_list_of_mistakes_is_cut(tmp_path: Path) -> None:

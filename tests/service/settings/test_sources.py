@@ -243,7 +243,8 @@ def test_a_flag_keeps_capitals_and_underscores_in_names(config: Path) -> None:
     flag = Flag("--set partitions.Copy__2", "partitions.Copy__2", "8")
     assert load_settings(config, [flag]).partitions == {"Copy__2": 8}
     with pytest.raises(
-        SettingsError, match=r"^flag --set Port: Port: expected one of .* an unknown setting$"
+        SettingsError,
+        match=r"^flag --set Port: Port: expected one of .* an unknown setting; did you mean port\?$",
     ):
         load_settings(config, [Flag("--set Port", "Port", "1")])
 
