@@ -1,6 +1,7 @@
 """Reads config.json; every invalid value is reported in one sentence."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,10 @@ class Config:
         """The value, of any type, or None."""
         return self._values.get(name)
 
+    def mentions(self, pattern: re.Pattern[str]) -> bool:
+        """Whether the name of a value that is neither 0, false nor empty matches, in nested objects, too."""
+        return _mentions(self._values, pattern)
+
     def is_null(self, name: str) -> bool:
         """Whether the value is present and null."""
         return name in self._nulls
@@ -137,6 +142,13 @@ class Config:
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             return value[0]
         return value
+
+
+def _mentions(values: Mapping[str, Any], pattern: re.Pattern[str]) -> bool:
+    return any(
+        (value and pattern.search(name)) or (isinstance(value, dict) and _mentions(value, pattern))
+        for name, value in values.items()
+    )
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

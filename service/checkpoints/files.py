@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from expertd.service.checkpoints.config import CheckpointError, read_json_object
+from expertd.service.checkpoints.hints import ORIGINAL, gguf_files
 from expertd.service.files import why_unreadable
 from expertd.service.moe.tensor_file import TensorEntry, TensorFile, TensorFileError
 from expertd.service.sentences import shown
@@ -140,6 +141,8 @@ class TensorFiles:
         if not _exists(path):
             pickles = sorted(file.name for pattern in _PICKLES for file in self.directory.glob(pattern))
             got = f"pickles, which are never loaded ({pickles[0]})" if pickles else "neither"
+            if found := gguf_files(self.directory):
+                got = f"GGUF ({found[0].name}); {ORIGINAL}"
             raise CheckpointError(f"{self.directory}: expected {INDEX} or {SINGLE}, got {got}")
         return path
 

@@ -6,6 +6,14 @@ from pathlib import Path
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
+ORIGINAL = "serve the checkpoint that it was made from"
+
+
+def gguf_files(directory: Path) -> list[Path]:
+    """The files of llama.cpp's format in a directory, or one level below."""
+    return sorted(file for pattern in ("*.gguf", "*/*.gguf") for file in directory.glob(pattern))
+
+
 def hint_of(directory: Path) -> str | None:
     """What was expected instead of `directory`, if that is recognized; None: nothing is wrong so far."""
     if not directory.is_absolute() and _HUB_ID.fullmatch(str(directory)) and not directory.exists():
@@ -16,6 +24,8 @@ def hint_of(directory: Path) -> str | None:
     try:
         if (directory / "config.json").exists():
             return None
+        if found := [directory] if directory.suffix == ".gguf" else gguf_files(directory):
+            return f"expected config.json and safetensors files, got GGUF ({found[0].name}); {ORIGINAL}"
         snapshots = sorted(directory.glob("snapshots/*/config.json"))
     except OSError:
         return None  # whoever reads config.json says so

@@ -1,5 +1,6 @@
 """Reads a checkpoint's config.json with the reader of its family."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.quantization import read_quantization
 from expertd.service.sentences import shown
 
+_OF_EXPERTS = re.compile("expert|moe")
 _TEXT = "_text"  # what follows a model_type if config.json is only that of the language model
 
 
@@ -20,13 +22,18 @@ def read_model(directory: Path) -> MoEModel:
         raise CheckpointError(f"{directory}: {hint}")
     config = Config.read(directory / "config.json")
     name = config.optional("model_type")
+    if isinstance(name, str) and not config.mentions(_OF_EXPERTS):
+        raise config.error(f"expected a model with experts, got a dense one: {shown(name)} has no experts")
     if not isinstance(name, str) or name.removesuffix(_TEXT) not in FAMILIES:
         raise config.error(f"model_type: {_not_served(name)}")
     family = FAMILIES[name.removesuffix(_TEXT)]
     nested = family.inside and not name.endswith(_TEXT) and config.optional(family.inside[0]) is not None
     text = config.inside(*family.inside) if nested else config
     quantization = read_quantization((config, text) if nested else (config,))
-    return replace(describe(text, family), family=name, quantization=quantization)
+    model = replace(describe(text, family), family=name, quantization=quantization)
+    if not model.layers and not model.refused:
+        raise config.error(f"expected MoE layers, got none: all layers are dense, and {name} has no experts")
+    return model
 
 
 def _not_served(model_type: object) -> str:

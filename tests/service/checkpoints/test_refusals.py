@@ -81,12 +81,60 @@ def only_pickles(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
 
 
+def only_gguf(directory: Path) -> None:
+    """With config.json, as some repositories have it."""
+    for file in (*directory.glob("*.safetensors"), directory / INDEX):
+        file.unlink()
+    (directory / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
+def only_gguf_without_config(directory: Path) -> None:
+    only_gguf(directory)
+    (directory / "config.json").unlink()
+
+
 def without(pattern: str) -> Damage:
     def damage(directory: Path) -> None:
         for file in directory.glob(pattern):
             file.unlink()
 
     return damage
+
+
+DENSE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "llama", **DENSE},
+        {"model_type": "qwen3", **DENSE},
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral", **DENSE}},
+        {"model_type": "gemma4", "text_config": {**DENSE, "enable_moe_block": False, "num_experts": None}},
+        {"model_type": "granitemoehybrid", **DENSE, "num_local_experts": 0, "num_experts_per_tok": 0},
+    ],
+    ids=lambda values: str(values["model_type"]),
+)
+def test_a_dense_model_has_no_experts(tmp_path: Path, values: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    expected = f"expected a model with experts, got a dense one: '{values['model_type']}' has no experts"
+    with pytest.raises(CheckpointError, match=f"{expected}$"):
+        find(tmp_path)
+
+
+def test_a_model_whose_layers_are_all_dense_has_no_experts(directory: Path) -> None:
+    edit_json(directory / "config.json", first_k_dense_replace=9, num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"expected MoE layers, got none: .* has no experts$"):
+        find(directory)
+
+
+def test_a_gguf_file_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "model.gguf").touch()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "part-1.gguf").touch()
+    for path, name in ((file, "model.gguf"), (tmp_path / "sub", "part-1.gguf"), (tmp_path, "model.gguf")):
+        with pytest.raises(CheckpointError, match=rf"expected config\.json and .*, got GGUF \({name}\)"):
+            find(path)
 
 
 def test_an_undamaged_checkpoint_is_served(directory: Path) -> None:
@@ -191,6 +239,8 @@ BESIDE = r"expected a .safetensors file in the same directory, got "
         (in_index(f"{EXPERT}.up_proj.weight", 7), BESIDE + r"7"),
         (lambda d: edit_json(d / INDEX, weight_map=[]), r"weight_map: expected an object, got \[\]"),
         (lambda d: edit_json(d / INDEX, weight_map=None), r"weight_map: expected an object, got null"),
+        (only_gguf, r"got GGUF \(model-Q4_K_M\.gguf\); serve the checkpoint that it was made from$"),
+        (only_gguf_without_config, r"expected config\.json .*, got GGUF"),
         (only_pickles, r"expected .*, got pickles, which are never loaded \(pytorch_model\.bin\)"),
         (without("model*"), r"expected model\.safetensors\.index\.json or model\.safetensors, got neither"),
     ],
