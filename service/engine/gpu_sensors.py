@@ -79,11 +79,11 @@ class GpuSensors:
     def metrics(self, uuids: Sequence[str]) -> Iterator[Metric]:
         """The metrics of the GPUs with these UUIDs; their numbers here are the label `gpu`.
 
-        Those that this node does not have are left out.
+        Those that this node does not have are left out, and ranks without a GPU, whose UUID is empty.
         """
-        if not uuids or not self._start():
+        if not any(uuids) or not self._start():
             return
-        found = [(str(number), self._find(uuid)) for number, uuid in enumerate(uuids)]
+        found = [(str(number), self._find(uuid)) for number, uuid in enumerate(uuids) if uuid]
         gpus = [(number, handle) for number, handle in found if handle is not None]
         nvml, milli, mega = self._nvml, 1e-3, 1e6
         for family, read in (

@@ -62,6 +62,11 @@ def test_without_a_driver_or_the_package_there_is_nothing(
     assert caplog.text.count("no metrics of power and clocks") == 1
 
 
-def test_a_server_without_gpus_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("uuids", [(), ("",), ("", "")], ids=str)  # those of ranks on a CPU are empty
+def test_a_server_without_gpus_does_not_ask(
+    uuids: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert list(GpuSensors().metrics(())) == []
+    caplog.set_level("INFO")
+    assert list(GpuSensors().metrics(uuids)) == []
+    assert caplog.messages == []
