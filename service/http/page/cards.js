@@ -23,8 +23,8 @@ const CARDS = [
   },
   {
     title: "Time in steps",
-    lines: [rate("stepSeconds")],
-    now: (s) => percent(rate("stepSeconds")(s)),
+    lines: [rate("busySeconds")],
+    now: (s) => percent(rate("busySeconds")(s)),
     format: percent,
     least: 1,
   },
@@ -96,13 +96,17 @@ function draw({ canvas, least = 0, format = (value) => scaled(value, ""), isLoga
   lines.forEach((line, number) => {
     context.strokeStyle = colour(COLOURS[number]);
     context.beginPath();
-    let isDrawing = false;
-    for (const [time, value] of line) {
-      if (!Number.isFinite(value)) isDrawing = false;
-      else if (isDrawing) context.lineTo(across(time), up(value));
-      else context.moveTo(across(time), up(value));
-      isDrawing = Number.isFinite(value);
-    }
+    const isKnown = (at) => Number.isFinite(line[at]?.[1]);
+    line.forEach(([time, value], at) => {
+      if (!isKnown(at)) return;
+      const [x, y] = [across(time), up(value)];
+      if (isKnown(at - 1)) context.lineTo(x, y);
+      else if (isKnown(at + 1)) context.moveTo(x, y);
+      else { // no line would show it
+        context.moveTo(x + 1, y);
+        context.arc(x, y, 1, 0, 2 * Math.PI);
+      }
+    });
     context.stroke();
   });
   context.fillStyle = colour("--quiet");

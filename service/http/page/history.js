@@ -16,6 +16,12 @@ const COUNTS = {
 export class History {
   points = []; // { time, seconds, models: name -> counts, ranks, experts }, the latest one last
   #last = null;
+  #numLanes;
+
+  // numLanes: steps that run at the same time
+  constructor(numLanes = 1) {
+    this.#numLanes = numLanes;
+  }
 
   add(snapshot) {
     const before = this.#last;
@@ -28,7 +34,7 @@ export class History {
     }
     const ranks = snapshot.ranks.map((rank, number) => ({
       tokens: rank.expert_tokens - (before.ranks[number]?.expert_tokens ?? 0),
-      stepSeconds: rank.seconds - (before.ranks[number]?.seconds ?? 0),
+      busySeconds: rank.seconds - (before.ranks[number]?.seconds ?? 0),
     }));
     const refused = [
       ...Object.keys(models).map((name) => [name, models[name].refused]),
@@ -39,6 +45,8 @@ export class History {
       tokens: snapshot.experts.tokens.map((tokens, expert) => tokens - before.experts.tokens[expert]),
     };
     this.points.push({ time: snapshot.time, seconds, models, ranks, refused, experts });
+    spread(this.points, (point) => Object.values(point.models), this.#numLanes);
+    ranks.forEach((_, number) => spread(this.points, (point) => point.ranks.slice(number, number + 1), 1));
     while (this.points[0].time <= snapshot.time - KEPT_SECONDS) this.points.shift();
   }
 
@@ -56,13 +64,14 @@ export class History {
 
 // The counts of a layer, or of all ("") together, over some points.
 export function total(points, name) {
-  const sum = { seconds: 0, queueTokens: 0, queueRequests: 0, refusals: 0, bySeconds: [] };
+  const sum = { seconds: 0, busySeconds: 0, queueTokens: 0, queueRequests: 0, refusals: 0, bySeconds: [] };
   for (const count of Object.keys(COUNTS)) sum[count] = 0;
   for (const point of points) {
     sum.seconds += point.seconds;
     const models = name ? [point.models[name]] : Object.values(point.models);
     for (const model of models) {
       for (const count of Object.keys(COUNTS)) sum[count] += model[count];
+      sum.busySeconds += model.busySeconds;
       sum.refusals += Object.values(model.refused).reduce((all, number) => all + number, 0);
       model.bySeconds.forEach((number, place) => {
         sum.bySeconds[place] = (sum.bySeconds[place] ?? 0) + number;
@@ -76,9 +85,26 @@ export function total(points, name) {
   return sum;
 }
 
+// A step is counted at its end: what does not fit into the last point was spent before it.
+function spread(points, entriesOf, numLanes) {
+  for (let at = points.length - 1; at >= 0; at -= 1) {
+    const entries = entriesOf(points[at]);
+    const all = entries.reduce((sum, entry) => sum + entry.busySeconds, 0);
+    const over = all - numLanes * points[at].seconds;
+    if (!(over > 0)) return;
+    const before = at ? entriesOf(points[at - 1]) : [];
+    entries.forEach((entry, number) => {
+      const moved = (over * entry.busySeconds) / all;
+      entry.busySeconds -= moved;
+      if (before[number]) before[number].busySeconds += moved;
+    });
+  }
+}
+
 function between(before, after) {
   const counts = { queueTokens: after.queue.tokens, queueRequests: after.queue.requests };
   for (const [count, of] of Object.entries(COUNTS)) counts[count] = of(after) - of(before);
+  counts.busySeconds = counts.stepSeconds;
   counts.bySeconds = after.requests.by_seconds.map((n, place) => n - before.requests.by_seconds[place]);
   counts.refused = reasons(before.requests.refused, after.requests.refused);
   return counts;

@@ -90,7 +90,7 @@ function begin(event) {
     return;
   }
   server = event;
-  history = new History();
+  history = new History(server.num_lanes);
   chosen = Object.keys(server.models).length > 1 ? "" : Object.keys(server.models)[0];
   byId("layers").tBodies[0].replaceChildren();
   layers = new Layers(byId("layers").tBodies[0], server, choose);

@@ -5,7 +5,7 @@ const MOST_NAMES = 3; // of layers in a partition
 const byId = (id) => document.getElementById(id);
 
 export class PartitionControl {
-  #now = null; // as the server says
+  #now; // as the server says; null: the device has no SMs
   #isChanged = false;
   #send;
 
@@ -34,19 +34,19 @@ export class PartitionControl {
 
   // partitions: as GET /v1/partitions, or { error }; users: partition -> layers that run in it; gpu: its text
   show(partitions, users, device, gpu) {
-    const isFirst = this.#now === null;
+    const isFirst = this.#now === undefined;
     const isNew = JSON.stringify(partitions) !== JSON.stringify(this.#now);
     this.#now = partitions;
     byId("gpu-text").textContent = [device, gpu].filter(Boolean).join(" · ");
-    byId("partitions-note").textContent = partitions.error ?? "";
-    byId("partitions").hidden = "error" in partitions;
+    byId("partitions-note").textContent = partitions?.error ?? (partitions ? "" : "This device has no SMs to partition.");
+    byId("partitions").hidden = !partitions?.total_sms;
     if (!isNew) return;
     this.#draw(users);
     if (isFirst || !this.#isChanged) this.#reset();
   }
 
   #draw(users) {
-    const { total_sms: total = 0, partitions = {} } = this.#now;
+    const { total_sms: total = 0, partitions = {} } = this.#now ?? {};
     const strip = byId("sms");
     const legend = byId("partition-legend");
     strip.replaceChildren();

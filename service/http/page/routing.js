@@ -2,7 +2,7 @@
 
 import { digits } from "./units.js";
 
-const [LEAST_WIDTH, HEIGHT, EDGE, LABEL] = [260, 220, 14, 25]; // pixels
+const [LEAST_WIDTH, HEIGHT, EDGE, LABEL, NAMES] = [260, 220, 14, 25, 40]; // pixels; NAMES: of the axes
 
 function made(name, attributes) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -15,7 +15,7 @@ export function drawRouting(place, { topk_ids: ids, topk_weights: weights }, num
   const label = `${ids.length} tokens and the experts, of ${numExperts}, that each goes to`;
   const all = Math.max(LEAST_WIDTH, place.clientWidth);
   const svg = made("svg", { viewBox: `0 0 ${all} ${HEIGHT}`, role: "img", "aria-label": label });
-  const across = (number, count) => EDGE + ((number + 0.5) * (all - 2 * EDGE)) / count;
+  const across = (number, count) => NAMES + ((number + 0.5) * (all - NAMES - EDGE)) / count;
   const [top, bottom] = [24, HEIGHT - 36];
   const most = Math.max(...weights.flat(), 1e-9);
   const counts = new Array(numExperts).fill(0);
@@ -36,7 +36,7 @@ export function drawRouting(place, { topk_ids: ids, topk_weights: weights }, num
     svg.append(made("circle", { cx, cy: top, r: 4, class: "token" }));
     if (token % tokenEvery === 0) svg.append(named(String(token), cx, top - 10));
   });
-  const width = Math.max(1, Math.min(14, (all - 2 * EDGE) / numExperts - 1));
+  const width = Math.max(1, Math.min(14, (all - NAMES - EDGE) / numExperts - 1));
   const tallest = Math.max(...counts, 1);
   const expertEvery = Math.ceil((numExperts * LABEL) / all);
   counts.forEach((count, expert) => {
@@ -45,12 +45,13 @@ export function drawRouting(place, { topk_ids: ids, topk_weights: weights }, num
     svg.append(made("rect", { x, y: bottom, width, height, class: count ? "expert used" : "expert" }));
     if (expert % expertEvery === 0) svg.append(named(String(expert), x + width / 2, HEIGHT - 4));
   });
+  svg.append(named("token", 0, top - 10, "axis-name"), named("expert", 0, HEIGHT - 4, "axis-name"));
   place.replaceChildren(svg);
   return counts;
 }
 
-function named(text, x, y) {
-  const element = made("text", { x, y });
+function named(text, x, y, kind = "") {
+  const element = made("text", { x, y, class: kind });
   element.textContent = text;
   return element;
 }

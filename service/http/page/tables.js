@@ -53,7 +53,7 @@ export class Layers {
         latency(0.99),
         sum.steps ? seconds(sum.stepSeconds / sum.steps) : "–",
         digits(sum.tokens / sum.steps),
-        percent(sum.stepSeconds / sum.seconds),
+        percent(sum.busySeconds / sum.seconds),
         scaled(sum.queueTokens, ""),
       ];
       const refused = cell(digits(sum.refusals / sum.seconds), sum.refusals ? "number bad-text" : "number");
@@ -67,11 +67,11 @@ export function showRanks(section, history, { ranks, gpus }) {
   const body = section.querySelector("tbody");
   const points = history.now;
   const rates = ranks.map((_, number) => {
-    const sum = { tokens: 0, stepSeconds: 0, seconds: 0 };
+    const sum = { tokens: 0, busySeconds: 0, seconds: 0 };
     for (const point of points) {
       sum.seconds += point.seconds;
       sum.tokens += point.ranks[number]?.tokens ?? 0;
-      sum.stepSeconds += point.ranks[number]?.stepSeconds ?? 0;
+      sum.busySeconds += point.ranks[number]?.busySeconds ?? 0;
     }
     return sum;
   });
@@ -79,7 +79,7 @@ export function showRanks(section, history, { ranks, gpus }) {
   body.replaceChildren(
     ...ranks.map((rank, number) => {
       const row = document.createElement("tr");
-      const { tokens, stepSeconds, seconds: span } = rates[number];
+      const { tokens, busySeconds, seconds: span } = rates[number];
       const share = cell("");
       const bar = document.createElement("span");
       bar.className = "bar";
@@ -92,7 +92,7 @@ export function showRanks(section, history, { ranks, gpus }) {
         cell(String(number)),
         cell(rank.up ? "up" : "down", rank.up ? "good-text" : "bad-text"),
         share,
-        cell(percent(stepSeconds / span), "number"),
+        cell(percent(busySeconds / span), "number"),
         cell(String(rank.starts), "number"),
         cell(memory ? `${scaled(memory[0], "B")} of ${scaled(memory[1], "B")}` : "–", "number"),
         cell(gpuText(gpus[number]) || "–"),

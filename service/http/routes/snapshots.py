@@ -7,13 +7,14 @@ from typing import Any
 
 from expertd import __version__
 from expertd.service.engine.engine import Engine
-from expertd.service.engine.errors import EngineError
+from expertd.service.engine.errors import EngineError, PartitionsUnavailableError
 from expertd.service.engine.metric_family import PREFIX, SECONDS
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.request_counts import RequestTotals
 from expertd.service.engine.step_metrics import StepTotals
 from expertd.service.http.feed import SECONDS as INTERVAL_SECONDS
 from expertd.service.http.routes.partitions import shown_partitions
+from expertd.service.settings.lanes import lanes_of
 
 _COUNTER_SUFFIX = "_total"
 
@@ -43,6 +44,7 @@ class Snapshots:
                 "version": __version__,
                 "interval_seconds": INTERVAL_SECONDS,
                 "bounds_seconds": SECONDS,
+                "num_lanes": len(lanes_of(self._engine.settings)),
                 "max_request_tokens": self._engine.settings.limits.max_request_tokens,
                 "models": models,
             },
@@ -80,10 +82,12 @@ class Snapshots:
             "gpus": self._gpus(),
         }
 
-    def _partitions(self) -> dict[str, Any]:
-        """As `GET /v1/partitions`, errors included."""
+    def _partitions(self) -> dict[str, Any] | None:
+        """As `GET /v1/partitions`, errors included; None for a device without SMs."""
         try:
             return shown_partitions(self._engine)
+        except PartitionsUnavailableError:
+            return None
         except EngineError as error:
             return {"error": str(error)}
 

@@ -43,6 +43,7 @@ def test_it_loads_its_own_files_by_relative_urls() -> None:
     urls = [attributes.get("src") or attributes.get("href") for _, attributes in elements()]
     assert sorted(url for url in urls if url) == [
         "docs",
+        "docs",
         "metrics",
         "page/icon.svg",
         "page/main.js",

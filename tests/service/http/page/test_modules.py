@@ -97,6 +97,82 @@ def test_random_routing_is_valid(modules: Modules) -> None:
     np.testing.assert_allclose(weights.sum(axis=1), 1)
 
 
+HISTORY = """async ([steps, numLanes]) => {
+    const { History, total } = await import("/page/history.js");
+    const history = new History(numLanes);
+    const sums = steps[0].map(() => 0);
+    steps.forEach((ended, second) => {
+        const models = Object.fromEntries(ended.map((seconds, model) => {
+            sums[model] += seconds;
+            const steps = { tokens: 0, steps: second, seconds: sums[model], flops: 0, bytes: 0 };
+            const requests = { success: 0, failure: 0, by_seconds: [0], refused: {} };
+            return [model, { steps, requests, queue: { tokens: 0, requests: 0 } }];
+        }));
+        const experts = { model: "0", tokens: [0] };
+        history.add({ time: second, models, ranks: [], not_served: {}, experts });
+    });
+    return history.points.map((point) => total([point], "").busySeconds);
+}"""
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "steps", "expected"),
+    [
+        (1, [[0], [0.5], [0.25]], [0.5, 0.25]),
+        (1, [[0], [0], [0], [2.5], [0.5]], [0.5, 1, 1, 0.5]),  # seconds of the step that ended in each second
+        (1, [[0, 0], [0, 0.25], [0.75, 0.75]], [0.75, 1]),
+        (1, [[0], [1.5], [1.25]], [1, 1]),  # begun before the page looked
+        (2, [[0, 0], [0, 0.25], [0.75, 0.75]], [0.25, 1.5]),
+    ],
+)
+def test_a_second_has_no_more_time_in_steps_than_it_lasts(
+    modules: Modules, num_lanes: int, steps: list[list[float]], expected: list[float]
+) -> None:
+    assert modules._page.evaluate(HISTORY, [steps, num_lanes]) == pytest.approx(expected)
+
+
+CARDS = """async (counts) => {
+    const { Cards } = await import("/page/cards.js");
+    const place = document.createElement("div");
+    document.body.append(place);
+    const zeros = Object.fromEntries(["tokens", "steps", "stepSeconds", "busySeconds", "flops", "bytes",
+        "requests", "queueTokens", "queueRequests"].map((name) => [name, 0]));
+    const points = counts.map((count, time) =>
+        ({ time, seconds: 1, models: { m: { ...zeros, refused: {}, bySeconds: [0, count] } } }));
+    new Cards(place).show({ points, now: points, span: 60 }, "", [0.1]);
+    const canvas = place.querySelectorAll("canvas")[2];
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    let coloured = 0;
+    for (let at = 0; at < data.length; at += 4) {
+        const pixel = data.slice(at, at + 3);
+        if (data[at + 3] && Math.max(...pixel) - Math.min(...pixel) > 60) coloured += 1;
+    }
+    place.remove();
+    return coloured;
+}"""
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_drawn"),
+    [([0, 0, 0], False), ([0, 3, 0], True), ([3], True), ([0, 3, 3, 0], True)],
+    ids=str,
+)
+def test_a_latency_between_seconds_without_requests_is_drawn(
+    modules: Modules, counts: list[int], is_drawn: bool
+) -> None:
+    assert (modules._page.evaluate(CARDS, counts) > 0) == is_drawn
+
+
+def test_the_axes_of_the_routing_are_named(modules: Modules) -> None:
+    code = """async () => {
+        const { drawRouting } = await import("/page/routing.js");
+        const place = document.createElement("div");
+        drawRouting(place, { topk_ids: [[0], [2]], topk_weights: [[1], [1]] }, 3);
+        return [...place.querySelectorAll("text")].map((text) => text.textContent);
+    }"""
+    assert modules._page.evaluate(code) == ["0", "1", "0", "1", "2", "token", "expert"]
+
+
 def test_a_gpu_is_described(modules: Modules) -> None:
     gpu = {"power_watts": 412.3, "power_limit_watts": 700, "sm_clock_hertz": 1.98e9, "busy_ratio": 0.875}
     text = "412 of 700 W, 1.98 GHz, 61 °C, busy 87.5 %, held down by power_cap"
