@@ -63,12 +63,18 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     )
     add_serve_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument(
+        "--changed",
+        action="store_true",
+        help="print the verdict, then only settings that differ from defaults",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; return 0 if the server would start, else 2."""
     from expertd.service.settings.loader import SettingsError
+    from expertd.service.settings.schema import default_at
 
     rows: list[Row] = []
     try:
@@ -78,13 +84,20 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         prepare_openmp(settings)
         rows = list(_rows(settings.model_dump(mode="json"), values, ()))
+        if arguments.changed:
+            rows = [row for row in rows if row.value != default_at(tuple(row.key.split(".")))]
         results = [Result("settings", True, demo_remark(values)), *_checks(settings)]
     would_start = all(result.ok for result in results)
     if arguments.json:
         about = {"would_start": would_start, "settings": rows, "checks": results}
         print(json.dumps(about, indent=2, default=asdict))
     else:
-        _print_tables(rows, results, would_start)
+        if arguments.changed:
+            wrong = ", ".join(result.name for result in results if not result.ok)
+            print(f"the server would {f'not start: {wrong}' if wrong else 'start'}\n")
+        _print_tables(rows, results)
+        if not (would_start or arguments.changed):
+            print("expertd check: the server would not start", file=sys.stderr)
     return 0 if would_start else 2
 
 
@@ -271,7 +284,7 @@ _CHECKS: list[tuple[str, "Callable[[Settings], str | None]", bool]] = [
 ]
 
 
-def _print_tables(rows: list[Row], results: list[Result], would_start: bool) -> None:
+def _print_tables(rows: list[Row], results: list[Result]) -> None:
     if rows:
         _print_columns(
             [("setting", "value", "origin"), *((row.key, json.dumps(row.value), row.origin) for row in rows)]
@@ -280,8 +293,6 @@ def _print_tables(rows: list[Row], results: list[Result], would_start: bool) -> 
     words = {True: "ok", False: "error", None: "not checked"}
     found = ((result.name, words[result.ok], result.detail) for result in results)
     _print_columns([("check", "result", ""), *found])
-    if not would_start:
-        print("expertd check: the server would not start", file=sys.stderr)
 
 
 def _print_columns(rows: list[tuple[str, str, str]]) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from expertd.service.settings.model import Settings
 from expertd.service.settings.values import Key
@@ -31,6 +32,12 @@ def model_at(key: Key) -> type[BaseModel] | None:
     field = _field_at(key)
     annotation = getattr(field, "annotation", field)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def default_at(key: Key) -> Any:
+    """The default of the setting at `key`, as in JSON; None if it has none."""
+    default = getattr(_field_at(key), "default", None)
+    return None if default is PydanticUndefined else to_jsonable_python(default)
 
 
 def _field_at(key: Key) -> Any:

@@ -125,6 +125,33 @@ def test_check_prints_every_setting_with_its_origin(
     ]  # fmt: skip
 
 
+def test_only_what_differs_from_the_defaults_is_printed(
+    config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what is given as it is by default."""
+    monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
+    arguments = (
+        "--config",
+        config,
+        "--port",
+        "0",
+        "--set",
+        "limits.max_headers=100",
+        "--set",
+        "partitions={}",
+    )
+    code, about = check(capsys, "--changed", *arguments)
+    assert code == 0
+    changed = {row["key"]: row["value"] for row in about["settings"] if not row["key"].startswith("models.")}
+    assert {"port": 0, "limits.max_queue_tokens": 7000}.items() <= changed.items()
+    assert changed.keys() & {"host", "limits.max_headers", "partitions", "channels.socket"} == set()
+    assert "models.0.weight" not in {row["key"] for row in about["settings"]}
+    assert main(["check", "--changed", *map(str, arguments)]) == 0
+    assert capsys.readouterr().out.startswith("the server would start\n\nsetting ")
+    assert main(["check", "--changed", *map(str, arguments), "--uds", "/no/such"]) == 2
+    assert capsys.readouterr().out.startswith("the server would not start: address\n\nsetting ")
+
+
 @pytest.mark.parametrize("kind", REASONS)
 def test_a_temporary_folder_is_found_missing_before_the_start(
     kind: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
