@@ -16,14 +16,26 @@ def replaced(document: str, name: str, table: str) -> str:
     return f"{before}{begin}{table}{end}{after}"
 
 
-def run(name: str, table: Callable[[], str], module: str, arguments: Sequence[str] | None = None) -> int:
-    """The program `python -m MODULE DOCUMENT [--check]`; returns its exit code."""
+def run(
+    name: str,
+    table: Callable[[], str],
+    module: str,
+    arguments: Sequence[str] | None = None,
+    in_json: Callable[[str], str] | None = None,
+) -> int:
+    """The program `python -m MODULE DOCUMENT [--check]`; returns its exit code.
+
+    in_json  writes what the table says into a document that is JSON
+    """
     parser = argparse.ArgumentParser(description=f"Write the table of {name} into a document.")
     parser.add_argument("document", type=Path)
     parser.add_argument("--check", action="store_true", help="only compare; exit code 1 if it is out of date")
     given = parser.parse_args(arguments)
     text = given.document.read_text(encoding="utf-8")
-    current = replaced(text, name, table())
+    if in_json is not None and given.document.suffix == ".json":
+        current = in_json(text)
+    else:
+        current = replaced(text, name, table())
     if not given.check:
         given.document.write_text(current, encoding="utf-8")
     elif current != text:

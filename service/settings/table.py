@@ -1,7 +1,7 @@
-"""Generates the table of all settings in docs/settings.md from `Settings`.
+"""Generates the table of all settings in docs/settings.md from `Settings`, and their schema in the chart's.
 
-`python -m expertd.service.settings.table docs/settings.md` writes it between the markers;
-`--check` only compares.
+`python -m expertd.service.settings.table docs/settings.md` writes it between the markers, and with
+`deploy/helm/expertd/values.schema.json` the schema; `--check` only compares.
 """
 
 import json
@@ -33,6 +33,44 @@ def settings_table() -> str:
 def replaced(document: str) -> str:
     """`document` with the current table. Raises ValueError if its markers are missing."""
     return tables.replaced(document, "settings", settings_table())
+
+
+def in_chart(document: str) -> str:
+    """The schema of the chart's values with that of all settings; those that are false stay the chart's."""
+    chart, schema = json.loads(document), Settings.model_json_schema()
+    settings = chart["properties"]["settings"]
+    of_chart = {name: False for name, within in settings["properties"].items() if within is False}
+    settings["properties"] = _checked(schema, schema["$defs"])["properties"] | of_chart
+    settings["additionalProperties"] = False
+    return f"{json.dumps(chart, indent=2)}\n"
+
+
+def _checked(field: _Schema, definitions: _Schema) -> _Schema:
+    """What a schema refuses in YAML: no texts, which may be written as numbers, and names in any case."""
+    if "$ref" in field:
+        return _checked(definitions[field["$ref"].rpartition("/")[2]], definitions)
+    if "anyOf" in field:
+        options = [_checked(one, definitions) for one in field["anyOf"]]
+        return {} if {} in options else {"anyOf": options}
+    if "enum" in field:
+        return {"enum": list(dict.fromkeys(form for value in field["enum"] for form in _forms(value)))}
+    if field.get("type") == "string":
+        return {}
+    checked = {key: field[key] for key in ("type", "required", *_BOUNDS) if key in field}
+    for key in ("items", "additionalProperties"):
+        if isinstance(within := field.get(key), dict):
+            checked[key] = _checked(within, definitions)
+        elif within is not None:
+            checked[key] = within
+    if "properties" in field:
+        checked["properties"] = {
+            name: _checked(each, definitions) for name, each in field["properties"].items()
+        }
+    return checked
+
+
+def _forms(value: Any) -> list[Any]:
+    return [value, value.upper()] if isinstance(value, str) else [value]
 
 
 def _rows(schema: _Schema, definitions: _Schema, prefix: str) -> Iterator[tuple[str, str, str, str]]:
@@ -75,7 +113,7 @@ def _number(bound: float) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the table into a document, or compare; returns the exit code."""
-    return tables.run("settings", settings_table, "expertd.service.settings.table", arguments)
+    return tables.run("settings", settings_table, "expertd.service.settings.table", arguments, in_chart)
 
 
 if __name__ == "__main__":

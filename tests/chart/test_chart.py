@@ -21,6 +21,9 @@ from tests.test_container import arguments_of, image_environment
 
 Values = dict[str, Any]
 KEYS: Values = {"keys": {"secretName": "expertd-keys"}}
+LAYER: Values = {
+    "name": "a", "hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2,
+}  # fmt: skip
 MONITORED: Values = {
     "serviceMonitor": {
         "enabled": True,
@@ -63,6 +66,19 @@ CASES: dict[str, Values] = {
         "gpus": 8,
         "settings": {"devices": "0-7"},
         "autoscaling": {"enabled": True},
+    },
+    "settings in other forms": {
+        **KEYS,
+        "settings": {
+            "log_level": "INFO",
+            "devices": [0, 1],
+            "partitions": {"compute": 112},
+            "channels": {"socket": "/run/expertd/channels", "group": 10001},
+            "models": [{**LAYER, "local_experts": "0-3"}],
+            "placement": {"interval_seconds": 30},
+            "checkpoints": [{"path": "/models", "layers": 3}],
+            "limits": {"max_buffered_bytes": 3 << 30},
+        },
     },
     "OpenShift": {
         **KEYS,
@@ -163,6 +179,12 @@ def test_lint_finds_nothing(case: str, helm: Helm) -> None:
         ({**KEYS, "replica": 2}, "replica"),
         ({**KEYS, "settings": {"host": "::"}}, "/settings/host"),
         ({**KEYS, "settings": {"drain_timeout_seconds": "30s"}}, "/settings/drain_timeout_seconds"),
+        ({**KEYS, "settings": {"log_fromat": "json"}}, "log_fromat"),
+        ({**KEYS, "settings": {"limits": {"max_batch_token": 8}}}, "/settings/limits"),
+        ({**KEYS, "settings": {"models": [{**LAYER, "topk": 8}]}}, "/settings/models/0"),
+        ({**KEYS, "settings": {"models": [{**LAYER, "routing": {"scoring_func": "tanh"}}]}}, "scoring_func"),
+        ({**KEYS, "settings": {"checkpoints": [{"path": "/models", "layer": 3}]}}, "/settings/checkpoints/0"),
+        ({**KEYS, "settings": {"limits": {"max_batch_tokens": 0}}}, "/settings/limits/max_batch_tokens"),
         ({**KEYS, "serviceMonitor": {"credentials": {"name": "prometheus"}}}, "/serviceMonitor/credentials"),
     ],
 )

@@ -14,11 +14,12 @@ from pydantic import BaseModel
 from expertd.service.cli import main
 from expertd.service.settings.model import Settings
 from expertd.service.settings.schema import is_setting, model_at
+from expertd.service.settings.table import in_chart, replaced
 from expertd.service.settings.table import main as write_table
-from expertd.service.settings.table import replaced
 from tests.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "settings.md"
+CHART = ROOT / "deploy" / "helm" / "expertd" / "values.schema.json"
 
 
 def leaves(model: type[BaseModel], key: tuple[str, ...] = ()) -> Iterator[str]:
@@ -36,6 +37,11 @@ def leaves(model: type[BaseModel], key: tuple[str, ...] = ()) -> Iterator[str]:
 def test_the_table_matches_the_code() -> None:
     text = DOCUMENT.read_text()
     assert replaced(text) == text, "python -m expertd.service.settings.table docs/settings.md"
+
+
+def test_the_charts_schema_matches_the_code() -> None:
+    text = CHART.read_text()
+    assert in_chart(text) == text, f"python -m expertd.service.settings.table {CHART}"
 
 
 def test_every_setting_has_a_row_with_a_meaning() -> None:
