@@ -2,27 +2,35 @@
 
 Writes the MoE layers of a model, with the tensor names and the FP8 form of its family's checkpoints: a
 stand-in to try or time a server without downloading weights. MODEL is a directory with a config.json, which
-gives the sizes; without it, the model is a small DeepSeek-V3. Each layer is one file, made in memory.
+gives the sizes; without it, the model is a small DeepSeek-V3. Each layer is one file, made in memory. Unless
+some layers are named, the rest of the model is written, too, in bf16, so that transformers loads all of it.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from expertd.kernels import quantize_blocks
 from expertd.service.checkpoints import CheckpointError, MoEModel, read_model
 from expertd.service.settings.spans import numbers
 
 SMALL = {
-    "model_type": "deepseek_v3", "num_hidden_layers": 3, "first_k_dense_replace": 1, "hidden_size": 256,
+    "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "hidden_size": 256,
     "moe_intermediate_size": 128, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
     "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "vocab_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,
+    "max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }  # fmt: skip
 
@@ -41,12 +49,18 @@ def make_checkpoint(directory: Path, like: Path | None = None, layers: str | Non
         if missing := set(chosen) - set(model.layers):
             raise ValueError(f"layers: expected MoE layers of the model, got {min(missing)}")
         weight_map: dict[str, str] = {}
-        for layer in chosen:
-            tensors = _layer(model, layer)
-            file = f"layer-{layer}.safetensors"
-            save_file(tensors, made / file)
+        num_bytes = 0
+        parts = ((f"layer-{layer}", partial(_layer, model, layer)) for layer in chosen)
+        is_whole = layers is None and model.family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        rest = [("rest", partial(_rest, made))] if is_whole else []
+        for name, make in (*parts, *rest):
+            tensors = make()
+            file = f"{name}.safetensors"
+            save_file(tensors, made / file, {"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file)
-        (made / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}) + "\n")
+            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (made / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
         made.rename(directory)
     return chosen
 
@@ -63,6 +77,33 @@ def _configure(made: Path, like: Path | None) -> MoEModel:
     config["quantization_config"] = SMALL["quantization_config"]
     (made / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return model
+
+
+def _rest(made: Path) -> dict[str, Tensor]:
+    """All other tensors of the model, by transformers' names; config.json then says that they are not FP8."""
+    config = AutoConfig.from_pretrained(made)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    blocks = tuple(f"{name}." for name, module in whole.named_modules() if hasattr(module, "experts"))
+    generator = torch.Generator().manual_seed(2**31)
+    tensors = {
+        name: (
+            _normal(size, generator) if len(size := tuple(each.shape)) > 1 else torch.ones(size)
+        ).bfloat16()
+        for name, each in whole.named_parameters()
+        if not name.startswith(blocks)
+    }
+    values = json.loads((made / "config.json").read_text())
+    values["quantization_config"] = {
+        **values["quantization_config"],
+        "modules_to_not_convert": [
+            name
+            for name, module in whole.named_modules()
+            if isinstance(module, torch.nn.Linear) and not name.startswith(blocks)
+        ],
+    }
+    (made / "config.json").write_text(json.dumps(values, indent=1) + "\n")
+    return tensors
 
 
 def _layer(model: MoEModel, layer: int) -> dict[str, Tensor]:
@@ -90,9 +131,9 @@ def _layer(model: MoEModel, layer: int) -> dict[str, Tensor]:
     return tensors
 
 
-def _normal(size: tuple[int, int], generator: torch.Generator) -> Tensor:
+def _normal(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Variance 1 / columns, so that a product keeps the size of its input."""
-    return torch.randn(size, generator=generator).mul_(size[1] ** -0.5)
+    return torch.randn(size, generator=generator).mul_(size[-1] ** -0.5)
 
 
 def main() -> None:

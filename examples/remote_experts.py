@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from examples.arguments import device, positive
@@ -70,7 +70,11 @@ class WithRouting(torch.nn.Module):
 
 def load_model(checkpoint: Path, device: str, experts: Callable[[str], torch.nn.Module]) -> Any:
     """The model with every MoE block replaced by `experts(name)`; names are those of `expertd serve`."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    config = AutoConfig.from_pretrained(checkpoint)
+    quantization = getattr(config, "quantization_config", None) or {}
+    if quantization.get("quant_method") == "fp8":  # else transformers needs kernels from the hub on a GPU
+        quantization["dequantize"] = True
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype="auto")
     replace_blocks(model, lambda index: experts(f"{checkpoint.absolute().name}.layers.{index}"))
     return model.to(device).eval()
 
@@ -112,7 +116,8 @@ def difference(model: Any, other: Any, ids: Tensor) -> float:
 def run(arguments: argparse.Namespace, checkpoint: Path, url: str) -> bool:
     """Generate, and print what it took. False if a comparison failed. Raises ExpertError."""
     traffic = Traffic()
-    prompt = torch.tensor([list(arguments.prompt.encode())], device=arguments.device)
+    tokenizer = load_tokenizer(checkpoint)
+    prompt = as_ids(arguments.prompt, tokenizer).to(arguments.device)
     with ExpertClient(url, transport=arguments.transport) as client:
         model = load_model(checkpoint, arguments.device, lambda name: RemoteExperts(client, name, traffic))
         generate(
@@ -122,9 +127,10 @@ def run(arguments: argparse.Namespace, checkpoint: Path, url: str) -> bool:
         begin = time.perf_counter()
         ids = generate(model, prompt, arguments.new_tokens)
         seconds = time.perf_counter() - begin
-        print(f"experts at {url} by {client.transport}: {as_text(ids)!r}")
+        new_tokens = ids.shape[1] - prompt.shape[1]  # fewer after the model's end of a text
+        print(f"experts at {url} by {client.transport}: {as_text(ids, tokenizer)!r}")
         print(
-            f"{arguments.new_tokens / seconds:.1f} tokens/s, {traffic.calls} calls, "
+            f"{new_tokens / seconds:.1f} tokens/s, {traffic.calls} calls, "
             f"{traffic.num_bytes / 1e6:.2f} MB of hidden states"
         )
         return not arguments.compare or compare(model, ids, prompt, checkpoint, arguments)
@@ -145,9 +151,25 @@ def compare(model: Any, ids: Tensor, prompt: Tensor, checkpoint: Path, arguments
     return text_is_equal and error <= bound
 
 
-def as_text(ids: Tensor) -> str:
-    """Tokens are bytes; random weights rarely write letters."""
-    return bytes(ids[0].tolist()).decode("latin-1")
+def load_tokenizer(checkpoint: Path) -> Any:
+    """The checkpoint's tokenizer; None: it has none, and tokens are bytes, as in a model that is made."""
+    files = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if not any((checkpoint / name).exists() for name in files):
+        return None
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def as_ids(text: str, tokenizer: Any) -> Tensor:
+    """The tokens [1, length] of a text."""
+    ids: list[int] = list(text.encode()) if tokenizer is None else tokenizer(text).input_ids
+    return torch.tensor([ids])
+
+
+def as_text(ids: Tensor, tokenizer: Any) -> str:
+    """The text of tokens [1, length]; random weights rarely write letters."""
+    if tokenizer is None:
+        return bytes(ids[0].tolist()).decode("latin-1")
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -203,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
             if url is None:
                 url = stack.enter_context(run_server(["--model", checkpoint, "--layers", "all"]))
             return 0 if run(arguments, checkpoint, url) else 1
-        except (ExpertError, ServerError) as error:
+        except (ExpertError, ServerError, ImportError) as error:  # what transformers needs for the encoding
             print(f"examples.remote_experts: {error}", file=sys.stderr)
             return 2
 

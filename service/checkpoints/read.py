@@ -23,7 +23,9 @@ def read_model(directory: Path) -> MoEModel:
     config = Config.read(directory / "config.json")
     name = config.optional("model_type")
     if isinstance(name, str) and not config.mentions(_OF_EXPERTS):
-        raise config.error(f"expected a model with experts, got a dense one: {shown(name)} has no experts")
+        raise config.error(
+            f"model_type: expected a model with experts, got {shown(name)}, which has no experts"
+        )
     if not isinstance(name, str) or name.removesuffix(_TEXT) not in FAMILIES:
         raise config.error(f"model_type: {_not_served(name)}")
     family = FAMILIES[name.removesuffix(_TEXT)]

@@ -117,7 +117,9 @@ DENSE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 )
 def test_a_dense_model_has_no_experts(tmp_path: Path, values: dict[str, object]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
-    expected = f"expected a model with experts, got a dense one: '{values['model_type']}' has no experts"
+    expected = (
+        f"model_type: expected a model with experts, got '{values['model_type']}', which has no experts"
+    )
     with pytest.raises(CheckpointError, match=f"{expected}$"):
         find(tmp_path)
 
