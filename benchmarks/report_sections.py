@@ -75,13 +75,13 @@ def headline(results: Path) -> str:
     cases = [f"{name} at {' and '.join(tokens)} tokens" for name, tokens in slower.items()]
     tokens, names = [row["tokens"] for row in rows], {row["layer"] for row in rows}
     sizes = [
-        f"{layer.name} with {layer.num_experts} experts of {layer.hidden_size} × {layer.intermediate_size}"
+        f"{layer.name} with {layer.num_experts} experts of {layer.hidden_size} x {layer.intermediate_size}"
         for layer in LAYERS
         if layer.name in names
     ]
     return paragraph(
-        f"On one {_gpu(about)}, a whole MoE layer runs **{statistics.geometric_mean(speeds):.2f} times as fast "
-        f"as SM90 Mega MoE of [DeepGEMM]({_DEEP_GEMM}) {about['deep_gemm']}**, and "
+        f"On one {_gpu(about)}, a whole MoE layer runs **{statistics.geometric_mean(speeds):.2f} times as "
+        f"fast as SM90 Mega MoE of [DeepGEMM]({_DEEP_GEMM}) {about['deep_gemm']}**, and "
         f"{1 / _mean(rows, 'over_two_gemms'):.2f} times as fast as its two grouped GEMMs alone. These are "
         f"geometric means of {len(rows)} cases: {', '.join(sizes)}; {min(tokens)} to {max(tokens)} tokens. "
         f"Against Mega MoE they range from {span(speeds)} times; slower: {', '.join(cases) or 'none'}."
@@ -272,7 +272,8 @@ def numerics(results: Path) -> str:
 SECTIONS: dict[str, Section] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        headline, layer_newest_machine, layer_newest, layer_machine, layer, layer_models_machine, layer_models, layer_means, layer_around,
+        headline, layer_newest_machine, layer_newest, layer_machine, layer,
+        layer_models_machine, layer_models, layer_means, layer_around,
         layer_peers, router, grouped_gemm_machine, grouped_gemm, grouped_gemm_peers, grouped_gemm_power,
         grouped_gemm_power_cold, gemm_sweep_machine, gemm_sweep, gemm_sweep_worst, host_cost, sm_counts,
         cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine, numerics,

@@ -92,7 +92,9 @@ def _resolve(
     overrides: requirements in place of those that packages have
     """
     with tempfile.TemporaryDirectory() as folder:
-        output, config_file, over = (Path(folder, name) for name in ("output.txt", "uv.toml", "overrides.txt"))
+        output, config_file, over = (
+            Path(folder, name) for name in ("output.txt", "uv.toml", "overrides.txt")
+        )
         output.write_text(pins)
         config_file.write_text(config)
         over.write_text("\n".join(overrides))

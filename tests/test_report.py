@@ -118,7 +118,7 @@ def test_the_headline_names_versions_sizes_and_what_is_slower(tmp_path: Path) ->
     text = SECTIONS["headline"](results).replace("\n", " ")
     assert "On one GPU, a whole MoE layer runs **2.00 times as fast as SM90 Mega MoE of [DeepGEMM](" in text
     assert ") 0.1**, and 1.00 times as fast as its two grouped GEMMs alone." in text
-    assert "2 cases: qwen3-30b-a3b with 128 experts of 2048 × 768; 1 to 4096 tokens." in text
+    assert "2 cases: qwen3-30b-a3b with 128 experts of 2048 x 768; 1 to 4096 tokens." in text
     assert text.endswith("1.00 to 4.00 times; slower: none.")
     content = json.loads((results / "moe_layer_newest-h200.json").read_text())
     for row in content["rows"]:

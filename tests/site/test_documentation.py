@@ -10,7 +10,13 @@ from deploy import documentation
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A repository with the documents that are pages, and two of its own."""
-    for name in (*documentation.PAGES, "docs/one.md", "docs/two.md", "docs/inside/three.md", "service/app.py"):
+    for name in (
+        *documentation.PAGES,
+        "docs/one.md",
+        "docs/two.md",
+        "docs/inside/three.md",
+        "service/app.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("# Title\n")
     return tmp_path
