@@ -1,8 +1,8 @@
 """Builds the documentation as a site: `python -m deploy.documentation build/docs` (`make docs`).
 
-Pages are the Markdown files in docs/, and the documents in PAGES; docs/site.toml has their order. Links to
-other files of the repository become links to their text. Warnings, broken links and anchors, and anything from
-another host are errors. Needs Zensical (requirements/docs.txt), and otherwise only the standard library.
+Pages are the Markdown files in docs/, and the documents in PAGES; docs/site.toml has their order. Links
+to other files of the repository become links to their text. Warnings, broken links and anchors, and anything
+from another host are errors. Needs Zensical (requirements/docs.txt), and otherwise only the standard library.
 """
 
 import argparse
