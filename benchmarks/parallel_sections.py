@@ -53,13 +53,13 @@ def parallel_headline(results: Path) -> str:
 
 def parallel_skewed(results: Path) -> str:
     """The rows whose experts are drawn by Zipf's law."""
-    columns = [_LAYER, _GPUS, _TOKENS, ("Zipf", _number("zipf")), _IMBALANCE, *_TIMES]
+    columns = [_LAYER, _GPUS, _TOKENS, ("Zipf", _number("zipf")), _IMBALANCE, *_TIMES_BRIEF]
     return _table(_all_rows(results, "skewed"), columns)
 
 
 def parallel_uneven(results: Path) -> str:
     """The rows with other numbers of tokens on each rank."""
-    columns = [_LAYER, _GPUS, ("tokens of ranks 0, 1, ...", _number("uneven")), *_TIMES]
+    columns = [_LAYER, _GPUS, ("tokens of ranks 0, 1, ...", _number("uneven")), *_TIMES_BRIEF]
     return _table(_all_rows(results, "uneven"), columns)
 
 
@@ -150,19 +150,17 @@ _LAYER: Column = "layer", _number("layer")
 _GPUS: Column = "GPUs", _number("gpus")
 _TOKENS: Column = "tokens a GPU", _number("tokens")
 _IMBALANCE: Column = "max/mean of the GPUs' rows", _number("imbalance", 2)
+_BRIEF = {"dispatch and combine alone", "one GPU, the same work", "whole layer", "whole layer over Mega MoE"}
 _TIMES: Sequence[Column] = (
     ("dispatch and combine alone", _number("exchange_us", 0)),
     ("in a row", _number("exchange_next_us", 0)),
     ("by NCCL", _number("nccl_us", 0)),
-    ("by NCCL in a row", _number("nccl_next_us", 0)),
     ("one GPU, the same work", _number("one_gpu_us", 0)),
     ("whole layer", _number("layer_us", 0)),
-    ("added", lambda row: f"{row['layer_us'] - row['one_gpu_us']:.0f}"),
-    ("two GEMMs alone", _number("two_gemms_us", 0)),
-    ("whole layer over them", _number("over_two_gemms", 2)),
-    ("Mega MoE", _number("mega_moe_us", 0)),
-    ("whole layer over it", _number("over_mega_moe", 2)),
+    ("whole layer over two GEMMs", _number("over_two_gemms", 2)),
+    ("whole layer over Mega MoE", _number("over_mega_moe", 2)),
 )
+_TIMES_BRIEF = [column for column in _TIMES if column[0] in _BRIEF]
 _OVERLAP: Sequence[Column] = (
     ("SMs for communication", _number("communication_sms")),
     ("dispatch and combine alone", _number("exchange_us", 0)),

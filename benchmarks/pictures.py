@@ -50,7 +50,9 @@ def draw_speed(result: Path, picture: Path) -> None:
         axes.set_title(layer, fontsize=9)
         axes.set_xlabel("tokens", fontsize=8)
     panels[0][0].set_ylabel("time over Mega MoE's", fontsize=8)
-    figure.suptitle(f"A whole MoE layer on one {_gpu(content)}, lower is faster", fontsize=10)
+    version = content["about"]["deep_gemm"]
+    title = f"A whole MoE layer on one {_gpu(content)}, DeepGEMM {version}, lower is faster"
+    figure.suptitle(title, fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, fontsize=8, ncols=3, loc="outside lower center")
     _save(figure, result, picture)
@@ -204,7 +206,7 @@ def draw_decode_beside_prefill(result: Path, picture: Path) -> None:
 
 PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/serving-h200.svg": ("serving-h200.json", draw_serving),
-    "docs/moe_layer_speed-h200.svg": ("moe_layer-h200.json", draw_speed),
+    "docs/moe_layer_speed-h200.svg": ("moe_layer_newest-h200.json", draw_speed),
     "docs/moe_layer-h200.svg": ("moe_layer-h200.json", draw_stages),
     "docs/grouped_gemm-h200.svg": ("grouped_gemm-h200.json", draw_roofline),
     "docs/parallel_growth-h200.svg": ("parallel-4xh200.json", draw_growth),

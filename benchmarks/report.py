@@ -17,12 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     "README.md",
-    "docs/benchmarks.md",
-    "docs/benchmarks-gemm.md",
-    "docs/benchmarks-parallel.md",
-    "docs/benchmarks-serving.md",
-    "docs/benchmarks-load.md",
+    "docs/results.md",
     "docs/numerics.md",
+    "docs/internals/benchmarks.md",
+    "docs/internals/benchmarks-gemm.md",
+    "docs/internals/benchmarks-parallel.md",
+    "docs/internals/benchmarks-serving.md",
+    "docs/internals/benchmarks-load.md",
 )
 _OPEN, _CLOSE = "<!-- report:", "<!-- /report -->"
 _SECTION = re.compile(rf"({_OPEN}([\w-]+) -->\n).*?({_CLOSE})", re.S)

@@ -59,25 +59,47 @@ from benchmarks.sweep_sections import (
 from benchmarks.weights_sections import weights, weights_machine
 
 _PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
+_NEWEST = "moe_layer_newest-h200.json"
 _DEEP_GEMM = "https://github.com/deepseek-ai/DeepGEMM"
 Section = Callable[[Path], str]
 
 
 def headline(results: Path) -> str:
-    """The whole layer against Mega MoE, in a sentence."""
-    about, rows = _layer(results)
+    """The whole layer against the newest Mega MoE, in a sentence each."""
+    about, rows = _layer(results, _NEWEST)
     speeds = [1 / row["over_mega_moe"] for row in rows]
-    mean, faster = statistics.geometric_mean(speeds), sum(speed > 1 for speed in speeds)
-    tokens, layers = [row["tokens"] for row in rows], len({row["layer"] for row in rows})
+    slower: dict[str, list[str]] = {}
+    for row in rows:
+        if row["over_mega_moe"] > 1:
+            slower.setdefault(row["layer"], []).append(str(row["tokens"]))
+    cases = [f"{name} at {' and '.join(tokens)} tokens" for name, tokens in slower.items()]
+    tokens, names = [row["tokens"] for row in rows], {row["layer"] for row in rows}
+    sizes = [
+        f"{layer.name} with {layer.num_experts} experts of {layer.hidden_size} x {layer.intermediate_size}"
+        for layer in LAYERS
+        if layer.name in names
+    ]
     return paragraph(
-        f"On one {_gpu(about)}, a whole MoE layer runs **{mean:.2f} times as fast as "
-        f"[DeepGEMM]({_DEEP_GEMM})'s SM90 Mega MoE**: the geometric mean of {len(rows)} cases "
-        f"({layers} models' layers, {min(tokens)} to {max(tokens)} tokens), {span(speeds)} times, and faster "
-        f"in {'every one' if faster == len(rows) else f'{faster} of them'}. It takes "
-        f"{_mean(rows, 'over_two_gemms'):.2f} times as long as DeepGEMM's two grouped GEMMs alone, and "
-        f"{statistics.geometric_mean(_over_floor(about, row) for row in rows):.2f} times as long as the "
-        "[floor](docs/benchmarks.md#the-layer)."
+        f"On one {_gpu(about)}, a whole MoE layer runs **{statistics.geometric_mean(speeds):.2f} times as "
+        f"fast as SM90 Mega MoE of [DeepGEMM]({_DEEP_GEMM}) {about['deep_gemm']}**, and "
+        f"{1 / _mean(rows, 'over_two_gemms'):.2f} times as fast as its two grouped GEMMs alone. These are "
+        f"geometric means of {len(rows)} cases: {', '.join(sizes)}; {min(tokens)} to {max(tokens)} tokens. "
+        f"Against Mega MoE they range from {span(speeds)} times; slower: {', '.join(cases) or 'none'}."
     )
+
+
+def layer_newest_machine(results: Path) -> str:
+    """The machine and versions of the measurement beside the newest DeepGEMM."""
+    about, _ = _layer(results, _NEWEST)
+    return paragraph(
+        f"{_gpu(about)}; a copy moved {about['copy_tbps']:.2f} TB/s; DeepGEMM: sgl-deep-gemm "
+        f"{about['deep_gemm']}; this project at {about['commit']}."
+    )
+
+
+def layer_newest(results: Path) -> str:
+    """Every row of the measurement beside the newest DeepGEMM."""
+    return _layer_table(_layer(results, _NEWEST)[1])
 
 
 def layer_machine(results: Path) -> str:
@@ -250,7 +272,8 @@ def numerics(results: Path) -> str:
 SECTIONS: dict[str, Section] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        headline, layer_machine, layer, layer_models_machine, layer_models, layer_means, layer_around,
+        headline, layer_newest_machine, layer_newest, layer_machine, layer,
+        layer_models_machine, layer_models, layer_means, layer_around,
         layer_peers, router, grouped_gemm_machine, grouped_gemm, grouped_gemm_peers, grouped_gemm_power,
         grouped_gemm_power_cold, gemm_sweep_machine, gemm_sweep, gemm_sweep_worst, host_cost, sm_counts,
         cpu_layer_machine, cpu_layer, cpu_layer_same_input, layouts, numerics_machine, numerics,

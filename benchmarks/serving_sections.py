@@ -116,8 +116,8 @@ def serving_headline(results: Path) -> str:
     alone, alone_many = (row["gpu_us"] for row in (http, http_many))
     gpu = _content(results)["header"]["gpu"].split(",")[0]
     return paragraph(
-        f"On one {gpu}, a call of DeepSeek-V3's whole layer through a [channel](docs/channels.md), with "
-        f"tensors in the GPU's memory, takes {one['p50_us'] - one['gpu_us']:.0f} µs longer than the GPU "
+        f"On one {gpu}, a call of DeepSeek-V3's whole layer through a [channel](transports.md#channels), "
+        f"with tensors in the GPU's memory, takes {one['p50_us'] - one['gpu_us']:.0f} µs longer than the GPU "
         f"alone at 1 token, and {100 * (many['p50_us'] / many['gpu_us'] - 1):.0f}% longer at 4096. Over "
         f"HTTP it takes {http['p50_us'] - alone:.0f} µs longer at 1 token; at 4096, where bodies take the "
         f"time, {http_many['p50_us'] / 1e3:.0f} ms instead of {alone_many / 1e3:.0f}."

@@ -14,7 +14,8 @@ MODELS = {  # hidden and intermediate size of an expert; Kimi-K2's are DeepSeek-
     "Qwen3-235B": (4096, 1536),
     "Qwen3-30B": (2048, 768),
 }
-# A geometric grid, and heights just above a tile's or where a launch once was slow (docs/kernel-log.md).
+# A geometric grid, and heights just above a tile's or where a launch once was slow
+# (docs/internals/kernel-log.md).
 ROWS = (1, 4, 16, 33, 70, 129, 200, 300, 512, 1000, 1033, 1186, 2048, 3000, 4096)
 COARSE_ROWS = (1, 16, 70, 300, 1000, 1186, 3000)
 MASKED_MAX_ROWS = 1200  # above this, callers use the contiguous layout

@@ -10,7 +10,7 @@ from benchmarks.heat_map import worst
 from benchmarks.markdown import paragraph, span, table
 from benchmarks.parallel_sections import NOT_MEASURED
 
-RESULT, PICTURE = "gemm_sweep-h200.json", "gemm_sweep-h200.svg"
+RESULT, PICTURE = "gemm_sweep-h200.json", "../gemm_sweep-h200.svg"
 
 
 def gemm_sweep_machine(results: Path) -> str:

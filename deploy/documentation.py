@@ -1,8 +1,8 @@
 """Builds the documentation as a site: `python -m deploy.documentation build/docs` (`make docs`).
 
-Pages are docs/*.md and the documents in PAGES; docs/site.toml has their order. Links to other files of the
-repository become links to their text. Warnings, broken links and anchors, and anything from another host are
-errors. Needs Zensical (requirements/docs.txt), and otherwise only the standard library.
+Pages are the Markdown files in docs/, and the documents in PAGES; docs/site.toml has their order. Links
+to other files of the repository become links to their text. Warnings, broken links and anchors, and anything
+from another host are errors. Needs Zensical (requirements/docs.txt), and otherwise only the standard library.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _LOADED = {"script", "img", "iframe", "audio", "video", "source", "link"}  # ele
 
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Every document that is a page, as a path in the repository, and the page's name."""
-    own = {str(path.relative_to(root)): path.name for path in sorted((root / "docs").glob("*.md"))}
+    own = {str(path.relative_to(root)): path.name for path in sorted((root / "docs").rglob("*.md"))}
     return own | PAGES
 
 

@@ -1,4 +1,4 @@
-"""Takes the picture of docs/page.md: `python -m deploy.page_picture docs/page.png`, while `make serve` runs.
+"""Takes the picture of the page: `python -m deploy.page_picture docs/page.png`, while `make serve` runs.
 
 It sends the demo layer tokens whose experts change, and looks at the page with Debian's Chromium meanwhile.
 """

@@ -14,7 +14,7 @@ OverlapMode = Literal["auto", "always", "never"]
 PART_COLUMNS = 2048
 """Columns of out that are computed, then combined, as one part; the last part has the rest."""
 
-# Measured on two and four H200s, see docs/benchmarks-parallel.md.
+# Measured on two and four H200s, see docs/internals/benchmarks-parallel.md.
 _RANKS, _TOKENS = 4, 4096  # lower bounds
 
 

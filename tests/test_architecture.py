@@ -300,7 +300,7 @@ def test_the_product_does_not_import_programs_beside_it() -> None:
 
 
 def test_the_document_has_the_same_packages() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\|$", text, re.M)
     assert {package: set(re.findall(r"`(\w+)`", allowed)) for package, allowed in rows} == {
         package: set(allowed) for package, allowed in PACKAGES.items()

@@ -68,7 +68,7 @@ def test_a_picture_names_its_result_and_is_reproducible(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_speeds_has_a_bar_for_every_row(tmp_path: Path) -> None:
-    result = RESULT.parent / "moe_layer-h200.json"
+    result = RESULT.parent / "moe_layer_newest-h200.json"
     pictures.draw_speed(result, tmp_path / "picture.svg")
     drawn = (tmp_path / "picture.svg").read_text()
     for row in json.loads(result.read_text())["rows"]:

@@ -125,7 +125,8 @@ def test_the_documented_commands_are_understood(monkeypatch: pytest.MonkeyPatch)
     parsers = {"remote_experts": remote_experts.parse, "afd.attention": attention.parse}
     parsed = [parsers[program](arguments) for program, arguments in commands if program in parsers]
     assert len(parsed) == 6
-    assert {program for program, _ in commands} == {*parsers, "afd.timeline"}
+    tutorials = {"qwen3_experts", "two_lanes", "hot_expert"}  # tests/test_blocks.py runs them
+    assert {program for program, _ in commands} == {*parsers, "afd.timeline", *tutorials}
 
 
 @pytest.mark.parametrize(

@@ -63,20 +63,20 @@ def test_the_curl_request(server: ServerProcess) -> None:
 
 @pytest.mark.slow
 def test_the_python_request(server: ServerProcess) -> None:
-    answer = run(sys.executable, "-c", asking(server, block("README.md", "python", "tritonclient")))
+    answer = run(sys.executable, "-c", asking(server, block("docs/http.md", "python", "tritonclient.http")))
     assert answer.startswith("(5, 512)\n[[")
 
 
 @pytest.mark.slow
 def test_the_grpc_request(server: ServerProcess) -> None:
-    text = block("docs/grpc.md", "python", "tritonclient.grpc")
+    text = block("docs/http.md", "python", "tritonclient.grpc")
     assert run(sys.executable, "-c", text.replace("localhost:8001", grpc_address(server))) == "(5, 512)\n"
 
 
 @needs_curl
 @pytest.mark.slow
 def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
-    answer = run("bash", "-c", asking(server, block("README.md", "sh", "/v1/partitions")))
+    answer = run("bash", "-c", asking(server, block("docs/operating.md", "sh", "/v1/partitions")))
     assert (
         answer
         == '{"error": "partitions: expected a backend whose device has SMs to partition, got \'reference\'"}'
@@ -86,13 +86,13 @@ def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
 @needs_curl
 @pytest.mark.slow
 def test_the_pages_events(server: ServerProcess) -> None:
-    lines = run("bash", "-c", asking(server, block("docs/page.md", "sh", "/v1/live"))).splitlines()
+    lines = run("bash", "-c", asking(server, block("docs/monitoring.md", "sh", "/v1/live"))).splitlines()
     assert lines[::3] == ["event: server", "event: snapshot", "event: snapshot"]
 
 
 @pytest.mark.slow
 def test_the_routing_of_tokens(server: ServerProcess) -> None:
-    answer = run(sys.executable, "-c", asking(server, block("docs/page.md", "python", "routing")))
+    answer = run(sys.executable, "-c", asking(server, block("docs/monitoring.md", "python", "routing")))
     ids, weights = answer.strip()[1:-1].split("] [[")
     assert [len(row.split(",")) for text in (ids, weights) for row in text.split("], [")] == [4] * 6
 
@@ -100,14 +100,14 @@ def test_the_routing_of_tokens(server: ServerProcess) -> None:
 @needs_curl
 @pytest.mark.slow
 def test_two_ranks_on_a_laptop(tmp_path: Path) -> None:
-    documented = (ROOT / "docs" / "parallel.md").read_text()
+    documented = (ROOT / "docs" / "ranks.md").read_text()
     (printed,) = re.findall(r"^```\n(expertd_rank_up.*?)^```$", documented, re.M | re.S)
-    arguments = shlex.split(block("docs/parallel.md", "sh", "--ranks 2"))
+    arguments = shlex.split(block("docs/ranks.md", "sh", "--ranks 2"))
     assert arguments[:2] == [".venv/bin/expertd", "serve"]
     assert load_settings(ROOT / "configs" / "demo-2ranks.yaml").models == load_settings(DEMO).models
     with serving(arguments[2:], tmp_path) as server:
         run("bash", "-c", asking(server, block("README.md", "sh", "/infer")))
-        metrics = asking(server, block("docs/parallel.md", "sh", "expertd_rank_"))
+        metrics = asking(server, block("docs/ranks.md", "sh", "expertd_rank_"))
         wait_for(lambda: run("bash", "-c", metrics) == printed, "the step is counted", 10)
 
 

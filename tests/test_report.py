@@ -36,7 +36,7 @@ def write(directory: Path, name: str, content: object) -> Path:
 def copy(tmp_path: Path) -> Path:
     """A copy of the documents and results, for tests to change."""
     for name in (*report.DOCUMENTS, *pictures.measured(ROOT / "benchmarks" / "results")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
     return tmp_path
@@ -98,9 +98,9 @@ def test_unmatched_markers_are_refused(text: str, message: str) -> None:
         report.render(text)
 
 
-def layer_result(tmp_path: Path) -> Path:
+def layer_result(tmp_path: Path, name: str = "moe_layer-h200.json", **more: object) -> Path:
     """Two rows of a layer, with round figures."""
-    about = {"gpu": "GPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "copy_tbps": 4.0, "deep_gemm": "0.1"}
+    about = {"gpu": "GPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "copy_tbps": 4.0, "deep_gemm": "0.1"} | more
     stages = dict.fromkeys(STAGES, 10.0) | {"quantize": 40.0, "combine": 60.0}
     row = {"layer": "qwen3-30b-a3b", "us": 500.0, "stages_us": stages}
     rows = [
@@ -110,14 +110,25 @@ def layer_result(tmp_path: Path) -> Path:
                "mega_moe_us": 500.0, "over_mega_moe": 1.0},
     ]  # fmt: skip
     router = [{"tokens": 1, "router_us": 7.25}, {"tokens": 16, "router_us": 8.0}]
-    return write(tmp_path, "moe_layer-h200.json", {"about": about, "rows": rows, "router": router})
+    return write(tmp_path, name, {"about": about, "rows": rows, "router": router})
 
 
-def test_the_headline_counts_only_what_is_faster(tmp_path: Path) -> None:
-    text = SECTIONS["headline"](layer_result(tmp_path)).replace("\n", " ")
-    assert "runs **2.00 times as fast" in text
-    assert "2 cases (1 models' layers, 1 to 4096 tokens), 1.00 to 4.00 times, and faster in 1 of them" in text
-    assert "It takes 1.00 times as long" in text
+def test_the_headline_names_versions_sizes_and_what_is_slower(tmp_path: Path) -> None:
+    results = layer_result(tmp_path, "moe_layer_newest-h200.json", commit="abc")
+    text = SECTIONS["headline"](results).replace("\n", " ")
+    assert "On one GPU, a whole MoE layer runs **2.00 times as fast as SM90 Mega MoE of [DeepGEMM](" in text
+    assert ") 0.1**, and 1.00 times as fast as its two grouped GEMMs alone." in text
+    assert "2 cases: qwen3-30b-a3b with 128 experts of 2048 x 768; 1 to 4096 tokens." in text
+    assert text.endswith("1.00 to 4.00 times; slower: none.")
+    content = json.loads((results / "moe_layer_newest-h200.json").read_text())
+    for row in content["rows"]:
+        row["over_mega_moe"] = 1.25
+    text = SECTIONS["headline"](write(tmp_path, "moe_layer_newest-h200.json", content)).replace("\n", " ")
+    assert text.endswith("0.80 to 0.80 times; slower: qwen3-30b-a3b at 1 and 4096 tokens.")
+    assert SECTIONS["layer-newest"](results).splitlines()[2] == (
+        "| qwen3-30b-a3b | 1 | 500.0 | 1000.0 | 0.50 | 2000.0 | 1.25 |"
+    )
+    assert SECTIONS["layer-newest-machine"](results).endswith("sgl-deep-gemm 0.1; this project at abc.")
 
 
 def test_the_layers_tables(tmp_path: Path) -> None:

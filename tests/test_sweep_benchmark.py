@@ -232,7 +232,7 @@ def test_the_sweeps_tables(tmp_path: Path) -> None:
         "| contiguous | 1 | 2 | 1.00 | 0.50 to 2.00 | 1 |",
         "| masked | 4 | 1 | 0.97 | 0.97 to 0.97 | 0 |",
     ]
-    assert lines[-1].endswith("(gemm_sweep-h200.svg)")
+    assert lines[-1].endswith("(../gemm_sweep-h200.svg)")
     assert SECTIONS["gemm-sweep-worst"](tmp_path).splitlines()[2:] == [
         "| 1 | contiguous | 1 | 16 | 4096 | 7168 | 10.0 | 5.0 | 0.50 |",
         "| 2 | masked | 4 | 16 | 4096 | 7168 | 10.0 | 9.7 | 0.97 |",

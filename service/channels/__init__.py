@@ -1,1 +1,1 @@
-"""Channels: requests and answers through shared memory, without HTTP; docs/channels.md has the layout."""
+"""Channels: requests and answers through shared memory, laid out as docs/internals/channels.md says."""

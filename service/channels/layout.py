@@ -1,4 +1,4 @@
-"""The control memory of a channel, to the byte, as docs/channels.md has it; imports no torch."""
+"""The control memory of a channel, to the byte, as docs/internals/channels.md has it; imports no torch."""
 
 import struct
 from dataclasses import asdict, dataclass, replace

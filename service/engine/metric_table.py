@@ -1,6 +1,6 @@
-"""Generates the table of all metrics in docs/metrics.md.
+"""Generates the table of all metrics in docs/monitoring.md.
 
-`python -m expertd.service.engine.metric_table docs/metrics.md` writes it between the markers;
+`python -m expertd.service.engine.metric_table docs/monitoring.md` writes it between the markers;
 `--check` only compares.
 """
 

@@ -91,7 +91,7 @@ class Settings(BaseSettings):
     devices: Devices | None = Field(
         default=None,
         description="GPUs that share every layer, e.g. `0-1`, two to eight of one host: each has a process, "
-        "a rank, with part of the experts (docs/parallel.md); null: one GPU, or `ranks`",
+        "a rank, with part of the experts (docs/ranks.md); null: one GPU, or `ranks`",
     )
     ranks: int = Field(
         default=1,
@@ -103,7 +103,7 @@ class Settings(BaseSettings):
         default=1,
         ge=1,
         le=64,
-        description="number of nodes, each with as many ranks as `devices` or `ranks` say (docs/nodes.md)",
+        description="number of nodes, each with as many ranks as `devices` or `ranks` say (docs/ranks.md)",
     )
     node_rank: int = Field(
         default=0,
@@ -126,7 +126,7 @@ class Settings(BaseSettings):
         gt=0,
         allow_inf_nan=False,
         description="seconds after which a step counts as hung: the process exits (docs/operating.md), or "
-        "with ranks, all start again (docs/parallel.md)",
+        "with ranks, all start again (docs/ranks.md)",
     )
     placement: PlacementSettings = Field(
         default=PlacementSettings(), description="which rank holds which experts"

@@ -159,7 +159,7 @@ class SharedMemorySettings(Frozen):
     """Memory of callers on this machine, which requests name instead of carrying tensors."""
 
     enabled: bool = Field(
-        default=False, description="whether callers may register shared memory; see docs/shared-memory.md"
+        default=False, description="whether callers may register shared memory; see docs/transports.md"
     )
     key_prefix: Annotated[str, matching(r"[^/]*", "a text without '/'")] = Field(
         default="",
@@ -184,7 +184,7 @@ def _text_of_number(value: object) -> object:
 
 
 class ChannelSettings(Frozen):
-    """Channels: requests through shared memory (docs/channels.md)."""
+    """Channels: requests through shared memory (docs/transports.md)."""
 
     socket: Annotated[Path | None, BeforeValidator(lambda value: None if value == "" else value)] = Field(
         default=AUTO,
@@ -213,7 +213,7 @@ class ChannelSettings(Frozen):
 
 
 class GrpcSettings(Frozen):
-    """The same protocol over gRPC (docs/grpc.md)."""
+    """The same protocol over gRPC (docs/http.md)."""
 
     port: int | None = Field(
         default=None,
@@ -224,7 +224,7 @@ class GrpcSettings(Frozen):
 
 
 class MetricsSettings(Frozen):
-    """What /metrics has (docs/metrics.md)."""
+    """What /metrics has (docs/monitoring.md)."""
 
     max_expert_series: int = Field(
         default=1024,
@@ -235,7 +235,7 @@ class MetricsSettings(Frozen):
 
 
 class PageSettings(Frozen):
-    """The page at `/` (docs/page.md)."""
+    """The page at `/` (docs/monitoring.md)."""
 
     enabled: bool = Field(
         default=True,
@@ -257,7 +257,7 @@ _Url = Annotated[
 
 
 class TracingSettings(Frozen):
-    """Spans of infer requests, for an OpenTelemetry collector (docs/tracing.md)."""
+    """Spans of infer requests, for an OpenTelemetry collector (docs/operating.md)."""
 
     endpoint: _Url | None = Field(
         default=None,
@@ -274,7 +274,7 @@ class TracingSettings(Frozen):
 
 
 class OverlapSettings(Frozen):
-    """Communication between GPUs while GEMMs run (docs/benchmarks-parallel.md)."""
+    """Communication between GPUs while GEMMs run (docs/ranks.md)."""
 
     mode: Literal["auto", "always", "never"] = Field(
         default="auto",
@@ -288,7 +288,7 @@ class OverlapSettings(Frozen):
 
 
 class PlacementSettings(Frozen):
-    """Which rank holds which experts (docs/placement.md)."""
+    """Which rank holds which experts (docs/ranks.md)."""
 
     policy: Literal["static", "balanced"] | None = Field(
         default=None,

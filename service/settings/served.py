@@ -23,7 +23,9 @@ class WeightsSettings(Frozen):
         le=2**63 - 1,
         description="seed of reproducible random weights; 0 if `weights` is omitted",
     )
-    path: Path | None = Field(default=None, description="safetensors file in the format of docs/weights.md")
+    path: Path | None = Field(
+        default=None, description="safetensors file in the format of docs/checkpoints.md"
+    )
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:

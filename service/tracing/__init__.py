@@ -1,4 +1,4 @@
-"""Spans of infer requests, for an OpenTelemetry collector (docs/tracing.md)."""
+"""Spans of infer requests, for an OpenTelemetry collector (docs/operating.md)."""
 
 from expertd.service.tracing.context import Headers, TraceContext, trace_context
 from expertd.service.tracing.request import Rpc, TracedRequest

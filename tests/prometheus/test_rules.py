@@ -47,15 +47,16 @@ def test_every_alert_is_tested_both_ways() -> None:
 
 
 def test_every_alert_has_a_section_that_says_what_to_do() -> None:
-    text = (ROOT / "docs" / "alerts.md").read_text()
-    sections = dict(re.findall(r"^## (\w+)\n\n(.*?)\s*(?=^## |\Z)", text, re.M | re.S))
+    text = (ROOT / "docs" / "monitoring.md").read_text()
+    (alerts,) = re.findall(r"^## Alerts$(.*?)(?=^## |\Z)", text, re.M | re.S)
+    sections = dict(re.findall(r"^### (\w+)\n\n(.*?)\s*(?=^### |\Z)", alerts, re.M | re.S))
     assert list(sections) == ALERTS
     words = {"critical": "Critical.", "warning": "Warning.", "info": "Information."}
     for rule in rules("alerts.yml"):
         paragraphs = sections[rule["alert"]].split("\n\n")
         assert paragraphs[0].startswith(words[rule["labels"]["severity"]]), rule["alert"]
         assert len(paragraphs) > 1, f"{rule['alert']}: expected a paragraph on what to do"
-        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/monitoring.md#{rule['alert'].lower()}"
 
 
 def test_expressions_read_known_series() -> None:

@@ -10,7 +10,13 @@ from deploy import documentation
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A repository with the documents that are pages, and two of its own."""
-    for name in (*documentation.PAGES, "docs/one.md", "docs/two.md", "service/app.py"):
+    for name in (
+        *documentation.PAGES,
+        "docs/one.md",
+        "docs/two.md",
+        "docs/inside/three.md",
+        "service/app.py",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("# Title\n")
     return tmp_path
@@ -18,11 +24,11 @@ def root(tmp_path: Path) -> Path:
 
 def test_links_become_pages_and_copies(root: Path, tmp_path: Path) -> None:
     text = "[a](two.md#x) [b](../client/README.md) [c](../service/app.py) [d](../service/)"
-    text += " [e](https://a.b)"
+    text += " [e](https://a.b) [f](inside/three.md)"
     (root / "docs" / "one.md").write_text(f"{text}\n```\n[kept](nowhere.md)\n```\n")
     documentation.stage(tmp_path / "site", root)
     changed = "[a](two.md#x) [b](client.md) [c](source/service/app.py.txt) [d](source/service.txt)"
-    changed += " [e](https://a.b)"
+    changed += " [e](https://a.b) [f](three.md)"
     assert (tmp_path / "site" / "one.md").read_text() == f"{changed}\n```\n[kept](nowhere.md)\n```\n"
     assert (tmp_path / "site" / "source/service/app.py.txt").read_text() == "# Title\n"
     assert (tmp_path / "site" / "source/service.txt").read_text() == "service/\n\napp.py\n"

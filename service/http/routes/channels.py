@@ -49,7 +49,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
         openapi_extra=_BODY,
     )
     async def open_channel(request: Request) -> dict[str, Any]:
-        """Open a channel, to be claimed at the socket with the token within 10 s (docs/channels.md)."""
+        """Open a channel, to be claimed at the socket with the token within 10 s (docs/transports.md)."""
         hub.check_enabled()
         body = await control_body(request, bodies)
         entry = await hub.open(_opening(body, gate.caller(request.scope["headers"])))

@@ -50,8 +50,8 @@ class ParallelLayer:
       bfloat16, to which an expert's output is rounded before it is weighted in any case, and are added in
       the order of slots.
 
-    The reference backend is batch-invariant on CPUs with bf16 instructions; `docs/parallel-layer.md` has the
-    rest.
+    The reference backend is batch-invariant on CPUs with bf16 instructions;
+    `docs/internals/parallel-layer.md` has the rest.
     Where an expert has several replicas, a token's position chooses one (`placed.begin_step`); this, like the
     placement, changes which terms are added first, so only the bits of `exact` do not depend on it.
     Raises ValueError if weights, shape and placement do not match, or if there are more ranks than experts.

@@ -1,6 +1,7 @@
 """Which rank holds which experts: placements, the policies that make them, and changes from one to another.
 
-Pure functions of NumPy arrays. One process computes a placement for all ranks; docs/placement.md explains it.
+Pure functions of NumPy arrays. One process computes a placement for all ranks;
+docs/internals/placement.md explains it.
 """
 
 from expertd.service.moe.placement.changes import (

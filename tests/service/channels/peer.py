@@ -1,4 +1,4 @@
-"""The caller's side of a channel, as docs/channels.md describes it, with numpy and the standard library."""
+"""The caller's side of a channel, as docs/internals/channels.md describes it, with the standard library."""
 
 import mmap
 import os

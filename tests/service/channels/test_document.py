@@ -1,4 +1,4 @@
-"""docs/channels.md: its tables are the code's layout, and its client works."""
+"""docs/internals/channels.md: its tables are the code's layout, and its client works."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from expertd.service.settings.loader import load_settings
 from tests.paths import DEMO, ROOT
 from tests.service.processes import clean_environment, server_process
 
-TEXT = (ROOT / "docs" / "channels.md").read_text()
+TEXT = (ROOT / "docs" / "internals" / "channels.md").read_text()
 SIZES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "8 bytes": "8s"}
 
 

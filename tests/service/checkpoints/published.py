@@ -31,18 +31,20 @@ def understood(name: str) -> MoEModel:
 
 
 def report() -> str:
-    """The count, and a Markdown table with a row for each model."""
-    rows, served = [], 0
+    """The count, and a Markdown table with a row for the models with the same result."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    served = 0
     for name in sorted(PUBLISHED, key=str.lower):
         try:
             model = understood(name)
         except CheckpointError as error:
-            rows.append(f"| {name} | refused | {_shortened(str(error))} |\n")
+            rows.setdefault(("refused", _shortened(str(error))), []).append(name)
             continue
         served += 1
-        rows.append(f"| {name} | {_how(model)} | {_what(model)} |\n")
+        rows.setdefault((_how(model), _what(model)), []).append(name)
     head = f"{served} of {len(PUBLISHED)} are understood.\n\n"
-    return head + "| model | | layers, or the reason |\n|---|---|---|\n" + "".join(rows)
+    lines = (f"| {', '.join(names)} | {how} | {what} |\n" for (how, what), names in rows.items())
+    return head + "| models | | layers, or the reason |\n|---|---|---|\n" + "".join(lines)
 
 
 def _how(model: MoEModel) -> str:

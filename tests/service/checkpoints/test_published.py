@@ -18,8 +18,8 @@ def test_most_are_understood() -> None:
 
 
 def test_the_documented_report_is_the_current_one() -> None:
-    text = (ROOT / "docs" / "checkpoints.md").read_text()
-    assert replaced(text) == text, "python -m tests.service.checkpoints.published docs/checkpoints.md"
+    text = (ROOT / "docs" / "internals" / "published.md").read_text()
+    assert replaced(text) == text, "python -m tests.service.checkpoints.published docs/internals/published.md"
     with pytest.raises(ValueError, match="each on a line of its own"):
         replaced("no markers")
 

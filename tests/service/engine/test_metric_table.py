@@ -21,7 +21,7 @@ from tests.service.apps import serving, tiny_settings
 from tests.service.engine.all_metrics import SHAPE, everything
 from tests.service.engine.fake_nvml import fake_nvml
 
-DOCUMENT = ROOT / "docs" / "metrics.md"
+DOCUMENT = ROOT / "docs" / "monitoring.md"
 _BASE_UNITS = ("seconds", "bytes", "ratio", "watts", "joules", "hertz", "celsius", "tokens")
 
 
@@ -87,7 +87,7 @@ def test_metrics_are_made_in_one_place() -> None:
 
 def test_the_document_has_the_table_and_the_values_of_labels() -> None:
     text = DOCUMENT.read_text()
-    assert replaced(text) == text, "python -m expertd.service.engine.metric_table docs/metrics.md"
+    assert replaced(text) == text, "python -m expertd.service.engine.metric_table docs/monitoring.md"
     for reason in REASONS:
         assert f"`{reason}`" in text, reason
     rows = re.findall(

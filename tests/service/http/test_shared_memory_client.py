@@ -82,7 +82,7 @@ def test_all_tensors_in_one_region(client: Any) -> None:
 
 
 def test_the_example_of_the_document_works(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "shared-memory.md").read_text()
+    text = (ROOT / "docs" / "transports.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     settings = load_settings(DEMO)
     given_in_the_text = {"enabled": True, "key_prefix": "expertd-"}

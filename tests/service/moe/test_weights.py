@@ -175,7 +175,7 @@ def test_an_error_about_a_foreign_file_stays_short(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_documented_example_writes_a_file_that_can_be_served(tmp_path: Path) -> None:
-    document = (ROOT / "docs" / "weights.md").read_text()
+    document = (ROOT / "docs" / "checkpoints.md").read_text().partition("## Your own weights")[2]
     (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.M | re.S)
     subprocess.run([sys.executable, "-c", example], check=True, cwd=tmp_path)
     (settings,) = re.findall(r"^```yaml\n(.*?)^```$", document, re.M | re.S)
@@ -186,7 +186,7 @@ def test_the_documented_example_writes_a_file_that_can_be_served(tmp_path: Path)
 
 
 def test_the_documented_tensors_are_those_that_are_read() -> None:
-    document = (ROOT / "docs" / "weights.md").read_text()
+    document = (ROOT / "docs" / "checkpoints.md").read_text().partition("## Your own weights")[2]
     table = re.findall(r"^\| `(\w+)`( \(optional\))? \| `(\[.*?\])` \| (.*?) \|", document, re.M)
     shape = LayerShape(1024, 384, 5, 2, num_shared_experts=1)
     sizes = {"E": 5, "G": 6, "H": 1024, "I": 384}

@@ -1,4 +1,4 @@
-"""The memory of a channel to the byte: version 2 of the server's docs/channels.md."""
+"""The memory of a channel to the byte: version 2 of the server's docs/internals/channels.md."""
 
 import platform
 import struct

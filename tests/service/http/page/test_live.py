@@ -181,7 +181,8 @@ def test_viewers_leave_and_do_not_delay_a_shutdown(tmp_path: Path, http_workers:
 
 
 async def test_every_field_is_documented() -> None:
-    table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "page.md").read_text(), re.M)
+    text = (ROOT / "docs" / "monitoring.md").read_text().partition("### Events of the page")[2]
+    table = re.findall(r"^\| (`.*?) \|", text.partition("\n### ")[0], re.M)
     named = {name for cell in table for name in re.findall(r"`([\w.]+)`", cell)}
     async with serving(tiny_settings()) as server:
         now = await live(server)

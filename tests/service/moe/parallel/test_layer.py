@@ -138,7 +138,7 @@ def test_exact_has_the_bits_of_one_rank(
 
 
 def test_exact_has_the_bits_of_the_reference_backend_from_16_rows_an_expert(ranks: Ranks) -> None:
-    """Then its GEMMs have the same heights on one rank and on several; see `docs/parallel-layer.md`."""
+    """Its GEMMs then have the same heights on one rank and on several (docs/internals/parallel-layer.md)."""
     counts = (60, 0, 80, 52)
     given = [(ids, weights.nan_to_num()) for ids, weights in make_routing(counts)]
     case = make_case(counts, given=given, exact=True, dtype=BF16)
