@@ -99,7 +99,9 @@ def test_layers_of_an_unsupported_checkpoint(tmp_path: Path, capsys: Output) -> 
     assert main(["layers", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"expertd layers: {tmp_path}/config.json: model_type: expected one of ")
+    assert captured.err.startswith(
+        f"expertd layers: {tmp_path}/config.json: model_type: expected a model with "
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_layers_of_an_unsupported_checkpoint(tmp_path: Path, capsys: Output) -> 
             {"routed_scaling_factor": 0},
             "routing.routed_scaling_factor: expected a number greater than 0, got 0.0",
         ),
-        ({"first_k_dense_replace": 9}, "layers: expected a model with MoE layers, got none"),
+        ({"first_k_dense_replace": 9}, "config.json: expected MoE layers, got none"),
         ({"model_type": "bert"}, "model_type: expected one of "),
         ({"quantization_config": "fp8"}, "quantization_config: expected an object, got 'fp8'"),
     ],
@@ -148,7 +150,7 @@ def test_layers_that_must_be_rounded_are_listed_if_allowed(tmp_path: Path, capsy
 def test_all_layers_of_a_checkpoint_without_any(checkpoint: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     edit_json(path / "config.json", first_k_dense_replace=9)
-    with pytest.raises(CheckpointError, match=r"layers: expected a model with MoE layers, got none$"):
+    with pytest.raises(CheckpointError, match=r"config\.json: expected MoE layers, got none: "):
         models_of(CheckpointSettings(path=path, layers="all"))
 
 
