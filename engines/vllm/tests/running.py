@@ -55,10 +55,15 @@ class Running:
             answer: bytes = response.read()
         return answer.decode()
 
-    def total(self, metric: str) -> float:
-        """The sum of a metric over its labels."""
-        lines = [line.rpartition(" ") for line in self.ask("/metrics").splitlines()]
-        return sum(float(value) for name, _, value in lines if name.partition("{")[0] == metric)
+    def total(self, metric: str, expected: float) -> float:
+        """The sum of a metric over its labels, once it is as expected or more: steps are counted a bit later."""
+        end = time.monotonic() + 30
+        while True:
+            lines = [line.rpartition(" ") for line in self.ask("/metrics").splitlines()]
+            total = sum(float(value) for name, _, value in lines if name.partition("{")[0] == metric)
+            if total >= expected or time.monotonic() > end:
+                return total
+            time.sleep(0.1)
 
     def stop(self) -> int:
         """End it by SIGTERM; the exit code."""

@@ -49,9 +49,10 @@ def test_tokens_and_requests(
         running_vllm(tmp_path, model, expertd.url, *flags) as vllm,
     ):
         texts = [complete(vllm, prompt) for prompt in PROMPTS]
-        asked = sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS)
-        assert expertd.total("expertd_batch_tokens_sum") == LAYERS * asked
-        assert vllm.total("expertd_vllm_wait_seconds_count") >= LAYERS * NEW_TOKENS * len(PROMPTS)
+        asked = LAYERS * sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS)
+        calls = LAYERS * NEW_TOKENS * len(PROMPTS)
+        assert expertd.total("expertd_batch_tokens_sum", asked) == asked
+        assert vllm.total("expertd_vllm_wait_seconds_count", calls) >= calls
         assert len(json.loads(expertd.ask("/v1/channels"))["channels"]) == processes
 
         answered = threading.Semaphore(0)
@@ -62,12 +63,12 @@ def test_tokens_and_requests(
             return text
 
         with ThreadPoolExecutor(4) as callers:
-            calls = [callers.submit(ask, prompt) for prompt in PROMPTS * 8]
+            asking = [callers.submit(ask, prompt) for prompt in PROMPTS * 8]
             for _ in range(3):
                 answered.acquire()
             expertd.kill()
             expertd.start()
-        texts += [call.result() for call in calls]
+        texts += [call.result() for call in asking]
         texts += [complete(vllm, prompt) for prompt in PROMPTS]
         for begin in range(0, len(texts), len(PROMPTS)):
             ties = expected.ties(texts[begin : begin + len(PROMPTS)])
