@@ -56,7 +56,7 @@ class Running:
         return answer.decode()
 
     def total(self, metric: str, expected: float) -> float:
-        """The sum of a metric over its labels, once it is as expected or more: steps are counted a bit later."""
+        """A metric's sum over its labels, once it is as expected or more: steps are counted a bit later."""
         end = time.monotonic() + 30
         while True:
             lines = [line.rpartition(" ") for line in self.ask("/metrics").splitlines()]
