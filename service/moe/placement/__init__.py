@@ -10,7 +10,7 @@ from expertd.service.moe.placement.changes import (
     plan_change,
     relabel,
 )
-from expertd.service.moe.placement.placement import Placement, contiguous_placement, cyclic_placement
+from expertd.service.moe.placement.placement import Placement, contiguous_placement
 from expertd.service.moe.placement.policies import (
     activation_frequencies,
     global_placement,
@@ -25,7 +25,6 @@ __all__ = [
     "choose_replicas",
     "contiguous_placement",
     "count_moves",
-    "cyclic_placement",
     "global_placement",
     "hierarchical_placement",
     "plan_change",

@@ -126,15 +126,3 @@ def contiguous_placement(
     first = np.repeat(np.cumsum(own) - own, capacity)
     slot = np.arange(total) - np.repeat(np.cumsum(capacity) - capacity, capacity)
     return Placement(np.tile((first + slot) % num_experts, (num_layers, 1)), num_experts, num_ranks)
-
-
-def cyclic_placement(num_layers: int, num_experts: int, num_ranks: int, num_physical: int) -> Placement:
-    """Experts in order, over and over: the first get most replicas, all of an expert's on different ranks.
-
-    num_physical  physical experts of a layer, num_experts to num_ranks * num_experts
-    Raises ValueError (name, expected, got).
-    """
-    most = num_ranks * num_experts
-    require("num_physical", num_experts <= num_physical <= most, f"{num_experts} to {most}", num_physical)
-    slots = np.arange(num_physical) % num_experts
-    return Placement(np.tile(slots, (num_layers, 1)), num_experts, num_ranks)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.moe.placement import Placement, contiguous_placement, cyclic_placement, global_placement
+from expertd.service.moe.placement import Placement, contiguous_placement, global_placement
 from expertd.service.moe.split import split_experts
 from tests.service.moe.placement.greedy import draw
 
@@ -44,20 +44,6 @@ def test_replicas_share_an_experts_load_equally() -> None:
     loads = [[9.0, 4.0, 1.0, 1.0], [0.0, 0.0, 0.0, 8.0]]
     assert placement.load_by_rank(loads).tolist() == [[6.0, 4.0, 5.0], [6.0, 0.0, 2.0]]
     assert placement.imbalance(loads).tolist() == pytest.approx([6 / 5, 6 / (8 / 3)])
-
-
-def test_a_cyclic_placement_has_replicas_on_different_ranks() -> None:
-    for num_experts, num_ranks in ((8, 4), (10, 3), (7, 2), (4, 4)):
-        for total in range(num_experts, num_experts * num_ranks + 1):
-            placement = cyclic_placement(2, num_experts, num_ranks, total)
-            for rank in range(num_ranks):
-                experts = placement.experts_of_rank(1, rank).tolist()
-                assert len(set(experts)) == len(experts)
-            counts = placement.num_replicas[0].tolist()
-            assert max(counts) - min(counts) <= 1
-            assert counts == sorted(counts, reverse=True)
-    with pytest.raises(ValueError, match=r"^num_physical: expected 4 to 8, got 9$"):
-        cyclic_placement(1, 4, 2, 9)
 
 
 def test_imbalance_of_no_load_is_1_and_of_huge_loads_finite() -> None:
