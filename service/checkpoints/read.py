@@ -34,7 +34,7 @@ def read_model(directory: Path) -> MoEModel:
     quantization = read_quantization((config, text) if nested else (config,))
     model = replace(describe(text, family), family=name, quantization=quantization)
     if not model.layers and not model.refused:
-        raise config.error(f"expected MoE layers, got only dense ones: this {name} has no experts")
+        raise config.error(f"expected MoE layers, got none: this {name} has no experts")
     return model
 
 
