@@ -29,8 +29,9 @@ def complete(vllm: Running, prompt: list[int]) -> list[int]:
     ("flags", "processes"),
     [
         ([], 1),
-        (["-dp=2"], 2),
-        (["-tp=2", "-dp=2", "--enable-expert-parallel"], 4),  # with sequence parallel experts
+        (["-dp=2", "--api-server-count=1"], 2),
+        # With sequence parallel experts.
+        (["-tp=2", "-dp=2", "--api-server-count=1", "--enable-expert-parallel"], 4),
     ],
     ids=str,
 )

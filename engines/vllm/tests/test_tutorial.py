@@ -16,7 +16,7 @@ from tests.running import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 TESTED = r"^<!-- tested by engines/vllm/tests/test_tutorial\.py::test_the_tutorial -->\n```\w*\n(.*?)^```$"
-SECONDS = 300.0
+SECONDS = 900.0
 
 
 def test_the_tutorial(tmp_path: Path) -> None:
