@@ -41,7 +41,9 @@ def test_every_combination_is_measured(server: RunningServer, tmp_path: Path, ca
     out, err = capsys.readouterr()
     assert err == ""
     first, heading, *rows, remark = out.splitlines()
-    assert first == f"{server.url}: expertd {__version__}, demo, hidden size {HIDDEN}, FP32, transport http"
+    assert (
+        first == f"{server.url}: expertd {__version__}, demo, hidden size {HIDDEN}, FP32, transport channel"
+    )
     assert heading.split()[:5] == ["tokens", "conns", "rate/s", "requests/s", "tokens/s"]
     assert [row.split()[:3] for row in rows] == [
         ["1", "1", "closed"],
@@ -53,7 +55,7 @@ def test_every_combination_is_measured(server: RunningServer, tmp_path: Path, ca
     about = json.loads(file.read_text())
     assert about["server"] == {"url": server.url, "name": "expertd", "version": __version__}
     assert about["model"] == {"name": MODEL, "hidden_size": HIDDEN, "datatype": "FP32"}
-    assert about["client"]["transport"] == "http"
+    assert about["client"]["transport"] == "channel"
     for result in about["results"]:
         assert result["errors"] == {}
         assert 0 < result["p50_us"] <= result["p90_us"] <= result["p99_us"] <= result["max_us"]

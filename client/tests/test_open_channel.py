@@ -233,14 +233,15 @@ def test_options_that_cannot_work(client: AnyCaller, options: dict[str, Any], te
         client.open_channel(MODEL, **{"max_tokens": 1, **options})
 
 
-def test_channels_that_are_refused(client: AnyCaller, connect: Connect, server: RunningServer) -> None:
+def test_channels_that_are_refused(client: AnyCaller, connect: Connect, tmp_path: Path) -> None:
     with pytest.raises(UnknownModelError):
         client.open_channel("other", max_tokens=1)
     with pytest.raises(InvalidRequestError, match=r"^model: expected a name, got ''$"):
         client.open_channel("", max_tokens=1)
     with pytest.raises(InvalidRequestError, match=r"^channels\.max_bytes: expected"):
         client.open_channel(MODEL, max_tokens=4096, num_slots=1000)
-    with pytest.raises(TransportUnavailableError, match=r"setting channels.socket") as caught:
+    refused = pytest.raises(TransportUnavailableError, match=r"setting channels.socket")
+    with running_server(tmp_path, "channels.socket=") as server, refused as caught:
         connect(server.url).open_channel(MODEL, max_tokens=1)
     assert caught.type is TransportUnavailableError
 

@@ -22,15 +22,15 @@ def read_model(directory: Path) -> MoEModel:
         raise CheckpointError(f"{directory}: {hint}")
     config = Config.read(directory / "config.json")
     name = config.optional("model_type")
+    family = FAMILIES.get(name.removesuffix(_TEXT)) if isinstance(name, str) else None
+    inside = family.inside if family and not str(name).endswith(_TEXT) else ()
+    nested = bool(inside) and config.optional(inside[0]) is not None
+    text = config.inside(*inside) if nested else config
     if isinstance(name, str) and not config.mentions(_OF_EXPERTS):
-        raise config.error(
-            f"model_type: expected a model with experts, got {shown(name)}, which has no experts"
-        )
-    if not isinstance(name, str) or name.removesuffix(_TEXT) not in FAMILIES:
+        got = f"got {shown(name)}, which has no experts"
+        raise config.error(f"model_type: expected a model with experts, {got}")
+    if not isinstance(name, str) or family is None:
         raise config.error(f"model_type: {_not_served(name)}")
-    family = FAMILIES[name.removesuffix(_TEXT)]
-    nested = family.inside and not name.endswith(_TEXT) and config.optional(family.inside[0]) is not None
-    text = config.inside(*family.inside) if nested else config
     quantization = read_quantization((config, text) if nested else (config,))
     model = replace(describe(text, family), family=name, quantization=quantization)
     if not model.layers and not model.refused:
