@@ -141,8 +141,8 @@ class Peer:
         return self.answered(sequence)
 
     def wait(self, sequence: int, seconds: float = 30.0) -> Answer:
-        """The answer to request `sequence`. Raises ChannelClosedError, TimeoutError."""
-        self._wait_until(lambda: self.answered(sequence), seconds)
+        """The answer to request `sequence`, or its error. Raises ChannelClosedError, TimeoutError."""
+        self._wait_until(lambda: self.answered(sequence) or self.has_failed(sequence), seconds)
         deadline = time.perf_counter() + seconds
         start = self.starts[(sequence - 1) % self.num_slots] + 128
         status, length, retry_after, _, _, _ = ANSWER.unpack_from(self.control, start + 8)
