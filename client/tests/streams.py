@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+_registered: list[object] = []
+
 
 class ThreadStream:
     """Implements `Stream`; `then` enqueues anything else. At its `end`, it does not wait any more."""
@@ -27,7 +29,9 @@ class ThreadStream:
         pass
 
     def register(self, memory: memoryview) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        held = ctypes.c_char.from_buffer(memory)
+        _registered.append(held)  # work may be late: the mapping must not go before
+        return ctypes.addressof(held)
 
     def write(self, address: int, value: int) -> None:
         def work() -> None:
