@@ -187,7 +187,7 @@ def test_a_refused_request_gives_nan_to_all_later_ones(
 def test_a_server_that_hangs(
     sharing_server: RunningServer, stream: ThreadStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request has its time; and a channel is closed in a time of its own, for whatever is outstanding."""
+    """A request has a time limit, and so has closing a channel with requests outstanding."""
     monkeypatch.setattr(enqueueing, "_CLOSE_SECONDS", 0.1)
     with ExpertClient(sharing_server.url, transport="http", timeout=20) as client:
         hurried = client.open_channel(MODEL, max_tokens=ROWS, num_slots=2, timeout=0.3)

@@ -64,7 +64,7 @@ class Callers:
             thread.start()
 
     def wait_for_more(self, count: int) -> None:
-        """Until each has so many more answers, or one has failed."""
+        """Wait until each has `count` more answers, or one has failed."""
         before = dict(self.answers)
         wait_for(
             lambda: bool(self.failures) or all(self.answers[kind] >= before[kind] + count for kind in before),

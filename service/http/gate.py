@@ -126,7 +126,7 @@ class Gate:
         return next((value.decode("latin-1") for name, value in told if name == KEY_NAME), "")
 
     def told(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """What the engine's process is told of an admitted call's key; nothing without one."""
+        """Headers that tell the engine's process which key a call was admitted with; none without a key."""
         key = self._known(headers)
         if key is None:
             return []

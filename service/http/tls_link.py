@@ -1,7 +1,7 @@
 """The receiving side of a connection with TLS: the handshake, then decrypted input for a `Connection`.
 
-Not the event loop's own TLS: that one encrypts an answer as a whole before it sends any of it, ends
-half-closed connections, and does not tell how much a client has read.
+Not the event loop's own TLS: that one encrypts an answer as a whole before it sends any of it, and does not
+tell how much a client has read.
 """
 
 import asyncio

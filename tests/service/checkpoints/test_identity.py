@@ -16,6 +16,7 @@ from expertd.service.engine.layers import weights_ids
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
+from expertd_client.weights import weights_id
 from tests.families import Sizes
 from tests.service.checkpoints.builders import INDEX, Checkpoint, edit_tensors, shard_of
 
@@ -89,8 +90,7 @@ def test_it_is_the_documents(family: str, scales: torch.dtype | None, mxfp4: boo
     ids = [identity(checkpoint.directory, layer) for layer in (1, 2)]
     assert ids == [by_the_document(checkpoint.directory, layer) for layer in (1, 2)]
     assert len({*ids}) == 2
-    client = pytest.importorskip("expertd_client.weights")
-    assert [client.weights_id(checkpoint.directory, layer) for layer in (1, 2)] == ids
+    assert [weights_id(checkpoint.directory, layer) for layer in (1, 2)] == ids
 
 
 @pytest.mark.parametrize(("experts", "shared"), [(None, False), ("0-3", True), ("4-7", True), ("5", False)])

@@ -49,7 +49,7 @@ class Enqueued:
     word: int  # the number of the answer's
 
     def is_answered(self) -> bool:
-        """Whether the stream may go on; valid until so many requests follow as the server has slots."""
+        """Whether the stream may go on. Ask before the server's slot is used again."""
         return self.words[self.word] == self.sequence
 
     def times(self) -> tuple[float, float] | None:

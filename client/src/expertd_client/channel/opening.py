@@ -34,7 +34,7 @@ _PATH = "/v1/channels"
 # Answers may come in any order, but requests take the server's slots in turn: with more slots than places,
 # a slow request does not hold up the others.
 _SLOTS_PER_PLACE = 4
-_STREAM_SLOTS = 256  # at least, with a GPU's memory: a caller may be so many requests ahead of its stream
+_STREAM_SLOTS = 256  # at least, for a GPU: how many requests its stream may be behind the caller
 
 
 @dataclass(frozen=True, slots=True)

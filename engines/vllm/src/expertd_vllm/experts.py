@@ -32,7 +32,7 @@ _SPLITTING = (
     "vllm::moe_forward_shared",
     "vllm::transformers_moe_forward",
 )
-_SAMPLED = 8  # of so many requests of a stream, the time of one is observed
+_SAMPLED = 8  # on a stream, the time of one request in this many is observed
 _WAIT = Histogram(
     "expertd_vllm_wait_seconds",
     "Time a process of vLLM waited for the routed experts of a layer.",
