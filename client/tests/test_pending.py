@@ -1,5 +1,6 @@
 """`submit` and `wait` apart, over every transport."""
 
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,16 @@ def test_more_than_there_are_connections(connect: Connect) -> None:
 
 
 def test_an_answer_that_came_in_time_may_be_read_later() -> None:
-    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
+    submitted = Event()
+
+    def handle(peer: Peer) -> None:
+        request = peer.request()
+        submitted.wait()
+        peer.send(echo(request))
+
+    with fake_server(handle) as server, ExpertClient(server.url, transport="http") as client:
         call = client.submit("m", SMALL, timeout=1.0)
+        submitted.set()
         wait_for(lambda: call._call._wait is not None and call._call._wait.is_over(), "the answer is there")
         deadline: Any = call._call._wait
         wait_for(lambda: deadline.connection.deadline.remaining() <= 0, "its time is over")
