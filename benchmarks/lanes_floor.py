@@ -18,8 +18,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.lanes import PAUSE_SECONDS, Row, put, row_of, shown, steady_after
-from benchmarks.lanes_ways import ALONE, LAYERS, SPLITS, Way, settings_of
+from benchmarks.lanes import (
+    ALONE,
+    LAYERS,
+    PAUSE_SECONDS,
+    SPLITS,
+    Row,
+    Way,
+    put,
+    row_of,
+    settings_of,
+    shown,
+    steady_after,
+)
 from expertd.kernels import Backend
 from expertd.service.engine.layers import Cancelled, layer_of
 from expertd.service.engine.loading import Loaded, load

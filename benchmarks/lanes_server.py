@@ -1,8 +1,7 @@
 """A server that starts again with other settings, and keeps its layers: `python -m benchmarks.lanes_server`.
 
 It reads a line of JSON with the settings from stdin, serves until SIGTERM, prints the exit code, and reads
-the next line. Layers of the same settings are made once, because weights take long. With the name of a file
-and a number of tokens, it writes the stamps of `benchmarks.stage_stamps` of such requests to it each time.
+the next line. Layers of the same settings are made once, because weights take long.
 """
 
 import json
@@ -14,10 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-from benchmarks.stage_stamps import Stamps
 
 START_SECONDS = 300.0
 
@@ -34,10 +30,6 @@ def main() -> None:
     from expertd.service.settings.model import Settings
     from expertd.service.settings.served import ModelSettings
 
-    file = Path(sys.argv[1]) if sys.argv[1:] else None
-    stamps = Stamps(int(sys.argv[2]) if file else 0)
-    if file is not None:
-        stamps.install()
     layers: dict[str, MoELayer] = {}
 
     def make_layer(
@@ -51,23 +43,14 @@ def main() -> None:
 
     for line in sys.stdin:
         settings = Settings.model_validate(json.loads(line))
-        code = serve(settings, partial(load, make_layer=make_layer))
-        if file is not None:
-            stamps.write(file)
-        print(code, flush=True)
+        print(serve(settings, partial(load, make_layer=make_layer)), flush=True)
 
 
 class Server:
-    """The process, for the program that started it.
+    """The process, for the program that started it."""
 
-    stamps  the file for them, and the most tokens of a request that has some; None: none are taken
-    module  that it runs
-    """
-
-    def __init__(
-        self, stamps: tuple[Path, int] | None = None, module: str = "benchmarks.lanes_server"
-    ) -> None:
-        command = [sys.executable, "-m", module, *map(str, stamps or ())]
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "benchmarks.lanes_server"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     @contextmanager

@@ -4,9 +4,6 @@ import asyncio
 import json
 import os
 import re
-from argparse import ArgumentTypeError
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +17,6 @@ import benchmarks.host_cost
 import benchmarks.layer_peers
 import benchmarks.moe_layer
 import benchmarks.numerics
-import benchmarks.sm_counts
 import benchmarks.stream_steps
 from benchmarks import beside, cpus, deadlines, json_beside, pictures
 from benchmarks.families import FAMILIES, make_family
@@ -96,7 +92,7 @@ def test_rounding_errors_are_plausible(family: str) -> None:
     "benchmark",
     [
         benchmarks.gemm_sweep, benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.moe_layer,
-        benchmarks.sm_counts, benchmarks.stream_steps,
+        benchmarks.stream_steps,
     ],
 )  # fmt: skip
 def test_a_missing_gpu_is_reported_in_a_sentence(
@@ -105,33 +101,6 @@ def test_a_missing_gpu_is_reported_in_a_sentence(
     monkeypatch.setattr("sys.argv", [benchmark.__name__])
     with pytest.raises(SystemExit, match=f"{benchmark.__name__}: expected a Hopper GPU, got no CUDA device"):
         benchmark.main()
-
-
-def test_sm_counts_are_read_from_the_command_line() -> None:
-    assert benchmarks.sm_counts.parse_sm_counts("132, 66,20") == (132, 66, 20)
-
-
-@pytest.mark.parametrize("text", ["", "0", "132,-1", "132;66", "66,"])
-def test_invalid_sm_counts_are_refused(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"expected SM counts of at least 1, .* got {text!r}"):
-        benchmarks.sm_counts.parse_sm_counts(text)
-
-
-def test_a_time_inverse_to_the_sms_has_the_ratio_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def microseconds(call: Callable[[], int], kernel: str) -> float:
-        return 6600 / call()
-
-    monkeypatch.setattr(benchmarks.sm_counts, "kernel_microseconds", microseconds)
-    pool: Any = SimpleNamespace(problem=lambda shape: SimpleNamespace(run=lambda num_sms: num_sms))
-    granted = {132: nullcontext(132), 114: nullcontext(120), 20: nullcontext(20)}
-    rows = benchmarks.sm_counts.measure(all_shapes()[0], pool, (114, 20), 132, granted.__getitem__)
-    assert [(row["num_sms"], row["us"], row["ratio"]) for row in rows] == [(120, 55, 1), (20, 330, 1)]
-
-
-def test_sm_counts_measure_every_compute_bound_shape() -> None:
-    shapes = [shape for shape in all_shapes() if shape.band == benchmarks.sm_counts.BAND]
-    assert len(shapes) == 12
-    assert all(shape.layout is Layout.CONTIGUOUS for shape in shapes)
 
 
 @pytest.mark.parametrize("shape", benchmarks.host_cost.SHAPES, ids=lambda shape: shape.label)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lanes, lanes_sections, lanes_stages, pictures
-from benchmarks.lanes_ways import ALONE, LAYERS, SPLITS, Way, settings_of, ways
+from benchmarks import lanes, lanes_sections, pictures
+from benchmarks.lanes import ALONE, LAYERS, SPLITS, Way, settings_of, ways
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
@@ -88,45 +88,6 @@ def test_the_split_that_suits_can_be_pasted(tmp_path: Path, target_ms: float, sp
     decode, prefill = lanes_of(settings)
     assert (decode.partition, prefill.partition) == ("decode", "prefill")
     assert settings.lanes.decode_max_tokens == 64
-
-
-def test_the_stages_of_requests_are_those_of_the_stamps() -> None:
-    """In µs; a request without stamps is left out, and what happens at the same time is cut to it."""
-    sent = [(0, 900_000), (1_000_000, 1_900_000), (3_000_000, 3_500_000)]
-    stamps = [
-        ("submit", 100_000, 120_000),
-        ("begin", 130_000, 330_000),
-        ("report", 300_000, 350_000),
-        ("wait", 340_000, 800_000),
-        ("gc1", 850_000, 1_100_000),  # between the two
-        ("prefill", 950_000, 1_040_000),
-        ("submit", 1_200_000, 1_210_000),
-        ("begin", 1_220_000, 1_300_000),
-        ("wait", 1_310_000, 2_000_000),  # the caller has seen what the device wrote
-    ]
-    found = list(lanes_stages.requests_of(sent, stamps))
-    assert found == [
-        lanes_stages.Request((100, 30, 200, 470, 100), (0, 50, 50)),
-        lanes_stages.Request((200, 20, 80, 600, 0), (40, 0, 100)),
-    ]
-    shown = lanes_stages.shown(found * 100, stamps)
-    assert "| all | 900 | 900 |" in shown
-    assert "| gc | 75 | " in shown
-    assert "| gc | 1 | 250 | 250 | 250 |" in shown
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stands_in", [False, True])
-def test_stages_run_on_a_cpu(stands_in: bool) -> None:
-    command = [sys.executable, "-m", "benchmarks.lanes_stages", "--layers", "tiny", "--seconds", "0.3"]
-    command += ["--stand-in"] if stands_in else []
-    ran = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    ways = ["alone", "alone, with lanes", "lanes, all SMs for decode, beside prefill"][stands_in:]
-    titles = [f"tiny, {way}, 1 tokens" for way in ways]
-    assert [line for line in ran.stdout.splitlines() if line.startswith("tiny")] == titles
 
 
 @pytest.mark.slow
