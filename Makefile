@@ -102,7 +102,7 @@ fuzz: $(RUNTIME) $(DEV) ## send CASES (100000) of bytes of every kind to each pa
 	CASES=$(CASES) $(BIN)/python -m pytest --timeout 0 -m "not gpu" tests/fuzz
 
 bench: $(RUNTIME) $(DEV) ## time the grouped GEMMs on the GPU at hand
-	$(BIN)/python -m benchmarks.grouped_gemm
+	$(BIN)/python -m benchmarks grouped_gemm
 
 docs: $(DOCS)/.built ## build the documentation as a site in build/docs/site, with every link checked
 	$(DOCS)/bin/python -m deploy.documentation build/docs

@@ -9,11 +9,12 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
-from benchmarks import heat_map, open_loop_picture
-from benchmarks.grouped_gemm import PEAK_TFLOPS
-from benchmarks.lanes_sections import draw_lanes
-from benchmarks.moe_layer import STAGES
-from benchmarks.overlap_timeline import LANES, NAMES
+from benchmarks.gemm import heat_map
+from benchmarks.gemm.grouped_gemm import PEAK_TFLOPS
+from benchmarks.layer.moe_layer import STAGES
+from benchmarks.ranks.overlap_timeline import LANES, NAMES
+from benchmarks.serving import open_loop_picture
+from benchmarks.serving.lanes_sections import draw_lanes
 
 OURS, THEIRS, ROOF = "#0b6e4f", "#c1666b", "#555555"
 COLOURS = dict(zip(STAGES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#4d9078"), strict=True))

@@ -7,12 +7,32 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grouped_gemm import PEAK_TFLOPS
-from benchmarks.lanes_sections import lanes, lanes_machine
-from benchmarks.layer_problem import LAYERS, Layer
-from benchmarks.markdown import paragraph, percent, span, table
-from benchmarks.moe_layer import BANDS, means
-from benchmarks.open_loop_sections import (
+from benchmarks.gemm.grouped_gemm import PEAK_TFLOPS
+from benchmarks.gemm.sweep_sections import (
+    gemm_sweep,
+    gemm_sweep_machine,
+    gemm_sweep_worst,
+    grouped_gemm_peers,
+    grouped_gemm_power,
+    grouped_gemm_power_cold,
+)
+from benchmarks.layer.moe_layer import BANDS, means
+from benchmarks.layer.peer_sections import layer_peers
+from benchmarks.layer.problem import LAYERS, Layer
+from benchmarks.layer.weights_sections import weights, weights_machine
+from benchmarks.lib.markdown import paragraph, percent, span, table
+from benchmarks.ranks.parallel_sections import (
+    parallel,
+    parallel_expected,
+    parallel_growth,
+    parallel_headline,
+    parallel_machine,
+    parallel_overlap,
+    parallel_skewed,
+    parallel_uneven,
+)
+from benchmarks.serving.lanes_sections import lanes, lanes_machine
+from benchmarks.serving.open_loop_sections import (
     beside,
     beside_machine,
     fuzz,
@@ -25,19 +45,8 @@ from benchmarks.open_loop_sections import (
     timeouts,
     timeouts_machine,
 )
-from benchmarks.parallel_sections import (
-    parallel,
-    parallel_expected,
-    parallel_growth,
-    parallel_headline,
-    parallel_machine,
-    parallel_overlap,
-    parallel_skewed,
-    parallel_uneven,
-)
-from benchmarks.peer_sections import layer_peers
-from benchmarks.serving_ranks_sections import serving_ranks, serving_ranks_callers
-from benchmarks.serving_sections import (
+from benchmarks.serving.serving_ranks_sections import serving_ranks, serving_ranks_callers
+from benchmarks.serving.serving_sections import (
     ping_pong,
     serving,
     serving_callers,
@@ -48,15 +57,6 @@ from benchmarks.serving_sections import (
     serving_workers,
     steps,
 )
-from benchmarks.sweep_sections import (
-    gemm_sweep,
-    gemm_sweep_machine,
-    gemm_sweep_worst,
-    grouped_gemm_peers,
-    grouped_gemm_power,
-    grouped_gemm_power_cold,
-)
-from benchmarks.weights_sections import weights, weights_machine
 
 _PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
 _NEWEST = "moe_layer_newest-h200.json"

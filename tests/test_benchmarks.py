@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-import benchmarks.gemm_sweep
-import benchmarks.grouped_gemm
-import benchmarks.host_cost
-import benchmarks.layer_peers
-import benchmarks.moe_layer
-import benchmarks.numerics
-import benchmarks.stream_steps
-from benchmarks import beside, cpus, deadlines, json_beside, pictures
-from benchmarks.families import FAMILIES, make_family
-from benchmarks.open_loop import Outcome, summary
-from benchmarks.problem import Problem
+import benchmarks.gemm.gemm_sweep
+import benchmarks.gemm.grouped_gemm
+import benchmarks.gemm.host_cost
+import benchmarks.layer.layer_peers
+import benchmarks.layer.moe_layer
+import benchmarks.layer.numerics
+import benchmarks.serving.stream_steps
+from benchmarks import pictures
+from benchmarks.gemm.problem import Problem
+from benchmarks.gemm.shapes import Shape, all_shapes
+from benchmarks.layer.families import FAMILIES, make_family
+from benchmarks.lib import cpus
 from benchmarks.report_sections import SECTIONS
-from benchmarks.serving import put, rows_of
-from benchmarks.serving_rows import Case, config, model_names
-from benchmarks.shapes import Shape, all_shapes
+from benchmarks.serving import beside, deadlines, json_beside
+from benchmarks.serving.open_loop import Outcome, summary
+from benchmarks.serving.rows import Case, config, model_names
+from benchmarks.serving.serving import put, rows_of
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.loader import load_settings
@@ -75,8 +77,8 @@ def test_the_picture_of_speeds_has_a_bar_for_every_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
 def test_rounding_errors_are_plausible(family: str) -> None:
-    case = benchmarks.numerics.make_case(make_family(family, LayerShape(256, 128, 8, 2)), 32)
-    figures = benchmarks.numerics.measure(case)
+    case = benchmarks.layer.numerics.make_case(make_family(family, LayerShape(256, 128, 8, 2)), 32)
+    figures = benchmarks.layer.numerics.measure(case)
     assert 1 < figures["activated to FP8"] < figures["hidden states to FP8"] < 6
     steps = ("hidden states to FP8", "GEMM 1 to bf16", "activated to FP8", "GEMM 2 to bf16")
     together = sum(figures[step] ** 2 for step in steps) ** 0.5  # since they are independent
@@ -91,19 +93,20 @@ def test_rounding_errors_are_plausible(family: str) -> None:
 @pytest.mark.parametrize(
     "benchmark",
     [
-        benchmarks.gemm_sweep, benchmarks.grouped_gemm, benchmarks.host_cost, benchmarks.moe_layer,
-        benchmarks.stream_steps,
+        benchmarks.gemm.gemm_sweep, benchmarks.gemm.grouped_gemm, benchmarks.gemm.host_cost,
+        benchmarks.layer.moe_layer, benchmarks.serving.stream_steps,
     ],
 )  # fmt: skip
 def test_a_missing_gpu_is_reported_in_a_sentence(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", [benchmark.__name__])
-    with pytest.raises(SystemExit, match=f"{benchmark.__name__}: expected a Hopper GPU, got no CUDA device"):
+    name = benchmark.__name__.rpartition(".")[2]
+    with pytest.raises(SystemExit, match=f"benchmarks {name}: expected a Hopper GPU, got no CUDA device"):
         benchmark.main()
 
 
-@pytest.mark.parametrize("shape", benchmarks.host_cost.SHAPES, ids=lambda shape: shape.label)
+@pytest.mark.parametrize("shape", benchmarks.gemm.host_cost.SHAPES, ids=lambda shape: shape.label)
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.slow
@@ -111,9 +114,9 @@ def test_host_cost_takes_every_case(
     shape: Shape, given: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(benchmarks.host_cost, "CALLS", 2)
-    monkeypatch.setattr(benchmarks.host_cost, "BATCHES", 3)
-    row = benchmarks.host_cost.measure(_on_the_cpu(shape), given, fresh)
+    monkeypatch.setattr(benchmarks.gemm.host_cost, "CALLS", 2)
+    monkeypatch.setattr(benchmarks.gemm.host_cost, "BATCHES", 3)
+    row = benchmarks.gemm.host_cost.measure(_on_the_cpu(shape), given, fresh)
     assert (row["shape"], row["out"]) == (shape.label, "given" if given else "allocated")
     assert 0 < row["min_us"] <= row["us"] <= row["max_us"]
 
@@ -137,8 +140,8 @@ def _call(start: float) -> list[tuple[str, float, float]]:
 
 
 def test_a_stage_lasts_from_the_end_of_the_one_before() -> None:
-    times = benchmarks.moe_layer.stage_times([*_call(10), *_call(100)])
-    assert times == [dict.fromkeys(benchmarks.moe_layer.STAGES, 3)] * 2
+    times = benchmarks.layer.moe_layer.stage_times([*_call(10), *_call(100)])
+    assert times == [dict.fromkeys(benchmarks.layer.moe_layer.STAGES, 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -150,20 +153,20 @@ def test_a_stage_lasts_from_the_end_of_the_one_before() -> None:
 )
 def test_unexpected_kernels_are_refused(kernels: list[tuple[str, float, float]], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        benchmarks.moe_layer.stage_times(kernels)
+        benchmarks.layer.moe_layer.stage_times(kernels)
 
 
 def test_means_are_of_bands_of_tokens() -> None:
     ratios = {1: 1.0, 64: 4.0, 128: 99.0, 256: 2.0, 1024: 4.5, 2048: 99.0, 4096: 5.0}
     rows = [{"tokens": tokens, "ratio": ratio} for tokens, ratio in ratios.items()]
     expected = {"1 to 64": 2, "256 to 1024": 3, "4096": 5}
-    assert benchmarks.moe_layer.means(rows, "ratio") == pytest.approx(expected)
-    assert benchmarks.moe_layer.means(rows[:2], "ratio") == pytest.approx({"1 to 64": 2})
+    assert benchmarks.layer.moe_layer.means(rows, "ratio") == pytest.approx(expected)
+    assert benchmarks.layer.moe_layer.means(rows[:2], "ratio") == pytest.approx({"1 to 64": 2})
 
 
 @pytest.mark.parametrize("peer", [{"two_gemms_us": 10.0}, {}])
 def test_a_picture_shows_every_stage_of_every_row(peer: dict[str, float], tmp_path: Path) -> None:
-    stages = dict.fromkeys(benchmarks.moe_layer.STAGES, 2.0)
+    stages = dict.fromkeys(benchmarks.layer.moe_layer.STAGES, 2.0)
     rows = [{"layer": f"layer{n}", "tokens": n, "us": 10.0, "stages_us": stages} | peer for n in (1, 16, 64)]
     result = tmp_path / "result.json"
     result.write_text(json.dumps({"about": {"gpu": "invented"}, "rows": rows}))
@@ -188,9 +191,9 @@ def test_ratios_are_over_the_available_peers(
     peers: dict[str, float], expected: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     row: dict[str, Any] = {"us": 10.0} | peers
-    assert benchmarks.moe_layer.ratios(row) == expected
+    assert benchmarks.layer.moe_layer.ratios(row) == expected
     about = {"layer": "invented", "tokens": 1, "eager_us": 30.0, "stages_us": {"sort": 4.0}, "diff": 3e-4}
-    benchmarks.moe_layer.print_row(row | expected | about)
+    benchmarks.layer.moe_layer.print_row(row | expected | about)
     line = capsys.readouterr().out
     assert ("two GEMMs     8.0 us x1.250" in line) == ("two_gemms_us" in peers)
     assert ("Mega MoE    20.0 us x0.500  diff 3.0e-04" in line) == ("mega_moe_us" in peers)
@@ -199,13 +202,13 @@ def test_ratios_are_over_the_available_peers(
 @pytest.mark.parametrize(("scale", "expected"), [(1, 0), (2, 0.2), (-1, 2), (float("nan"), float("nan"))])
 def test_a_difference_is_0_for_equal_outputs_only(scale: float, expected: float) -> None:
     x = torch.tensor([[3.0, -4.0]], dtype=torch.bfloat16)
-    assert benchmarks.moe_layer.difference(x, scale * x) == pytest.approx(expected, nan_ok=True)
+    assert benchmarks.layer.moe_layer.difference(x, scale * x) == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_difference_is_summed_in_float64() -> None:
     x = torch.ones(3, dtype=torch.float32)
     y = torch.tensor([1, 1, 1 + 2**-20], dtype=torch.float32)
-    assert benchmarks.moe_layer.difference(x, y) == pytest.approx(2**-40 / 6, rel=1e-3)
+    assert benchmarks.layer.moe_layer.difference(x, y) == pytest.approx(2**-40 / 6, rel=1e-3)
 
 
 @pytest.mark.parametrize("is_common", [True, False])
@@ -222,26 +225,26 @@ def test_a_row_has_the_columns_of_the_available_peers(
         out=out.clone(),
         run=lambda: out,
     )
-    monkeypatch.setattr(benchmarks.moe_layer, "graph_of", lambda call: call)
-    monkeypatch.setattr(benchmarks.moe_layer, "_stages", lambda call: {})
+    monkeypatch.setattr(benchmarks.layer.moe_layer, "graph_of", lambda call: call)
+    monkeypatch.setattr(benchmarks.layer.moe_layer, "_stages", lambda call: {})
     monkeypatch.setattr(
-        benchmarks.moe_layer, "microseconds", lambda calls: [10.0, 30.0, 8.0, 20.0][: len(calls)]
+        benchmarks.layer.moe_layer, "microseconds", lambda calls: [10.0, 30.0, 8.0, 20.0][: len(calls)]
     )
-    monkeypatch.setattr(benchmarks.layer_peers, "has_mega_moe", lambda: mega_moe)
-    monkeypatch.setattr(benchmarks.layer_peers, "two_gemms", lambda problem: lambda: None)
-    monkeypatch.setattr(benchmarks.layer_peers, "mega_moe", lambda problem: lambda: 2 * out)
+    monkeypatch.setattr(benchmarks.layer.layer_peers, "has_mega_moe", lambda: mega_moe)
+    monkeypatch.setattr(benchmarks.layer.layer_peers, "two_gemms", lambda problem: lambda: None)
+    monkeypatch.setattr(benchmarks.layer.layer_peers, "mega_moe", lambda problem: lambda: 2 * out)
     expected = {"layer": "invented", "tokens": 16, "us": 10.0, "eager_us": 30.0, "stages_us": {}}
     expected["activated_experts"] = 5
     if with_peer:
         expected |= {"two_gemms_us": 8.0, "over_two_gemms": 1.25}
     if with_peer and mega_moe and is_common:
         expected |= {"mega_moe_us": 20.0, "over_mega_moe": 0.5, "diff": pytest.approx(0.2)}
-    assert benchmarks.moe_layer.measure(problem, with_peer) == expected
+    assert benchmarks.layer.moe_layer.measure(problem, with_peer) == expected
 
 
 def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer"])
-    assert vars(benchmarks.moe_layer._options()) == {
+    monkeypatch.setattr("sys.argv", ["benchmarks.layer.moe_layer"])
+    assert vars(benchmarks.layer.moe_layer._options()) == {
         "layer": "", "tokens": (1, 16, 64, 256, 1024, 4096), "json": None,
         "no_peer": False, "no_router": False, "models": False, "peers": False,
     }  # fmt: skip
@@ -258,8 +261,8 @@ def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPa
         "--no-router",
         "--peers",
     ]
-    monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer", *arguments])
-    assert vars(benchmarks.moe_layer._options()) == {
+    monkeypatch.setattr("sys.argv", ["benchmarks.layer.moe_layer", *arguments])
+    assert vars(benchmarks.layer.moe_layer._options()) == {
         "layer": "qwen3", "tokens": [2, 300], "json": Path("x.json"), "no_peer": True, "no_router": True,
         "models": True, "peers": True,
     }  # fmt: skip
@@ -276,9 +279,9 @@ def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPa
 def test_invalid_layers_and_tokens_are_refused(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmarks.moe_layer", *arguments])
+    monkeypatch.setattr("sys.argv", ["benchmarks.layer.moe_layer", *arguments])
     with pytest.raises(SystemExit, match=message):
-        benchmarks.moe_layer.main()
+        benchmarks.layer.moe_layer.main()
 
 
 def test_a_server_of_several_layers_is_well_configured(tmp_path: Path) -> None:

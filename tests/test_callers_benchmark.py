@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.callers import together, window
+from benchmarks.lib.callers import together, window
 
 
 def caller() -> None:

@@ -1,4 +1,4 @@
-"""`benchmarks.grouped_gemm --compare`: which shapes count as slower."""
+"""`benchmarks.gemm.grouped_gemm --compare`: which shapes count as slower."""
 
 import json
 from collections.abc import Callable
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, deep_gemm_peer, grouped_gemm
-from benchmarks.shapes import all_shapes
+from benchmarks.gemm import compare, deep_gemm_peer, grouped_gemm
+from benchmarks.gemm.shapes import all_shapes
+from tests.paths import ROOT
 
 Row = dict[str, Any]
-RESULT = Path(grouped_gemm.__file__).parent / "results" / "grouped_gemm-h200.json"
+RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
 
 
 def row(us: float, theirs: float | None = None, shape: str = "a", rows: tuple[int, ...] = (3, 4)) -> Row:
@@ -105,7 +106,7 @@ def test_the_comparison_as_text() -> None:
 def test_another_file_is_refused_in_a_sentence(content: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     file.write_text(content)
-    with pytest.raises(SystemExit, match=r"--compare: .*expected a result of benchmarks.grouped_gemm, got"):
+    with pytest.raises(SystemExit, match=r"--compare: .*expected a result of benchmarks grouped_gemm, got"):
         grouped_gemm.committed_rows(file, all_shapes())
     with pytest.raises(SystemExit, match=r"--compare: .*No such file"):
         grouped_gemm.committed_rows(tmp_path / "none.json", all_shapes())

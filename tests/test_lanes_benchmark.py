@@ -1,4 +1,4 @@
-"""`benchmarks.lanes`: its ways are settings of a server, it keeps rows by what they measure, and it runs."""
+"""`benchmarks lanes`: its ways are settings of a server, it keeps rows by what they measure, and it runs."""
 
 import json
 import random
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lanes, lanes_sections, pictures
-from benchmarks.lanes import ALONE, LAYERS, SPLITS, Way, settings_of, ways
+from benchmarks import pictures
+from benchmarks.serving import lanes, lanes_sections
+from benchmarks.serving.lanes import ALONE, LAYERS, SPLITS, Way, settings_of, ways
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
@@ -100,7 +101,17 @@ def test_the_split_that_suits_can_be_pasted(tmp_path: Path, target_ms: float, sp
 )
 def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str, ways: list[str]) -> None:
     file = tmp_path / "lanes.json"
-    command = [sys.executable, "-m", "benchmarks.lanes", "--layers", "tiny", "--json", str(file), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "lanes",
+        "--layers",
+        "tiny",
+        "--json",
+        str(file),
+        *options,
+    ]
     ran = subprocess.run(
         [*command, "--tokens", "1", "--seconds", "0.8"],
         cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False,
@@ -116,7 +127,16 @@ def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str, ways: 
 @pytest.mark.slow
 def test_the_floor_runs_on_a_cpu(tmp_path: Path) -> None:
     file = result(tmp_path)
-    command = [sys.executable, "-m", "benchmarks.lanes_floor", "--layers", "tiny", "--json", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "lanes_floor",
+        "--layers",
+        "tiny",
+        "--json",
+        str(file),
+    ]
     ran = subprocess.run(
         [*command, "--tokens", "1", "--seconds", "0.8"],
         cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False,

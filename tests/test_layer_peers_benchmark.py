@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import moe_layer, peers
-from benchmarks.layer_problem import Layer, LayerProblem, LayerWeights
-from benchmarks.moe_layer import difference
-from benchmarks.parallel_sections import NOT_MEASURED
+from benchmarks import peers
+from benchmarks.layer import moe_layer
+from benchmarks.layer.moe_layer import difference
+from benchmarks.layer.problem import Layer, LayerProblem, LayerWeights
 from benchmarks.peers import LayerPeer, sglang_cutlass, sglang_setup, sglang_triton, torch_layer, vllm_triton
+from benchmarks.ranks.parallel_sections import NOT_MEASURED
 from benchmarks.report_sections import SECTIONS
 from expertd.kernels import Quantized
 

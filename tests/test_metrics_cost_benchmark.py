@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.metrics_cost` that need no quiet machine: turns, intervals and rows."""
+"""The parts of `benchmarks metrics_cost` that need no quiet machine: turns, intervals and rows."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from benchmarks import metrics_cost
+from benchmarks.serving import metrics_cost
 
 
 def test_every_server_has_its_turns_at_all_places(monkeypatch: pytest.MonkeyPatch) -> None:

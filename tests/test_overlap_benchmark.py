@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.overlap` that need no GPU: options, timeline, files, table and picture."""
+"""The parts of `benchmarks overlap` that need no GPU: options, timeline, files, table and picture."""
 
 import json
 import re
@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import overlap, pictures
-from benchmarks.overlap_timeline import LANES, Event, chrome_trace, step_of
-from benchmarks.parallel_sections import NOT_MEASURED
+from benchmarks import pictures
+from benchmarks.ranks import overlap
+from benchmarks.ranks.overlap_timeline import LANES, Event, chrome_trace, step_of
+from benchmarks.ranks.parallel_sections import NOT_MEASURED
 from benchmarks.report_sections import SECTIONS
 
 MAIN, GEMMS, COMMUNICATION = (1, 7), (9, 21), (10, 7)  # contexts and streams

@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.parallel` that need no GPU: routing, NCCL's exchange over gloo, files, tables."""
+"""The parts of `benchmarks parallel` that need no GPU: routing, NCCL's exchange over gloo, files, tables."""
 
 import json
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import parallel_options, rank_timing, rank_tokens
-from benchmarks.layer_problem import LAYERS, Layer, LayerProblem
-from benchmarks.nccl_peer import NcclExchange
-from benchmarks.parallel_sections import NOT_MEASURED, link_microseconds, other_ranks
-from benchmarks.rank_timing import Ranks, group_sizes
+from benchmarks.layer.problem import LAYERS, Layer, LayerProblem
+from benchmarks.ranks import parallel_options, rank_timing, rank_tokens
+from benchmarks.ranks.nccl_peer import NcclExchange
+from benchmarks.ranks.parallel_sections import NOT_MEASURED, link_microseconds, other_ranks
+from benchmarks.ranks.rank_timing import Ranks, group_sizes
 from benchmarks.report_sections import SECTIONS
 from expertd.service.moe.parallel import TorchExchange
 from tests.service.moe.parallel.ranks import ranks_of

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import grouped_gemm, peers
-from benchmarks.moe_layer import difference
-from benchmarks.parallel_sections import NOT_MEASURED
+from benchmarks import peers
+from benchmarks.gemm import grouped_gemm
+from benchmarks.gemm.problem import Problem
+from benchmarks.gemm.shapes import Shape
+from benchmarks.layer.moe_layer import difference
 from benchmarks.peers import Peer, cutlass, torch_bf16, torch_rowwise
 from benchmarks.peers.peer import packed
-from benchmarks.problem import Problem
+from benchmarks.ranks.parallel_sections import NOT_MEASURED
 from benchmarks.report_sections import SECTIONS
-from benchmarks.shapes import Shape
 from expertd.layout import Layout
 from tests.kernels.helpers import random_contiguous, random_masked
 

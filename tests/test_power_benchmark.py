@@ -1,4 +1,4 @@
-"""Watts, MHz and pJ/FLOP in `benchmarks.grouped_gemm`, without a GPU."""
+"""Watts, MHz and pJ/FLOP in `benchmarks grouped_gemm`, without a GPU."""
 
 import ctypes
 import json
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import grouped_gemm, power
-from benchmarks.nvml import Nvml, Sample, mean_watts
-from benchmarks.parallel_sections import NOT_MEASURED
-from benchmarks.power import Figures
+from benchmarks.gemm import grouped_gemm, power
+from benchmarks.gemm.power import Figures
+from benchmarks.gemm.shapes import Shape
+from benchmarks.lib.nvml import Nvml, Sample, mean_watts
+from benchmarks.ranks.parallel_sections import NOT_MEASURED
 from benchmarks.report_sections import SECTIONS
-from benchmarks.shapes import Shape
 from expertd.layout import Layout
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import pictures, report
-from benchmarks.moe_layer import STAGES
+from benchmarks.layer.moe_layer import STAGES
 from benchmarks.report_sections import SECTIONS
 from tests.paths import ROOT
 

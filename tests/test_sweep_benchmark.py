@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.gemm_sweep` that need no GPU: points, turns, files, tables and picture."""
+"""The parts of `benchmarks gemm_sweep` that need no GPU: points, turns, files, tables and picture."""
 
 import json
 from argparse import ArgumentTypeError
@@ -11,13 +11,14 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from benchmarks import deep_gemm_peer, gemm_sweep, heat_map, pictures, sweep_points
-from benchmarks.parallel_sections import NOT_MEASURED
-from benchmarks.problem import Problem
+from benchmarks import pictures
+from benchmarks.gemm import deep_gemm_peer, gemm_sweep, heat_map, sweep_points
+from benchmarks.gemm.problem import Problem
+from benchmarks.gemm.shapes import Shape
+from benchmarks.gemm.sweep_points import Point, all_points, batches, parse_point
+from benchmarks.lib.timing import medians_of_turns
+from benchmarks.ranks.parallel_sections import NOT_MEASURED
 from benchmarks.report_sections import SECTIONS
-from benchmarks.shapes import Shape
-from benchmarks.sweep_points import Point, all_points, batches, parse_point
-from benchmarks.timing import medians_of_turns
 from expertd.layout import Layout
 from tests.kernels.helpers import random_contiguous
 

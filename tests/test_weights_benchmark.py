@@ -1,4 +1,4 @@
-"""`benchmarks.weights` on a small file: every way reads it, and the document has its rows."""
+"""`benchmarks weights` on a small file: every way reads it, and the document has its rows."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import weights
+from benchmarks.layer import weights
 from benchmarks.report_sections import SECTIONS
 from expertd.service.checkpoints import models_of
 from expertd.service.checkpoints.weights import read_layer

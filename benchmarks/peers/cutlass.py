@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.gemm.problem import Problem
 from benchmarks.peers.peer import Peer, packed
-from benchmarks.problem import Problem
 
 _LIBRARY = Path("sm90", "common_ops.abi3.so")
 WORKSPACE_BYTES = 64 << 20  # TMA descriptors of every CTA

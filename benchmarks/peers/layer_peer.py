@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from benchmarks.layer_problem import Layer, LayerProblem
+from benchmarks.layer.problem import Layer, LayerProblem
 
 BLOCK = [128, 128]  # of weights that share a scale
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.problem import Problem
+from benchmarks.gemm.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.layer_problem import LayerProblem
+from benchmarks.layer.problem import LayerProblem
 from benchmarks.peers import sglang_setup
 from benchmarks.peers.cutlass import WORKSPACE_BYTES
 from benchmarks.peers.layer_peer import LayerPeer

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from benchmarks.layer_problem import Layer, LayerProblem
+from benchmarks.layer.problem import Layer, LayerProblem
 from benchmarks.peers import sglang_setup
 from benchmarks.peers.layer_peer import BLOCK, LayerPeer
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.gemm.problem import Problem
 from benchmarks.peers.peer import Peer, packed
-from benchmarks.problem import Problem
 
 
 def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], Tensor]]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from benchmarks.layer_problem import LayerProblem
+from benchmarks.layer.problem import LayerProblem
 from benchmarks.peers.layer_peer import BLOCK, LayerPeer
 from expertd.kernels import Quantized
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from benchmarks.layer_problem import Layer, LayerProblem
+from benchmarks.layer.problem import Layer, LayerProblem
 from benchmarks.peers.layer_peer import BLOCK, LayerPeer
 
 

@@ -1,0 +1,126 @@
+"""Sweep of grouped GEMMs against DeepGEMM: `python -m benchmarks gemm_sweep [--json FILE] [--coarse]`.
+
+Every (rows of a group) x (N, K of six models' GEMMs) for 1, 2 and 4 groups, in the contiguous layout, and in
+the masked one up to 1200 rows. Kernel times by CUPTI, L2 flushed by a 512 MB fill before each launch; ours
+and DeepGEMM's take turns, and each figure is the better of two medians of 7. DeepGEMM's kernels, which are
+compiled for single shapes, are compiled before: most of the time goes into that, and a second run with the
+same DG_JIT_CACHE_DIR saves it. FILE is written after each (N, K); rows of other (N, K) stay in it.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gemm import deep_gemm_peer
+from benchmarks.gemm.grouped_gemm import KERNEL
+from benchmarks.gemm.problem import Pool
+from benchmarks.gemm.shapes import Shape
+from benchmarks.gemm.sweep_points import Point, all_points, batches, parse_point
+from benchmarks.layer.moe_layer import difference
+from benchmarks.lib.timing import best_of_turns, copy_bandwidth, expect_gpu, header
+from expertd import kernels
+
+Row = dict[str, Any]
+GOAL = 0.97  # the least speed over DeepGEMM of any point
+
+
+def measure(shapes: Sequence[Shape], pool: Pool) -> list[Row]:
+    """A row for each shape; all are measured in one profile."""
+    calls, rows = [], []
+    for shape in shapes:
+        problem = pool.problem(shape)
+        call, result = deep_gemm_peer.prepare(problem)
+        problem.out.fill_(math.nan)
+        ours = problem.real_rows(problem.run())
+        call()
+        rows.append(_row(shape) | {"diff": difference(ours, result())})
+        calls += [(problem.run, KERNEL), (call, deep_gemm_peer.KERNEL)]
+    times = best_of_turns(calls)
+    for row, us, theirs in zip(rows, times[::2], times[1::2], strict=True):
+        row |= {"us": us, "deep_gemm_us": theirs, "speed": theirs / us}
+    return rows
+
+
+def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """`new`, and before them the rows of `old` with other (N, K)."""
+    measured = {(row["n"], row["k"]) for row in new}
+    return [row for row in old if (row["n"], row["k"]) not in measured] + list(new)
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """A line for each layout and number of groups, and the worst points."""
+    lines = []
+    for kind in dict.fromkeys((row["layout"], row["groups"]) for row in rows):
+        speeds = [row["speed"] for row in rows if (row["layout"], row["groups"]) == kind]
+        lines.append(
+            f"{kind[0]:<10} {kind[1]} groups, {len(speeds)} points: speed over DeepGEMM "
+            f"{statistics.geometric_mean(speeds):.3f}, worst {min(speeds):.3f}, best {max(speeds):.3f}, "
+            f"{sum(speed < GOAL for speed in speeds)} below {GOAL}"
+        )
+    lines += ["worst:", *(line_of(row) for row in sorted(rows, key=lambda row: row["speed"])[:20])]
+    return [*lines, f"largest difference from DeepGEMM {max(row['diff'] for row in rows):.1e}"]
+
+
+def line_of(row: Row) -> str:
+    """A row as a line of text."""
+    return (
+        "{layout:<10} g{groups} m{rows:<4} {n}x{k:<5} {us:>8.1f} us  DeepGEMM {deep_gemm_us:>8.1f} us  "
+        "speed {speed:.3f}  diff {diff:.1e}".format(**row)
+    )
+
+
+def main() -> None:
+    """Run the sweep."""
+    options = _options()
+    expect_gpu("benchmarks gemm_sweep")
+    if not deep_gemm_peer.available():
+        sys.exit("benchmarks gemm_sweep: expected DeepGEMM's wheel (sgl-deep-gemm), got none")
+    work: dict[Point, list[list[Shape]]] = {
+        point: batches(point, options.coarse) for point in options.points or all_points()
+    }
+    begin = time.perf_counter()
+    every = [batch for of_point in work.values() for batch in of_point]
+    deep_gemm_peer.compile_ahead(every)
+    kernels.resolve_backend("hopper").warm_up()
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    about = header() | {"copy_tbps": copy_bandwidth(), "deep_gemm": deep_gemm_peer.version()}
+    print("  ".join(f"{key}: {value}" for key, value in about.items()))
+    pool = Pool(max(s.num_groups * s.n * s.k for batch in every for s in batch) + (1 << 28))
+    file: Path | None = options.json
+    old = json.loads(file.read_text())["rows"] if file and file.exists() else []
+    rows: list[Row] = []
+    for of_point in work.values():
+        new = [row for batch in of_point for row in measure(batch, pool)]
+        rows += new
+        print("\n".join(map(line_of, new)), flush=True)
+        if file:
+            file.write_text(json.dumps({"about": about, "rows": merged(old, rows)}, indent=1) + "\n")
+    print("\n".join(summary(rows)))
+    print(f"{time.perf_counter() - begin:.0f} s in all")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write header and rows here, after each (N, K)")
+    parser.add_argument("--coarse", action="store_true", help="fewer rows, and only 1 and 2 groups")
+    parser.add_argument("--points", type=parse_point, nargs="+", metavar="N,K", help="only these (N, K)")
+    return parser.parse_args()
+
+
+def _row(shape: Shape) -> Row:
+    return {
+        "layout": shape.layout.value, "groups": shape.num_groups, "rows": shape.rows[0],
+        "n": shape.n, "k": shape.k,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

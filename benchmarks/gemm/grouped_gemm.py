@@ -1,0 +1,191 @@
+"""Grouped GEMM benchmark: `python -m benchmarks grouped_gemm [--json FILE] [--band WORD] [--compare FILE]`.
+
+One row per shape: kernel time (CUPTI, L2 flushed by a 512 MB fill before each call, median of 20), TFLOPS and
+TB/s over the real rows, time over the floor max(bytes / copy bandwidth, operations / 1480 TFLOPS), and, if
+DeepGEMM's wheel is installed, the speed relative to DeepGEMM on the same rows in the same run. Then the
+largest shapes' watts, MHz and pJ/FLOP (`power`).
+
+--compare prints the shapes that got slower than in a committed FILE by more than noise (`compare` says how
+much that is), each measured again before, and exits with 1 if there are any.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gemm import compare, deep_gemm_peer, power
+from benchmarks.gemm.problem import Pool, Problem
+from benchmarks.gemm.shapes import SEED, Shape, all_shapes
+from benchmarks.layer.moe_layer import difference
+from benchmarks.lib.nvml import Nvml, Sensor
+from benchmarks.lib.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
+from benchmarks.peers import Peer, available_peers
+from expertd import kernels
+
+Row = dict[str, Any]
+PEAK_TFLOPS = 1480.0
+KERNEL = "grouped_gemm"
+TOLERANCE = 1e-4  # of a peer's output, as `difference`
+
+
+def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
+    """One row of the table."""
+    problem = pool.problem(shape)
+    problem.out.fill_(math.nan)
+    ours = kernel_microseconds(problem.run, KERNEL)
+    floor = max(shape.bytes / bandwidth / 1e6, shape.flops / PEAK_TFLOPS / 1e6)
+    row: Row = {
+        "shape": shape.label, "band": shape.band, "n": shape.n, "k": shape.k, "rows": list(shape.rows),
+        "us": ours, "tflops": shape.flops / ours / 1e6, "tbps": shape.bytes / ours / 1e6,
+        "over_floor": ours / floor,
+    }  # fmt: skip
+    if with_peer:
+        call, result = deep_gemm_peer.prepare(problem)
+        row["deep_gemm_us"] = kernel_microseconds(call, deep_gemm_peer.KERNEL)
+        row["speed"] = row["deep_gemm_us"] / ours
+        row["diff"] = difference(problem.real_rows(problem.run()), result())
+    return row
+
+
+def measure_peers(problem: Problem, others: Sequence[Peer]) -> dict[str, float]:
+    """us of each of these peers that takes the shape, by name; says why the others do not."""
+    times = {}
+    for peer in others:
+        try:
+            call, result = peer.prepare(problem)
+            times[peer.name] = kernel_microseconds(call, peer.kernel)
+            diff = difference(problem.real_rows(problem.run()), result()) if peer.same else 0
+            if not diff < TOLERANCE:
+                raise RuntimeError(f"output: expected less than {TOLERANCE} from ours, got {diff:.1e}")
+        except Exception as error:  # one peer must not end the run
+            times.pop(peer.name, None)
+            print(f"{problem.shape.label:<28} {peer.name}: {str(error).partition(chr(10))[0]}", flush=True)
+    return times
+
+
+def print_row(row: Row) -> None:
+    line = "{shape:<28} {us:>8.1f} us {tflops:>6.0f} TF {tbps:>5.2f} TB/s  x{over_floor:.2f} of floor".format(
+        **row
+    )
+    if "speed" in row:
+        line += "  DeepGEMM {deep_gemm_us:>8.1f} us  speed {speed:.3f}  diff {diff:.1e}".format(**row)
+    for name, us in row.get("peers_us", {}).items():
+        line += f"  {name} {us:.1f} us"
+    print(line, flush=True)
+
+
+def print_means(rows: list[Row]) -> None:
+    for band in dict.fromkeys(str(row["band"]) for row in rows):
+        speeds = [row["speed"] for row in rows if row["band"] == band and "speed" in row]
+        floors = [row["over_floor"] for row in rows if row["band"] == band]
+        line = f"{band:<20} {len(floors):>3} shapes, geometric mean x{_mean(floors):.3f} of floor"
+        if speeds:
+            line += (
+                f", speed over DeepGEMM {_mean(speeds):.3f}, worst {min(speeds):.3f}, best {max(speeds):.3f}"
+            )
+        print(line)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = _options()
+    expect_gpu("benchmarks grouped_gemm")
+    shapes = [shape for shape in all_shapes(options.seed) if options.band in shape.band]
+    before = committed_rows(options.compare, shapes) if options.compare else {}
+    sensor = Nvml() if options.power else None
+    others = available_peers() if options.peers else ()
+    with_peer = not options.no_peer and deep_gemm_peer.available()
+    if with_peer:
+        deep_gemm_peer.compile_ahead([[shape] for shape in shapes])
+    kernels.resolve_backend("hopper").warm_up()
+    about: Row = header() | {
+        "copy_tbps": copy_bandwidth(),
+        "cublas_fp8_tflops": cublas_fp8_tflops(),
+        "seed": options.seed,
+    }
+    print("  ".join(f"{key}: {value}" for key, value in about.items()))
+    pool = Pool(max(s.num_groups * s.n * s.k for s in shapes) + (1 << 28))
+    rows = []
+    for shape in shapes:
+        rows.append(measure(shape, pool, with_peer, about["copy_tbps"]))
+        if others:
+            rows[-1]["peers_us"] = measure_peers(pool.problem(shape), others)
+        print_row(rows[-1])
+    print_means(rows)
+    _write(options.json, about, rows)
+    if sensor:
+        for index in largest(shapes, options.power):
+            rows[index]["power"] = measure_power(shapes[index], pool, with_peer, sensor)
+            print_power(rows[index])
+        _write(options.json, about, rows)
+    if options.compare:
+        again = lambda index: measure(shapes[index], pool, with_peer, about["copy_tbps"])  # noqa: E731
+        found = compare.slower_rows(rows, before, again)
+        compared = compare.count_compared(rows, before)
+        print(compare.describe(found, compared, len(rows) - compared, options.compare))
+        sys.exit(1 if found else 0)
+
+
+def largest(shapes: Sequence[Shape], count: int) -> list[int]:
+    """The indices of the `count` shapes with the most operations, those first."""
+    return sorted(range(len(shapes)), key=lambda index: -shapes[index].flops)[:count]
+
+
+def measure_power(shape: Shape, pool: Pool, with_peer: bool, sensor: Sensor) -> Row:
+    """The shape's watts, MHz and pJ/FLOP."""
+    problem = pool.problem(shape)
+    theirs = deep_gemm_peer.prepare(problem)[0] if with_peer else None
+    return power.measure(problem.run, theirs, shape.flops, sensor)
+
+
+def print_power(row: Row) -> None:
+    for name, case in row["power"].items():
+        entries = "  ".join(power.line_of(who, figures) for who, figures in case.items())
+        print(f"{row['shape']:<28} {name}: {entries}", flush=True)
+
+
+def committed_rows(file: Path, shapes: Sequence[Shape]) -> Mapping[compare.Key, Row]:
+    """The rows to compare with. Exits with a message if the file has none of the shapes."""
+    try:
+        before = compare.committed(file)
+    except (OSError, ValueError) as error:
+        sys.exit(f"benchmarks grouped_gemm --compare: {error}")
+    if not any((shape.label, shape.rows) in before for shape in shapes):
+        sys.exit(f"benchmarks grouped_gemm --compare: expected shapes of this run in {file}, got others")
+    return before
+
+
+def _write(file: Path | None, about: Row, rows: list[Row]) -> None:
+    if file:
+        file.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write header and rows here")
+    parser.add_argument("--band", default="", help="only bands whose name contains this")
+    parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
+    parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="a committed result")
+    parser.add_argument(
+        "--power", type=int, default=4, metavar="N",
+        help="measure watts and MHz of the N largest shapes, some 8 s each (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="seed of the expert loads (default: %(default)s)"
+    )
+    return parser.parse_args()
+
+
+def _mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+if __name__ == "__main__":
+    main()

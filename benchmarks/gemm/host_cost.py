@@ -1,0 +1,111 @@
+"""Host cost benchmark: `python -m benchmarks host_cost [--json FILE]`.
+
+One row per case: the microseconds that one Python call of a grouped GEMM occupies its thread, outside a CUDA
+graph. Host clock over 200 calls, started with the device idle and stopped without waiting for it; median of
+50 such batches. The problem is tiny and 200 launches fit in the driver's queue, so none waits for the GPU.
+Reused: the same tensors in every call, whose descriptors are cached. Fresh: new activations in every call;
+each call builds a descriptor and then frees its activations (allocating them is not counted). If out is not
+given, every call allocates and frees it.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gemm.problem import Pool, Problem
+from benchmarks.gemm.shapes import Shape
+from benchmarks.lib.timing import cpu_name, expect_gpu, header
+from expertd import kernels
+from expertd.kernels import Quantized
+from expertd.layout import Layout
+
+Row = dict[str, Any]
+CALLS, BATCHES, WARM_UP = 200, 50, 5
+SHAPES = tuple(  # few rows per group, and more: the kernels for more also take a descriptor of out
+    Shape(layout.value, layout, (rows,) * 4, 512, 512, max_m=rows if layout is Layout.MASKED else 0)
+    for layout in Layout
+    for rows in (8, 128)
+)
+
+
+def caller(problem: Problem, out: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The public function on this problem, as a function of the activations."""
+    scales, rest = problem.a.scales, (problem.b, problem.extents)
+    if problem.shape.layout is Layout.CONTIGUOUS:
+        return lambda a: kernels.grouped_gemm_contiguous(Quantized(a, scales), *rest, out=out)
+    return lambda a: kernels.grouped_gemm_masked(Quantized(a, scales), *rest, out=out)
+
+
+def host_microseconds(
+    call: Callable[[Tensor], object], activations: Callable[[], list[Tensor]]
+) -> list[float]:
+    """The host's time per call in each batch; every batch uses up a list made by `activations`."""
+    batches = []
+    for _ in range(WARM_UP + BATCHES):
+        left = activations()
+        calls = len(left)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        while left:
+            call(left.pop())
+        batches.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return batches[WARM_UP:]
+
+
+def measure(problem: Problem, given: bool, fresh: bool) -> Row:
+    """One row of the table."""
+    call = caller(problem, problem.out if given else None)
+    if fresh:
+        batches = host_microseconds(call, lambda: [problem.a.data.clone() for _ in range(CALLS)])
+    else:
+        batches = host_microseconds(call, lambda: [problem.a.data] * CALLS)
+    return {
+        "shape": problem.shape.label, "layout": problem.shape.layout.value,
+        "out": "given" if given else "allocated", "tensors": "fresh" if fresh else "reused",
+        "us": statistics.median(batches), "min_us": min(batches), "max_us": max(batches),
+    }  # fmt: skip
+
+
+def print_row(row: Row) -> None:
+    line = "{shape:<24} {tensors:<7} out {out:<10} {us:>7.2f} us a call  ({min_us:.2f} to {max_us:.2f})"
+    print(line.format(**row), flush=True)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write header and rows here")
+    options = parser.parse_args()
+    expect_gpu("benchmarks host_cost")
+    kernels.resolve_backend("hopper").warm_up()
+    about: Row = header() | {
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "method": f"host clock, median of {BATCHES} batches of {CALLS} calls",
+    }
+    print("  ".join(f"{key}: {value}" for key, value in about.items()))
+    pool = Pool(1 << 24)
+    rows = []
+    for shape in SHAPES:
+        problem = pool.problem(shape)
+        for fresh in (False, True):
+            for given in (True, False):
+                rows.append(measure(problem, given, fresh))
+                print_row(rows[-1])
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""How late a `timeout` is answered: `python -m benchmarks deadlines [--timeout MS ...] [--json FILE]`.
+
+The demo layer, served on this machine, answers a caller whose one-token requests have a timeout, while other
+connections repeat long requests. Of each answer without an output, or after the timeout, the caller sees how
+long after it that came: before, if it is negative. The last column is how long the server's event loop
+waited for a core of the machine, which server and callers share.
+"""
+
+import argparse
+import http.client
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.lib import cpus
+from benchmarks.lib.markdown import table
+from benchmarks.serving.json_beside import PATH, beside, binary, server_process
+
+CASES = ((0, 0), (1, 4096), (4, 4096), (16, 64))  # connections, and the tokens of their requests
+COLUMNS = (
+    *("timeout, ms", "beside", "in time", "refused or late", "after it: p50, ms", "p99, ms", "most, ms"),
+    "waited, ms/s",
+)
+_PAUSE_SECONDS = 0.01
+
+
+class Measured(NamedTuple):
+    """in_time: answers with an output; late: milliseconds after the timeout, of all others, or before."""
+
+    in_time: int
+    late: list[float]
+    waited: float  # milliseconds a second, of the event loop
+
+
+def measure(port: int, pid: int, milliseconds: float, seconds: float) -> Measured:
+    """Send one request after the other."""
+    request = binary(1, timeout=round(1e3 * milliseconds))
+    late: list[float] = []
+    in_time, before = 0, _waited(pid)
+    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        end = time.perf_counter() + seconds
+        while (began := time.perf_counter()) < end:
+            connection.request("POST", PATH, request.body, request.headers)
+            response = connection.getresponse()
+            response.read()
+            after = 1e3 * (time.perf_counter() - began) - milliseconds
+            if response.status == 200 and after <= 0:
+                in_time += 1
+            else:
+                late.append(after)
+            time.sleep(_PAUSE_SECONDS)
+    return Measured(in_time, late, (_waited(pid) - before) / seconds)
+
+
+def row(milliseconds: float, name: str, found: Measured) -> dict[str, Any]:
+    """What is measured of a case; the times are None if all answers had an output in time."""
+    times = np.percentile(found.late, (50, 99, 100)).round(1).tolist() if found.late else [None] * 3
+    return {
+        "timeout_ms": milliseconds,
+        "beside": name,
+        "in_time": found.in_time,
+        "others": len(found.late),
+        **dict(zip(("p50_ms", "p99_ms", "most_ms"), times, strict=True)),
+        "waited_ms_per_s": round(found.waited),
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    times = (row[name] for name in ("p50_ms", "p99_ms", "most_ms"))
+    return [
+        f"{row['timeout_ms']:g}",
+        *(str(row[name]) for name in ("beside", "in_time", "others")),
+        *("-" if each is None else f"{each:.1f}" for each in times),
+        str(row["waited_ms_per_s"]),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row of the table for each case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--timeout", type=float, nargs="+", default=[10.0, 50.0], help="milliseconds")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--json", type=Path)
+    cpus.add_option(parser)
+    given = parser.parse_args(arguments)
+    of_server, header = cpus.split(given.server_cpus)
+    print(table(COLUMNS, []))
+    rows = []
+    with server_process(cpus=of_server) as (port, pid):
+        for milliseconds in given.timeout:
+            for connections, num_tokens in CASES:
+                request = binary(num_tokens) if connections else None
+                with beside(port, request, connections):
+                    found = measure(port, pid, milliseconds, given.seconds)
+                name = f"{connections} x {num_tokens}" if connections else "nothing"
+                rows.append(row(milliseconds, name, found))
+                print(f"| {' | '.join(cells(rows[-1]))} |", flush=True)
+    if given.json:
+        header |= {"seconds": given.seconds}
+        given.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def _waited(pid: int) -> float:
+    """Milliseconds for which the main thread of a process was ready to run, and did not."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())

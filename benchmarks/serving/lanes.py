@@ -1,0 +1,356 @@
+"""Decode beside prefill on one device: `python -m benchmarks lanes [--layers NAME ...] [--json FILE]`.
+
+A server with one layer and random weights answers, through channels, a caller of decode steps (64 tokens, or
+1), which pauses for 0.5 ms after each, beside a caller that always has three requests of 4,096 tokens in
+flight. The ways to serve both: all in turns; prefill in chunks, in turns with decode or joined with it; two
+lanes on all SMs; two lanes that split the SMs. The columns: the median and the 99th percentile of a decode
+step as its caller sees it, and the prefill's rate as a share of its rate alone. Tensors are in the GPU's
+memory. With --http, both callers send theirs over HTTP, the second one on two connections. Without a GPU, the
+layer is a tiny one on the CPU. Rows that are not measured stay in the file.
+
+Then it prints the split that suits, as a line of a server's settings: of those with which at most 1% of
+decode steps take longer than --target, that with most prefill. Where decode steps have several numbers of
+tokens, the split's worst row counts.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from benchmarks.lib.callers import POWER_SECONDS, CallerProcess
+from benchmarks.lib.markdown import table
+from benchmarks.lib.timing import cpu_name, header
+from benchmarks.serving.lanes_server import Server
+from benchmarks.serving.rows import free_port
+
+Row = dict[str, Any]
+SLOTS = 3  # requests of prefill in flight
+CONNECTIONS = 2  # the same, over HTTP
+PAUSE_SECONDS = 0.5e-3
+LEAD_SECONDS = 0.3  # that both callers have been busy before what is measured
+MODEL = "layer"
+DEEPSEEK = {
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+    "num_expert_groups": 8,
+    "topk_group": 4,
+}
+
+
+class Layer(NamedTuple):
+    """A layer's sizes, and the tokens of requests and chunks."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    routing: dict[str, Any]
+    prefill: int = 4096
+    decode: tuple[int, ...] = (64, 1)
+    chunks: tuple[int, ...] = (512, 1024, 2048)
+    top_k: int = 8
+
+
+LAYERS = {
+    "deepseek-v3/ep8": Layer(7168, 2048, 32, DEEPSEEK),
+    "deepseek-v3": Layer(7168, 2048, 256, DEEPSEEK),
+    "qwen3-30b-a3b": Layer(2048, 768, 128, {}),
+    "tiny": Layer(256, 128, 8, {}, 256, (8, 1), (64,), 2),
+}
+SPLITS = (16, 32, 48, 64, 80)
+
+
+class Way(NamedTuple):
+    """How decode and prefill are served.
+
+    split  the SMs of the decode lane; None: the lanes share all
+    """
+
+    name: str
+    chunk: int = 0
+    joins: bool = False
+    lanes: bool = False
+    split: int | None = None
+
+
+ALONE = Way("alone")
+
+
+def ways(layer: Layer, splits: Sequence[int]) -> list[Way]:
+    """All ways; those with the same settings follow each other. In turns without chunks comes first."""
+    return [
+        Way("turns"),
+        Way("joined", joins=True),
+        *(Way(f"turns, chunks of {chunk}", chunk) for chunk in layer.chunks),
+        *(Way(f"joined, chunks of {chunk}", chunk, joins=True) for chunk in layer.chunks),
+        Way("lanes on all SMs", lanes=True),
+        *(Way(f"lanes, {split} SMs for decode", lanes=True, split=split) for split in splits),
+    ]
+
+
+def settings_of(layer: Layer, way: Way, folder: Path, spin: int | None = None) -> dict[str, Any]:
+    """The settings of a server, but its port; the split is changed while it runs.
+
+    spin: its channels.spin_microseconds
+    """
+    # A joined step has a whole request of prefill, or a chunk of it, and all decode tokens.
+    room = max(layer.decode) if way.joins and not way.chunk else 0
+    limits = {
+        "max_request_tokens": layer.prefill,
+        "max_batch_tokens": layer.prefill + room,
+        "prefill_chunk_tokens": way.chunk,
+        "join_chunks": way.joins,
+    }
+    model = {
+        "name": MODEL,
+        "hidden_size": layer.hidden,
+        "intermediate_size": layer.intermediate,
+        "num_experts": layer.experts,
+        "top_k": layer.top_k,
+        "routing": layer.routing,
+    }
+    channels = {"socket": str(folder / "channels"), "spin_microseconds": spin}
+    settings = {"models": [model], "limits": limits, "channels": channels}
+    if way.lanes:
+        lanes: dict[str, Any] = {"decode_max_tokens": max(layer.decode)}
+        if way.split is not None:
+            lanes |= {"decode_partition": "decode", "prefill_partition": "prefill"}
+            settings["partitions"] = {"decode": 48, "prefill": 64}
+        settings["lanes"] = lanes
+    return settings
+
+
+class Caller(CallerProcess):
+    """A process of `benchmarks.serving.lanes_caller`, or the same over HTTP."""
+
+    def __init__(self, http: bool = False) -> None:
+        super().__init__(f"benchmarks.serving.lanes_{'http_' if http else ''}caller")
+
+    def open(self, url: str, layer: Layer, tokens: int, device: str | None, slots: int = 1) -> None:
+        """Have it call a server, with `tokens` in each request; it answers with a line when it is ready.
+
+        slots  requests in flight; one comes after a pause
+        """
+        self.write(
+            {
+                "url": url,
+                "model": MODEL,
+                "hidden_size": layer.hidden,
+                "tokens": tokens,
+                "slots": slots,
+                "pause": 0.0 if slots > 1 else PAUSE_SECONDS,
+                "device": device,
+                "spin": 0.02 if device else 0.0,
+            }
+        )
+
+
+class Callers(NamedTuple):
+    """The two callers, and what they share.
+
+    lead  seconds for which prefill is under way before what is measured; None: as `steady_after`
+    """
+
+    decode: Caller
+    prefill: Caller
+    seconds: float
+    device: str | None
+    slots: int = SLOTS  # of prefill
+    lead: float | None = None
+
+    def lead_of(self, beside: bool) -> float:
+        """Seconds for which the callers have been busy before what is measured."""
+        return steady_after(self.device is not None, self.lead) if beside else LEAD_SECONDS
+
+    def measure(
+        self, url: str, layer: Layer, decode: int, beside: bool, lead: float
+    ) -> tuple[list[float], float]:
+        """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
+        found = self.results(url, layer, decode, beside, lead)
+        steps = sorted((end - begin) / 1e9 for begin, end in found[0]["stamps"]) if decode else []
+        rate = found[-1]["answered"] * layer.prefill / self.seconds if beside else 0.0
+        return steps, rate
+
+    def results(self, url: str, layer: Layer, decode: int, beside: bool, lead: float) -> list[dict[str, Any]]:
+        """What each caller says, decode first; see `benchmarks.serving.lanes_caller`."""
+        busy = []
+        if decode:
+            self.decode.open(url, layer, decode, self.device)
+            busy.append(self.decode)
+        if beside:
+            self.prefill.open(url, layer, layer.prefill, self.device, self.slots)
+            busy.append(self.prefill)
+        for caller in busy:
+            caller.read()
+        now = time.perf_counter()
+        for caller in reversed(busy):
+            caller.write({"start": now + lead, "seconds": self.seconds})
+        return [caller.read() for caller in busy]
+
+
+def steady_after(on_gpu: bool, lead: float | None = None) -> float:
+    """Seconds after which the times of steps beside prefill, or of prefill, are steady; or `lead`."""
+    if lead is not None:
+        return lead
+    return POWER_SECONDS if on_gpu else LEAD_SECONDS
+
+
+def split_sms(url: str, split: int) -> None:
+    """Give `split` SMs to the decode lane, and the others to the prefill lane."""
+    with urllib.request.urlopen(f"{url}/v1/partitions") as answer:
+        total = json.load(answer)["total_sms"]
+    body = json.dumps({"partitions": {"decode": split, "prefill": total - split}}).encode()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/v1/partitions", body, method="PUT")).close()
+
+
+def measured(
+    name: str, layer: Layer, wanted: Sequence[Way], decode: Sequence[int], callers: Callers, spin: int | None
+) -> Iterator[Row]:
+    """The rows of one layer: first what runs alone, on a server without lanes and chunks."""
+    server = Server()
+    points = [(ALONE, tokens) for tokens in (*decode, 0)] + [(way, t) for way in wanted for t in decode]
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        stack.callback(server.close)
+        running, now, url, alone = ExitStack(), None, "", 0.0
+        stack.callback(lambda: running.close())
+        for way, tokens in points:
+            settings = settings_of(layer, way, Path(folder), spin)
+            if settings != now:
+                running.close()
+                now = settings
+                url = running.enter_context(server.running({**settings, "port": free_port()}))
+            if way.split is not None:
+                split_sms(url, way.split)
+            beside = way is not ALONE or not tokens
+            steps, rate = callers.measure(url, layer, tokens, beside, callers.lead_of(beside))
+            alone = alone or rate
+            yield row_of(name, way, tokens, steps, rate, alone)
+
+
+def row_of(name: str, way: Way, tokens: int, steps: Sequence[float], rate: float, alone: float) -> Row:
+    """One row of the file."""
+    times = {
+        "steps": len(steps),
+        "p50_us": 1e6 * statistics.median(steps) if steps else None,
+        "p99_us": 1e6 * steps[int(0.99 * len(steps))] if steps else None,
+    }
+    prefill = {
+        "prefill_tokens_per_second": rate or None,
+        "prefill_share": rate / alone if rate else None,
+    }
+    return {"layer": name, "decode_tokens": tokens, "way": way.name, **times, **prefill}
+
+
+def put(rows: list[Row], row: Row) -> None:
+    """Replace the row of the same layer, way and tokens, or add one."""
+    keys = ("layer", "way", "decode_tokens")
+    same = (i for i, old in enumerate(rows) if all(old[key] == row[key] for key in keys))
+    at = next(same, len(rows))
+    rows[at : at + 1] = [row]
+
+
+def shown(rows: Sequence[Row], name: str) -> str:
+    """The table of one layer."""
+
+    def cell(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    cells = [
+        (
+            row["way"],
+            row["decode_tokens"] or "none",
+            row["steps"],
+            cell(row["p50_us"], 0),
+            cell(row["p99_us"], 0),
+            cell(row["prefill_share"], 2),
+        )
+        for row in rows
+        if row["layer"] == name
+    ]
+    return table((name, "decode tokens", "steps", "p50, µs", "p99, µs", "prefill's share"), cells)
+
+
+def suiting(
+    rows: Sequence[Row], layer: Layer, splits: Sequence[Way], target_ms: float, total_sms: int
+) -> str:
+    """The settings of the split that suits, by the rows of one layer: a line of YAML."""
+    shares: dict[Way, float] = {}
+    for way in splits:
+        of = [row for row in rows if row["way"] == way.name]
+        if of and all(row["steps"] and row["p99_us"] <= 1e3 * target_ms for row in of):
+            shares[way] = min(row["prefill_share"] or 0.0 for row in of)
+    if not shares:
+        return f"# no split with which at most 1% of decode steps take longer than {target_ms:g} ms"
+    way = max(shares, key=shares.__getitem__)
+    assert way.split is not None
+    settings = {
+        "partitions": {"decode": way.split, "prefill": total_sms - way.split},
+        "lanes": settings_of(layer, way, Path())["lanes"],
+    }
+    line = yaml.safe_dump(settings, default_flow_style=True, sort_keys=False, width=sys.maxsize).strip()
+    # By a merge, two keys fit in one line of a file that has others.
+    return f"<<: {line}  # at most 1% of decode over {target_ms:g} ms, prefill at {shares[way]:.2f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table for each layer, and write all rows to a file if asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    on_gpu = torch.cuda.is_available()
+    default = [name for name in LAYERS if (name != "tiny") == on_gpu]
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=default)
+    parser.add_argument("--ways", nargs="+", default=[""], help="only ways that begin with one of these")
+    parser.add_argument("--tokens", type=int, nargs="+", help="only decode steps of these")
+    parser.add_argument("--splits", type=int, nargs="+", default=SPLITS, help="SMs of the decode lane")
+    parser.add_argument("--target", type=float, default=1.0, help="ms of a decode step, for the split")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each row")
+    parser.add_argument("--lead", type=float, help="seconds of prefill before them; 0.3, on a GPU 2")
+    parser.add_argument("--spin", type=int, help="the server's channels.spin_microseconds")
+    parser.add_argument("--http", action="store_true", help="call over HTTP, in rows of their own")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    rows: list[Row] = json.loads(given.json.read_text())["rows"] if given.json and given.json.exists() else []
+    machine = header() if on_gpu else {"cpu": cpu_name(), "torch": torch.__version__}
+    machine |= {"python": platform.python_version(), "spin_microseconds": given.spin}
+    result = {"header": machine, "rows": rows}
+    with ExitStack() as stack:
+        slots = CONNECTIONS if given.http else SLOTS
+        device = "cuda:0" if on_gpu else None
+        callers = Callers(Caller(given.http), Caller(given.http), given.seconds, device, slots, given.lead)
+        for caller in (callers.decode, callers.prefill):
+            stack.callback(caller.close)
+        for name in given.layers:
+            layer = LAYERS[name]
+            wanted = [
+                way
+                for way in ways(layer, given.splits if on_gpu else ())
+                if way.name.startswith(tuple(given.ways))
+            ]
+            decode = [tokens for tokens in layer.decode if not given.tokens or tokens in given.tokens]
+            title = f"{name} over HTTP" if given.http else name
+            found: list[Row] = []
+            for row in measured(title, layer, wanted, decode, callers, given.spin):
+                found.append(row)
+                put(rows, row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
+                if given.json:  # after each row, so that an interrupted run leaves some
+                    given.json.write_text(json.dumps(result, indent=1) + "\n")
+            print(shown(rows, title), flush=True)
+            if splits := [way for way in wanted if way.split is not None]:
+                sms = torch.cuda.get_device_properties(0).multi_processor_count
+                print(suiting(found, layer, splits, given.target, sms), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""One row of `benchmarks serving`: a server, its callers, and what they have measured."""
+
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.lib.callers import POWER_SECONDS, together
+
+Row = dict[str, Any]
+MODEL, HIDDEN = "deepseek-v3", 7168
+SECONDS = 2.0
+CALLER_PROCESSES = 4
+LEAD_SECONDS = 0.2  # that one caller has been busy before what is measured; several: POWER_SECONDS
+PROGRAMS = {
+    "http": "http_caller",
+    "sockets": "http_caller",
+    "shared memory": "region_caller",
+    "channel": "channel_caller",
+}
+CONFIG = """
+models: [{models}]
+shared_memory: {{enabled: true}}
+limits: {{max_body_bytes: 134217728}}
+channels: {{socket: {folder}/channels}}
+"""
+LAYER = """
+  {{name: {name}, hidden_size: 7168, intermediate_size: 2048, num_experts: 256, top_k: 8,
+    routing: {{scoring_func: sigmoid, routed_scaling_factor: 2.5, num_expert_groups: 8, topk_group: 4}}}}
+"""
+
+
+class Case(NamedTuple):
+    """One row: the way, the device of the tensors, tokens a request, callers, layers that each calls in turn.
+
+    Only callers of channels call several layers.
+    """
+
+    way: str  # of `PROGRAMS`; "sockets": HTTP with a server that computes nothing
+    device: str | None  # None: host memory
+    tokens: int
+    callers: int = 1
+    layers: int = 1
+
+
+def model_names(layers: int) -> list[str]:
+    """Of a server's layers."""
+    return [MODEL, *(f"{MODEL}-{number}" for number in range(2, layers + 1))]
+
+
+def config(layers: int, folder: str) -> str:
+    """The settings of a server with this number of layers, as YAML. folder: for its socket."""
+    models = ",".join(LAYER.format(name=name) for name in model_names(layers))
+    return CONFIG.format(models=models, folder=folder)
+
+
+@contextmanager
+def server(
+    workers: int,
+    devices: str | None = None,
+    layers: int = 1,
+    make_config: Callable[[int, str], str] = config,
+) -> Iterator[tuple[str, int]]:
+    """A ready server with this number of layers, on one GPU or on `devices`: its URL and port."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "serving.yaml"
+        file.write_text(make_config(layers, folder))
+        port = free_port()
+        program = "import sys; from expertd.service.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "serve", "--config", str(file)]
+        options = ["--port", str(port), *(["--http-workers", str(workers)] if workers > 1 else [])]
+        options += ["--devices", devices] if devices else []
+        process = subprocess.Popen([*command, *options])
+        url = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(3000):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server ended with code {process.returncode}")
+                try:
+                    urllib.request.urlopen(f"{url}/v2/health/ready")
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            yield url, port
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def measure(case: Case, url: str, port: int) -> Row:
+    """One row."""
+    before = compute_seconds(url)
+    if case.way == "sockets":
+        port = free_port()
+        with subprocess.Popen([sys.executable, "-m", "benchmarks.serving.loopback", str(port)]) as echo:
+            time.sleep(0.5)  # it listens
+            latencies = latencies_of(case, url, port)
+            echo.terminate()
+    else:
+        latencies = latencies_of(case, url, port)
+    after = compute_seconds(url)
+    return {
+        **case._asdict(),
+        "requests": len(latencies),
+        "p50_us": 1e6 * statistics.median(latencies),
+        "p99_us": 1e6 * latencies[int(0.99 * len(latencies))],
+        "tokens_per_second": len(latencies) * case.tokens / SECONDS,
+        "compute_us": 1e6 * (after[0] - before[0]) / max(1.0, after[1] - before[1]),
+        "steps": after[1] - before[1],
+    }
+
+
+def latencies_of(case: Case, url: str, port: int) -> list[float]:
+    """Of all callers of a row, sorted."""
+    given = {"url": url, "port": port, "model": MODEL, "hidden_size": HIDDEN, "seconds": SECONDS}
+    given |= {"tokens": case.tokens, "device": case.device, "models": model_names(case.layers)}
+    # Callers share few processes: more threads of one would wait for each other.
+    processes = min(case.callers, CALLER_PROCESSES)
+    callers = case.callers // processes
+    given |= {"connections": callers, "callers": callers}
+    lead = LEAD_SECONDS if case.callers == 1 else POWER_SECONDS
+    return together(f"benchmarks.serving.{PROGRAMS[case.way]}", given, processes, lead)
+
+
+def compute_seconds(url: str) -> tuple[float, float]:
+    """The sum and the count of `expertd_compute_seconds`."""
+    time.sleep(0.3)  # steps are counted after their answers
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        text = response.read().decode()
+    found = [
+        sum(float(value) for value in re.findall(rf"^expertd_compute_seconds_{name}{{.*}} (.+)$", text, re.M))
+        for name in ("sum", "count")
+    ]
+    return found[0], found[1]
