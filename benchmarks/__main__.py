@@ -9,7 +9,7 @@ BENCHMARKS = {
     "ranks": ("parallel", "overlap", "placement", "moves"),
     "serving": (
         *("serving", "serving_cpu", "steps", "stream_steps", "lanes", "lanes_floor", "open_loop"),
-        *("deadlines", "metrics_cost", "beside", "json_beside"),
+        *("deadlines", "metrics_cost"),
     ),
 }
 """Their names, by the package that has a module of each name."""

@@ -1,8 +1,6 @@
 """The parts of benchmarks that need no GPU: shapes, pictures and command lines."""
 
-import asyncio
 import json
-import os
 import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,17 +22,15 @@ from benchmarks.gemm.shapes import Shape, all_shapes
 from benchmarks.layer.families import FAMILIES, make_family
 from benchmarks.lib import cpus
 from benchmarks.report_sections import SECTIONS
-from benchmarks.serving import beside, deadlines, json_beside
+from benchmarks.serving import deadlines
 from benchmarks.serving.open_loop import Outcome, summary
 from benchmarks.serving.rows import Case, config, model_names
 from benchmarks.serving.serving import put, rows_of
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.loader import load_settings
-from expertd.service.settings.model import Settings
 from tests.kernels.helpers import random_contiguous, random_masked
-from tests.paths import DEMO, ROOT
-from tests.service.apps import serving
+from tests.paths import ROOT
 
 RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
 
@@ -290,43 +286,6 @@ def test_a_server_of_several_layers_is_well_configured(tmp_path: Path) -> None:
     settings = load_settings(file)
     assert [model.name for model in settings.models] == model_names(58)
     assert len({model.shape for model in settings.models}) == 1
-
-
-def test_json_is_answered_as_the_benchmark_expects() -> None:
-    limit = 100_000
-    settings = Settings(**{**load_settings(DEMO).model_dump(), "limits": {"max_json_bytes": limit}})
-
-    async def check() -> None:
-        async with serving(settings) as server:
-            for name, request in json_beside.cases(limit).items():
-                if request is None:
-                    continue
-                body, headers, status = request
-                answer = await server.http.post(json_beside.PATH, content=body, headers=headers)
-                assert answer.status_code == status, (name, answer.text[:200])
-                assert headers or 0.85 * limit < len(body) <= limit
-
-    asyncio.run(check())
-
-
-@pytest.mark.slow
-def test_small_requests_are_measured_beside_long_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "beside-cpu.json"
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(beside, "CASES", ((0, 0), (1, 64)))
-    only = "joined chunks of 1024", "on a lane"
-    assert beside.main(["--only", *only, "--seconds", "0.4", "--json", str(file)]) == 0
-    printed = capsys.readouterr().out
-    assert printed == SECTIONS["beside"](tmp_path) + "\n"
-    *_, joined, _, on_lane = printed.splitlines()
-    number, time = r"[1-9]\d*", r"\d+\.\d"
-    assert re.fullmatch(rf"\| {only[0]} \| 1 x 64 \| {number} \|( {time} \|){{3}} {number} \|", joined), (
-        joined
-    )
-    assert re.fullmatch(rf"\| {only[1]} \| 1 x 64 \| {number} \|( {time} \|){{2}}  \| {number} \|", on_lane)
-    assert json.loads(file.read_text())["header"]["cpus"] == len(os.sched_getaffinity(0))
 
 
 def test_a_server_has_its_cpus_and_callers_have_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

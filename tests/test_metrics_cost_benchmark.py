@@ -54,6 +54,6 @@ def test_intervals_have_the_median_and_become_narrower() -> None:
 
 @pytest.mark.slow
 def test_the_sink_takes_spans() -> None:
-    with metrics_cost.sink() as port:
+    with metrics_cost.started("--sink") as (port, _):
         request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/traces", json.dumps({}).encode())
         assert urllib.request.urlopen(request, timeout=10).status == 200

@@ -156,7 +156,7 @@ def working(ways: dict[str, Way]) -> dict[str, Way]:
 
 
 def _row(found: list[tuple[float, float]]) -> dict[str, float]:
-    low, middle, high = statistics.quantiles([speed for speed, _ in found], n=4)
+    low, middle, high = statistics.quantiles([speed for speed, _ in found], n=4, method="inclusive")
     return {"GB/s": middle, "low": low, "high": high, "cpu": statistics.median(cpu for _, cpu in found)}
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.layer.problem import LAYERS, LayerProblem, make_problem, make_weights
+from benchmarks.lib.processes import free_port
 from benchmarks.lib.timing import expect_gpu
 from benchmarks.ranks import rank_timing
 from benchmarks.ranks.overlap_timeline import Event, chrome_trace, profiled_kernels, step_of
@@ -34,7 +35,6 @@ from benchmarks.ranks.parallel import RankProblem, enter, leave, measure_call
 from benchmarks.ranks.parallel_options import about
 from benchmarks.ranks.rank_timing import Ranks
 from benchmarks.ranks.rank_tokens import all_experts, draw_experts, same_work
-from benchmarks.serving.rows import free_port
 from expertd.kernels.overlap import Overlap
 
 Row = dict[str, Any]

@@ -34,6 +34,7 @@ from benchmarks.gemm import deep_gemm_peer
 from benchmarks.layer import layer_peers
 from benchmarks.layer.moe_layer import compile_peers, graph_of
 from benchmarks.layer.problem import LayerProblem, make_problem, make_weights
+from benchmarks.lib.processes import free_port
 from benchmarks.lib.timing import expect_gpu
 from benchmarks.ranks import nccl_peer
 from benchmarks.ranks.parallel_options import about, options, write
@@ -49,7 +50,6 @@ from benchmarks.ranks.rank_timing import (
     of_next,
 )
 from benchmarks.ranks.rank_tokens import UNEVEN, all_experts, draw_experts, imbalance, same_work, spread
-from benchmarks.serving.rows import free_port
 from expertd.kernels import resolve_backend
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows

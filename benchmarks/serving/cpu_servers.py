@@ -46,6 +46,11 @@ async def infer(request: Request) -> Response:
     return Response(b"".join((head, data)), media_type="application/octet-stream", headers=headers)
 
 
+async def ready(_: Request) -> Response:
+    """It is ready once it listens."""
+    return Response()
+
+
 class Done:
     """A step that is done when it begins."""
 
@@ -115,7 +120,8 @@ def main() -> int:
     name, port, hidden_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     if name == "starlette":
-        app = Starlette(routes=[Route("/v2/models/moe/infer", infer, methods=["POST"])])
+        routes = [Route("/v2/models/moe/infer", infer, methods=["POST"]), Route("/v2/health/ready", ready)]
+        app = Starlette(routes=routes)
         uvicorn.run(app, port=port, loop="uvloop", http="httptools", log_level="warning", access_log=False)
         return 0
     model = {

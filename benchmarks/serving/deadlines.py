@@ -7,26 +7,28 @@ waited for a core of the machine, which server and callers share.
 """
 
 import argparse
-import http.client
 import json
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.lib import cpus
+from benchmarks.lib.caller import Connection, infer_request, tokens_of
+from benchmarks.lib.callers import CALLER, begin
 from benchmarks.lib.markdown import table
-from benchmarks.serving.json_beside import PATH, beside, binary, server_process
+from benchmarks.lib.processes import Program, demo_server
 
 CASES = ((0, 0), (1, 4096), (4, 4096), (16, 64))  # connections, and the tokens of their requests
 COLUMNS = (
     *("timeout, ms", "beside", "in time", "refused or late", "after it: p50, ms", "p99, ms", "most, ms"),
     "waited, ms/s",
 )
+MODEL, HIDDEN = "demo", 512
 _PAUSE_SECONDS = 0.01
 
 
@@ -40,22 +42,34 @@ class Measured(NamedTuple):
 
 def measure(port: int, pid: int, milliseconds: float, seconds: float) -> Measured:
     """Send one request after the other."""
-    request = binary(1, timeout=round(1e3 * milliseconds))
+    request = infer_request(MODEL, tokens_of(1, HIDDEN, "FP32"), timeout=round(1e3 * milliseconds))
     late: list[float] = []
     in_time, before = 0, _waited(pid)
-    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+    connection = Connection(port)
+    with closing(connection.socket):
         end = time.perf_counter() + seconds
         while (began := time.perf_counter()) < end:
-            connection.request("POST", PATH, request.body, request.headers)
-            response = connection.getresponse()
-            response.read()
+            status = connection.call(request)
             after = 1e3 * (time.perf_counter() - began) - milliseconds
-            if response.status == 200 and after <= 0:
+            if status == 200 and after <= 0:
                 in_time += 1
             else:
                 late.append(after)
             time.sleep(_PAUSE_SECONDS)
     return Measured(in_time, late, (_waited(pid) - before) / seconds)
+
+
+@contextmanager
+def beside(port: int, connections: int, num_tokens: int, seconds: float) -> Iterator[None]:
+    """Long requests of these connections, each of a process, until these seconds are over."""
+    given = {"way": "http", "url": f"http://127.0.0.1:{port}", "models": [MODEL], "tokens": num_tokens}
+    given |= {"hidden_size": HIDDEN, "datatype": "FP32"}
+    with ExitStack() as stack:
+        callers = [stack.enter_context(Program(CALLER)) for _ in range(connections)]
+        begin(callers, [given] * connections, seconds, 0.0)
+        yield
+        for caller in callers:
+            caller.read()
 
 
 def row(milliseconds: float, name: str, found: Measured) -> dict[str, Any]:
@@ -93,11 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of_server, header = cpus.split(given.server_cpus)
     print(table(COLUMNS, []))
     rows = []
-    with server_process(cpus=of_server) as (port, pid):
+    with demo_server(cpus=of_server) as (port, pid):
         for milliseconds in given.timeout:
             for connections, num_tokens in CASES:
-                request = binary(num_tokens) if connections else None
-                with beside(port, request, connections):
+                with beside(port, connections, num_tokens, given.seconds):
                     found = measure(port, pid, milliseconds, given.seconds)
                 name = f"{connections} x {num_tokens}" if connections else "nothing"
                 rows.append(row(milliseconds, name, found))

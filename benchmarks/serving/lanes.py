@@ -19,7 +19,6 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -29,11 +28,12 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from benchmarks.lib.callers import POWER_SECONDS, CallerProcess
+from benchmarks.lib.caller import SPIN_SECONDS
+from benchmarks.lib.callers import CALLER, POWER_SECONDS, begin
 from benchmarks.lib.markdown import table
+from benchmarks.lib.processes import Program
 from benchmarks.lib.timing import cpu_name, header
 from benchmarks.serving.lanes_server import Server
-from benchmarks.serving.rows import free_port
 
 Row = dict[str, Any]
 SLOTS = 3  # requests of prefill in flight
@@ -131,43 +131,23 @@ def settings_of(layer: Layer, way: Way, folder: Path, spin: int | None = None) -
     return settings
 
 
-class Caller(CallerProcess):
-    """A process of `benchmarks.serving.lanes_caller`, or the same over HTTP."""
-
-    def __init__(self, http: bool = False) -> None:
-        super().__init__(f"benchmarks.serving.lanes_{'http_' if http else ''}caller")
-
-    def open(self, url: str, layer: Layer, tokens: int, device: str | None, slots: int = 1) -> None:
-        """Have it call a server, with `tokens` in each request; it answers with a line when it is ready.
-
-        slots  requests in flight; one comes after a pause
-        """
-        self.write(
-            {
-                "url": url,
-                "model": MODEL,
-                "hidden_size": layer.hidden,
-                "tokens": tokens,
-                "slots": slots,
-                "pause": 0.0 if slots > 1 else PAUSE_SECONDS,
-                "device": device,
-                "spin": 0.02 if device else 0.0,
-            }
-        )
-
-
 class Callers(NamedTuple):
     """The two callers, and what they share.
 
     lead  seconds for which prefill is under way before what is measured; None: as `steady_after`
     """
 
-    decode: Caller
-    prefill: Caller
+    decode: Program
+    prefill: Program
     seconds: float
     device: str | None
-    slots: int = SLOTS  # of prefill
+    http: bool = False
     lead: float | None = None
+
+    @property
+    def slots(self) -> int:
+        """Requests of prefill in flight."""
+        return CONNECTIONS if self.http else SLOTS
 
     def lead_of(self, beside: bool) -> float:
         """Seconds for which the callers have been busy before what is measured."""
@@ -177,26 +157,20 @@ class Callers(NamedTuple):
         self, url: str, layer: Layer, decode: int, beside: bool, lead: float
     ) -> tuple[list[float], float]:
         """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
-        found = self.results(url, layer, decode, beside, lead)
-        steps = sorted((end - begin) / 1e9 for begin, end in found[0]["stamps"]) if decode else []
-        rate = found[-1]["answered"] * layer.prefill / self.seconds if beside else 0.0
-        return steps, rate
-
-    def results(self, url: str, layer: Layer, decode: int, beside: bool, lead: float) -> list[dict[str, Any]]:
-        """What each caller says, decode first; see `benchmarks.serving.lanes_caller`."""
-        busy = []
-        if decode:
-            self.decode.open(url, layer, decode, self.device)
-            busy.append(self.decode)
-        if beside:
-            self.prefill.open(url, layer, layer.prefill, self.device, self.slots)
-            busy.append(self.prefill)
-        for caller in busy:
-            caller.read()
-        now = time.perf_counter()
-        for caller in reversed(busy):
-            caller.write({"start": now + lead, "seconds": self.seconds})
-        return [caller.read() for caller in busy]
+        common = {"way": "http" if self.http else "channel", "url": url, "models": [MODEL]}
+        common |= {"hidden_size": layer.hidden, "device": self.device}
+        common |= {"spin": SPIN_SECONDS if self.device else 0.0}
+        at_once = "connections" if self.http else "slots"
+        loads = {
+            self.decode: {"tokens": decode, "pause": PAUSE_SECONDS},
+            self.prefill: {"tokens": layer.prefill, at_once: self.slots},
+        }
+        busy = [caller for caller, is_busy in zip(loads, (decode, beside), strict=True) if is_busy]
+        start = 1e9 * begin(busy, [common | loads[caller] for caller in busy], self.seconds, lead)
+        end = start + 1e9 * self.seconds
+        found = [[stamp for stamp in caller.read()["stamps"] if start <= stamp[1] <= end] for caller in busy]
+        steps = [(answered - sent) / 1e9 for sent, answered in found[0] if start <= sent] if decode else []
+        return sorted(steps), len(found[-1]) * layer.prefill / self.seconds if beside else 0.0
 
 
 def steady_after(on_gpu: bool, lead: float | None = None) -> float:
@@ -229,7 +203,7 @@ def measured(
             if settings != now:
                 running.close()
                 now = settings
-                url = running.enter_context(server.running({**settings, "port": free_port()}))
+                url = running.enter_context(server.running(settings))
             if way.split is not None:
                 split_sms(url, way.split)
             beside = way is not ALONE or not tokens
@@ -324,11 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine |= {"python": platform.python_version(), "spin_microseconds": given.spin}
     result = {"header": machine, "rows": rows}
     with ExitStack() as stack:
-        slots = CONNECTIONS if given.http else SLOTS
+        decode, prefill = (stack.enter_context(Program(CALLER)) for _ in range(2))
         device = "cuda:0" if on_gpu else None
-        callers = Callers(Caller(given.http), Caller(given.http), given.seconds, device, slots, given.lead)
-        for caller in (callers.decode, callers.prefill):
-            stack.callback(caller.close)
+        callers = Callers(decode, prefill, given.seconds, device, given.http, given.lead)
         for name in given.layers:
             layer = LAYERS[name]
             wanted = [
@@ -336,10 +308,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for way in ways(layer, given.splits if on_gpu else ())
                 if way.name.startswith(tuple(given.ways))
             ]
-            decode = [tokens for tokens in layer.decode if not given.tokens or tokens in given.tokens]
+            steps = [tokens for tokens in layer.decode if not given.tokens or tokens in given.tokens]
             title = f"{name} over HTTP" if given.http else name
             found: list[Row] = []
-            for row in measured(title, layer, wanted, decode, callers, given.spin):
+            for row in measured(title, layer, wanted, steps, callers, given.spin):
                 found.append(row)
                 put(rows, row)
                 print(json.dumps(row), file=sys.stderr, flush=True)

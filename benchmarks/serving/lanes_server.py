@@ -6,16 +6,13 @@ the next line. Layers of the same settings are made once, because weights take l
 
 import json
 import signal
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-START_SECONDS = 300.0
+from benchmarks.lib.processes import Program, free_port, wait_ready
 
 
 def main() -> None:
@@ -46,50 +43,24 @@ def main() -> None:
         print(serve(settings, partial(load, make_layer=make_layer)), flush=True)
 
 
-class Server:
+class Server(Program):
     """The process, for the program that started it."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "benchmarks.serving.lanes_server"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        super().__init__("benchmarks.serving.lanes_server")
 
     @contextmanager
     def running(self, settings: dict[str, Any]) -> Iterator[str]:
-        """The URL of a ready server with these settings, of which `port` is one."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(settings) + "\n")
-        process.stdin.flush()
-        url = f"http://127.0.0.1:{settings['port']}"
-        self._wait_ready(url)
+        """The URL of a ready server with these settings."""
+        port = free_port()
+        self.write({**settings, "port": port})
+        wait_ready(port, self.process)
         try:
-            yield url
+            yield f"http://127.0.0.1:{port}"
         finally:
-            process.send_signal(signal.SIGTERM)
-            if (code := process.stdout.readline().strip()) != "0":
-                raise RuntimeError(f"exit code of the server: expected 0, got {code or 'none'}")
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
-
-    def _wait_ready(self, url: str) -> None:
-        end = time.monotonic() + START_SECONDS
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/v2/health/ready").close()
-                return
-            except OSError:
-                if self._process.poll() is not None:
-                    raise RuntimeError(f"the server ended with code {self._process.returncode}") from None
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.05)
+            self.process.send_signal(signal.SIGTERM)
+            if code := self.read():
+                raise RuntimeError(f"exit code of the server: expected 0, got {code}")
 
 
 if __name__ == "__main__":

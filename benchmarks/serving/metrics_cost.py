@@ -16,9 +16,7 @@ import os
 import platform
 import random
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.callers import together
+from benchmarks.lib.processes import free_port, running
 from benchmarks.lib.timing import cpu_name
 
 SECONDS, LEAD_SECONDS = 1.0, 0.1
@@ -83,6 +82,10 @@ def serve(name: str, port: int, sink: int) -> int:
 class _Sink(BaseHTTPRequestHandler):
     """Takes spans, and forgets them."""
 
+    def do_GET(self) -> None:
+        self.send_response(200)  # it is ready once it listens
+        self.end_headers()
+
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
@@ -94,55 +97,19 @@ class _Sink(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def sink() -> Iterator[int]:
-    """The port of a process that takes spans."""
+def started(option: str, *arguments: str) -> Iterator[tuple[int, int]]:
+    """The port and process id of this program with an option, whose arguments end with the port."""
     port = free_port()
-    command = [sys.executable, "-m", "benchmarks.serving.metrics_cost", "--sink", str(port)]
-    process = subprocess.Popen(command)
-    try:
-        until(lambda: _can_connect(port))
-        yield port
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
-@contextmanager
-def server(name: str, sink: int) -> Iterator[tuple[int, int]]:
-    """The port and process id of a server that is ready."""
-    port = free_port()
-    command = [sys.executable, "-m", "benchmarks.serving.metrics_cost", "--serve", name, str(port), str(sink)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-    try:
-        _wait_ready(port)
-        yield port, process.pid
-    finally:
-        process.terminate()
-        process.wait(60)
+    command = "-m", "benchmarks", "metrics_cost", option, *arguments, str(port)
+    with running(command, port, OMP_NUM_THREADS="1") as process:
+        yield port, process
 
 
 def requests_of(port: int, connections: int) -> int:
     """The requests that are answered in SECONDS."""
-    given: dict[str, Any] = {"tokens": 1, "seconds": SECONDS}
-    if not connections:
-        given |= {"url": f"http://127.0.0.1:{port}", "models": ["moe"], "device": None, "callers": 1}
-        return len(together("benchmarks.serving.channel_caller", given, 1, LEAD_SECONDS))
-    given |= {"connections": connections, "datatype": "BF16", "port": port}
-    given["hidden_size"] = MODEL["hidden_size"]
-    command = [sys.executable, "-m", "benchmarks.serving.fast_caller"]
-    ran = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise RuntimeError(ran.stderr)
-    rate: float = json.loads(ran.stdout)["rps"]
-    return round(rate * SECONDS)
+    given: dict[str, Any] = {"url": f"http://127.0.0.1:{port}", "models": ["moe"], "tokens": 1}
+    given |= {"way": "http" if connections else "channel", "hidden_size": MODEL["hidden_size"]}
+    return len(together(given | {"connections": connections or 1}, SECONDS, lead=LEAD_SECONDS))
 
 
 @contextmanager
@@ -218,15 +185,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sink", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.serve:
-        name, port, to = given.serve
+        name, to, port = given.serve
         return serve(name, int(port), int(to))
     if given.sink:
         HTTPServer(("127.0.0.1", given.sink), _Sink).serve_forever()
     calls, rows = call_microseconds(), {}
     with ExitStack() as stack:
-        to = stack.enter_context(sink())
-        running = {name: stack.enter_context(server(name, to)) for name in dict.fromkeys(WAYS.values())}
-        servers = {way: running[name] for way, name in WAYS.items()}
+        sink, _ = stack.enter_context(started("--sink"))
+        names = dict.fromkeys(WAYS.values())
+        of = {name: stack.enter_context(started("--serve", name, str(sink))) for name in names}
+        servers = {way: of[name] for way, name in WAYS.items()}
         for connections in sorted({connections for connections, _ in CASES.values()}, reverse=True):
             cases = {what: pair for what, (count, pair) in CASES.items() if count == connections}
             used = {name: servers[name] for name in WAYS if any(name in pair for pair in cases.values())}
@@ -279,31 +247,6 @@ def line(what: str, row: Mapping[str, Any]) -> str:
     more, less = row["rates"]
     cpu = f"; of processor time for a request {ratio('cpu_ratio')}" if "cpu_ratio" in row else ""
     return f"{what}: {more:.0f} and {less:.0f} requests/s, ratio {ratio('ratio')}{cpu}"
-
-
-def _wait_ready(port: int) -> None:
-    until(
-        lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=10).status == 200
-    )
-
-
-def _can_connect(port: int) -> bool:
-    """Whether somebody listens; raises OSError."""
-    with socket.create_connection(("127.0.0.1", port)):
-        return True
-
-
-def until(is_done: Callable[[], bool]) -> None:
-    """Wait up to a minute; OSError means no."""
-    pause = threading.Event()
-    for _ in range(600):
-        try:
-            if is_done():
-                return
-        except OSError:
-            pass
-        pause.wait(0.1)
-    raise TimeoutError("expected a server within 60 s, got none")
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.lib import cpus
-from benchmarks.serving.json_beside import server
+from benchmarks.lib.processes import demo_server
 from expertd_client import AsyncChannel, AsyncExpertClient, DeadlineError, ServerBusyError
 
 LOADS = (0.5, 0.9, 1.1, 2.0)
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     with (
         tempfile.TemporaryDirectory() as folder,
-        server(f"channels.socket={folder}/channels", cpus=of_server) as port,
+        demo_server(f"channels.socket={folder}/channels", cpus=of_server) as (port, _),
     ):
         found = asyncio.run(measure(port, given.deadline / 1e3, given.seconds))
     if given.json:

@@ -1,10 +1,7 @@
 """One row of `benchmarks serving`: a server, its callers, and what they have measured."""
 
 import re
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -14,18 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.lib.callers import POWER_SECONDS, together
+from benchmarks.lib.processes import free_port, running
+from benchmarks.lib.processes import server as expertd
 
 Row = dict[str, Any]
 MODEL, HIDDEN = "deepseek-v3", 7168
 SECONDS = 2.0
 CALLER_PROCESSES = 4
 LEAD_SECONDS = 0.2  # that one caller has been busy before what is measured; several: POWER_SECONDS
-PROGRAMS = {
-    "http": "http_caller",
-    "sockets": "http_caller",
-    "shared memory": "region_caller",
-    "channel": "channel_caller",
-}
+WAYS = {"http": "http", "sockets": "http", "shared memory": "region", "channel": "channel"}
 CONFIG = """
 models: [{models}]
 shared_memory: {{enabled: true}}
@@ -44,7 +38,7 @@ class Case(NamedTuple):
     Only callers of channels call several layers.
     """
 
-    way: str  # of `PROGRAMS`; "sockets": HTTP with a server that computes nothing
+    way: str  # of `WAYS`; "sockets": HTTP with a server that computes nothing
     device: str | None  # None: host memory
     tokens: int
     callers: int = 1
@@ -73,47 +67,21 @@ def server(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "serving.yaml"
         file.write_text(make_config(layers, folder))
-        port = free_port()
-        program = "import sys; from expertd.service.cli import main; sys.exit(main())"
-        command = [sys.executable, "-c", program, "serve", "--config", str(file)]
-        options = ["--port", str(port), *(["--http-workers", str(workers)] if workers > 1 else [])]
+        options = ["--http-workers", str(workers)] if workers > 1 else []
         options += ["--devices", devices] if devices else []
-        process = subprocess.Popen([*command, *options])
-        url = f"http://127.0.0.1:{port}"
-        try:
-            for _ in range(3000):
-                if process.poll() is not None:
-                    raise RuntimeError(f"the server ended with code {process.returncode}")
-                try:
-                    urllib.request.urlopen(f"{url}/v2/health/ready")
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            yield url, port
-        finally:
-            process.terminate()
-            process.wait(60)
+        with expertd("--config", str(file), *options, quiet=False) as (port, _):
+            yield f"http://127.0.0.1:{port}", port
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
-
-
-def measure(case: Case, url: str, port: int) -> Row:
+def measure(case: Case, url: str) -> Row:
     """One row."""
     before = compute_seconds(url)
     if case.way == "sockets":
         port = free_port()
-        with subprocess.Popen([sys.executable, "-m", "benchmarks.serving.loopback", str(port)]) as echo:
-            time.sleep(0.5)  # it listens
-            latencies = latencies_of(case, url, port)
-            echo.terminate()
+        with running(("-m", "benchmarks.serving.loopback", str(port)), port):
+            latencies = latencies_of(case, f"http://127.0.0.1:{port}")
     else:
-        latencies = latencies_of(case, url, port)
+        latencies = latencies_of(case, url)
     after = compute_seconds(url)
     return {
         **case._asdict(),
@@ -126,16 +94,13 @@ def measure(case: Case, url: str, port: int) -> Row:
     }
 
 
-def latencies_of(case: Case, url: str, port: int) -> list[float]:
+def latencies_of(case: Case, url: str) -> list[float]:
     """Of all callers of a row, sorted."""
-    given = {"url": url, "port": port, "model": MODEL, "hidden_size": HIDDEN, "seconds": SECONDS}
-    given |= {"tokens": case.tokens, "device": case.device, "models": model_names(case.layers)}
     # Callers share few processes: more threads of one would wait for each other.
     processes = min(case.callers, CALLER_PROCESSES)
-    callers = case.callers // processes
-    given |= {"connections": callers, "callers": callers}
-    lead = LEAD_SECONDS if case.callers == 1 else POWER_SECONDS
-    return together(f"benchmarks.serving.{PROGRAMS[case.way]}", given, processes, lead)
+    given = {"way": WAYS[case.way], "url": url, "models": model_names(case.layers), "hidden_size": HIDDEN}
+    given |= {"tokens": case.tokens, "device": case.device, "connections": case.callers // processes}
+    return together(given, SECONDS, processes, LEAD_SECONDS if case.callers == 1 else POWER_SECONDS)
 
 
 def compute_seconds(url: str) -> tuple[float, float]:

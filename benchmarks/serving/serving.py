@@ -86,9 +86,9 @@ def main() -> int:
         ]
         if arguments.devices:
             wanted = [case for case in wanted if case.way != "sockets" and case.device != "cuda:1"]
-        with server(workers, arguments.devices, arguments.layers) as (url, port):
+        with server(workers, arguments.devices, arguments.layers) as (url, _):
             for case in wanted:
-                row = {"http_workers": workers, **measure(case, url, port), "gpu_us": gpu.get(case.tokens)}
+                row = {"http_workers": workers, **measure(case, url), "gpu_us": gpu.get(case.tokens)}
                 put(rows, row)
                 rounded = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
                 print(json.dumps(rounded), flush=True)

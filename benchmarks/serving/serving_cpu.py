@@ -10,20 +10,19 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.lib.callers import together
+from benchmarks.lib.processes import free_port, running
 from benchmarks.lib.timing import cpu_name
 
-SECONDS = 3.0
+SECONDS, LEAD_SECONDS = 3.0, 0.5
 
 
 class Case(NamedTuple):
@@ -45,35 +44,19 @@ CASES = (
 
 @contextmanager
 def server(name: str, hidden_size: int) -> Iterator[int]:
-    """The port of a server that listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.serving.cpu_servers", name, str(port), str(hidden_size)]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(600):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.1)
-        time.sleep(1)  # expertd listens before it is ready
+    """The port of a server that is ready."""
+    port = free_port()
+    command = "-m", "benchmarks.serving.cpu_servers", name, str(port), str(hidden_size)
+    with running(command, port, OMP_NUM_THREADS="1"):
         yield port
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def measure(port: int, case: Case) -> dict[str, float]:
     """One server's figures in one round."""
-    given = {**case._asdict(), "port": port, "seconds": SECONDS}
-    command = [sys.executable, "-m", "benchmarks.serving.fast_caller"]
-    ran = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise RuntimeError(ran.stderr)
-    figures: dict[str, float] = json.loads(ran.stdout)
-    return figures
+    given = {"way": "http", "url": f"http://127.0.0.1:{port}", "models": ["moe"], **case._asdict()}
+    latencies = together(given, SECONDS, lead=LEAD_SECONDS)
+    p50, p99 = (1e3 * latencies[int(part * len(latencies))] for part in (0.5, 0.99))
+    return {"rps": len(latencies) / SECONDS, "p50_ms": p50, "p99_ms": p99}
 
 
 def compare(case: Case, ports: dict[str, int], rounds: int) -> dict[str, Any]:

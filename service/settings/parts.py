@@ -68,7 +68,7 @@ class Limits(Frozen):
     max_json_bytes: int = Field(
         default=MIB,
         ge=1,
-        le=2 * MIB,  # python -m benchmarks json_beside --limit: the longest waits
+        le=2 * MIB,  # the longest waits: docs/internals/benchmarks-load.md
         description="maximum bytes of JSON in an infer request, decompressed, and of an output as JSON; "
         "larger tensors have to be binary, because other requests wait while JSON is parsed or written: "
         "beside one connection with 2 MiB of it for up to 0.1 s, with 8 MiB for more than half a second",
