@@ -13,8 +13,6 @@ from benchmarks.gemm import heat_map
 from benchmarks.gemm.grouped_gemm import PEAK_TFLOPS
 from benchmarks.layer.moe_layer import STAGES
 from benchmarks.ranks.overlap_timeline import LANES, NAMES
-from benchmarks.serving import open_loop_picture
-from benchmarks.serving.lanes_sections import draw_lanes
 
 OURS, THEIRS, ROOF = "#0b6e4f", "#c1666b", "#555555"
 COLOURS = dict(zip(STAGES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#4d9078"), strict=True))
@@ -25,6 +23,9 @@ SERVING_STYLES = {
     ("http", None): "o-C3", ("shared memory", None): "s--C0", ("shared memory", "cuda:0"): "^--C1",
     ("channel", None): "s-C0", ("channel", "cuda:0"): "^-C1", ("channel", "cuda:1"): "v-C2",
 }  # fmt: skip
+OUTCOME_COLOURS = {"in time": "#3b76af", "refused": "#c8c8c8", "late": "#c44e52"}
+LANES_STYLES = {"turns": "o-C3", "joined": "s-C1", "lanes": "^-C2", "no server": "x:C7"}
+"""Markers by the first word of a way."""
 _MEMORIES = {None: "the host", "cuda:0": "the server's GPU", "cuda:1": "another GPU"}
 
 
@@ -127,8 +128,9 @@ def draw_serving(result: Path, picture: Path) -> None:
     axes.set_yticks([1, 1.5, 2, 4, 8], ["1", "1.5", "2", "4", "8"])
     axes.minorticks_off()
     axes.grid(linewidth=0.3)
-    gpu = str(content["header"]["gpu"]).split(",")[0]
-    axes.set_title(f"DeepSeek-V3's layer, 256 experts, one {gpu}, one caller, lower is faster", fontsize=10)
+    axes.set_title(
+        f"DeepSeek-V3's layer, 256 experts, one {_gpu(content)}, one caller, lower is faster", fontsize=10
+    )
     axes.legend(frameon=False, fontsize=8)
     _save(figure, result, picture)
 
@@ -197,12 +199,69 @@ def draw_sweep(result: Path, picture: Path) -> None:
 
 def draw_open_loop(result: Path, picture: Path) -> None:
     """Goodput under a deadline, by offered load."""
-    _save(open_loop_picture.draw(json.loads(result.read_text())), result, picture)
+    _save(_open_loop(json.loads(result.read_text())), result, picture)
 
 
 def draw_decode_beside_prefill(result: Path, picture: Path) -> None:
     """The 99th percentile of decode by the rate of prefill beside it, for each layer."""
-    _save(draw_lanes(json.loads(result.read_text())), result, picture)
+    _save(_lanes(json.loads(result.read_text())), result, picture)
+
+
+def _open_loop(content: dict[str, Any]) -> Any:
+    """What became of the requests, by the rate at which they arrived."""
+    header, rows, capacity = content["about"], content["rows"], content["capacity"]
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    loads = [f"{row['load']:g}" for row in rows]
+    seconds = header["seconds"]
+    rates = {
+        "in time": [row["goodput"] for row in rows],
+        "refused": [row["refused"] / seconds for row in rows],
+        "late": [row["late"] / seconds for row in rows],
+    }
+    base = [0.0] * len(rows)
+    for name, values in rates.items():
+        axes.bar(loads, values, bottom=base, color=OUTCOME_COLOURS[name], label=name, width=0.6)
+        base = [low + value for low, value in zip(base, values, strict=True)]
+    axes.axhline(capacity, color="black", linewidth=0.8, linestyle=":", label="capacity")
+    axes.set_xlabel("requests that arrive, over capacity", fontsize=8)
+    axes.set_ylabel("requests/s", fontsize=8)
+    axes.tick_params(labelsize=8)
+    about = f"deadline {header['deadline_ms']:g} ms, demo layer on {header['cpus']} CPU cores"
+    axes.set_title(f"Open loop, {about}", fontsize=9)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _lanes(content: dict[str, Any]) -> Any:
+    """A panel for each layer and number of decode tokens: p99 by the prefill's share."""
+    rows = [row for row in content["rows"] if row["decode_tokens"] and row["prefill_share"]]
+    panels = list(dict.fromkeys((row["layer"], row["decode_tokens"]) for row in rows))
+    columns = min(2, len(panels))
+    count = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        count, columns, figsize=(9, 2.6 * count + 0.6), squeeze=False, layout="constrained"
+    )
+    for axes, (layer, tokens) in zip(grid.flat, panels, strict=False):
+        for kind, style in LANES_STYLES.items():
+            of_kind = [
+                row
+                for row in rows
+                if (row["layer"], row["decode_tokens"]) == (layer, tokens) and row["way"].startswith(kind)
+            ]
+            of_kind.sort(key=lambda row: float(row["prefill_share"]))
+            shares = [row["prefill_share"] for row in of_kind]
+            axes.plot(shares, [row["p99_us"] / 1e3 for row in of_kind], style, label=kind, markersize=4)
+        axes.set_title(f"{layer}, decode steps of {tokens}", fontsize=9)
+        axes.set_yscale("log")
+        axes.set_xlim(0, 1.05)
+        axes.set_xlabel("prefill's rate over its rate alone", fontsize=8)
+        axes.set_ylabel("decode p99, ms", fontsize=8)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.suptitle(
+        f"Decode beside prefill on one {_gpu(content)}: lower and further right is better", fontsize=10
+    )
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=len(labels), loc="outside lower center")
+    return figure
 
 
 PICTURES: dict[str, tuple[str, Draw]] = {

@@ -1,7 +1,7 @@
 """Writes the figures in the documents: `python -m benchmarks.report [--check] [--pictures]`.
 
-The text in a document between `<!-- report:NAME -->` and `<!-- /report -->` is a section of
-benchmarks/report_sections.py, made from benchmarks/results. --check writes nothing, and fails if a document
+The text in a document between `<!-- report:NAME -->` and `<!-- /report -->` is a section of gemm/report.py or
+of another package's, made from benchmarks/results. --check writes nothing, and fails if a document
 has other figures or a picture was drawn from another result; --pictures draws the pictures too.
 """
 
@@ -11,7 +11,11 @@ import sys
 from pathlib import Path
 
 from benchmarks import pictures
-from benchmarks.report_sections import SECTIONS
+from benchmarks.gemm import report as gemm
+from benchmarks.layer import report as layer
+from benchmarks.lib.markdown import measured
+from benchmarks.ranks import report as ranks
+from benchmarks.serving import report as serving
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -25,6 +29,12 @@ DOCUMENTS = (
     "docs/internals/benchmarks-serving.md",
     "docs/internals/benchmarks-load.md",
 )
+SECTIONS = {
+    name: measured(section)
+    for package in (layer, gemm, serving, ranks)
+    for name, section in package.SECTIONS.items()
+}
+"""What writes them, by the name in the documents' markers."""
 _OPEN, _CLOSE = "<!-- report:", "<!-- /report -->"
 _SECTION = re.compile(rf"({_OPEN}([\w-]+) -->\n).*?({_CLOSE})", re.S)
 

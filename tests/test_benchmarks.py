@@ -21,7 +21,7 @@ from benchmarks.gemm.problem import Problem
 from benchmarks.gemm.shapes import Shape, all_shapes
 from benchmarks.layer.families import FAMILIES, make_family
 from benchmarks.lib import cpus
-from benchmarks.report_sections import SECTIONS
+from benchmarks.report import SECTIONS
 from benchmarks.serving import deadlines
 from benchmarks.serving.open_loop import Outcome, summary
 from benchmarks.serving.rows import Case, config, model_names

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pictures
-from benchmarks.serving import lanes, lanes_sections
+from benchmarks.lib.markdown import NOT_MEASURED
+from benchmarks.report import SECTIONS
+from benchmarks.serving import lanes
 from benchmarks.serving.lanes import ALONE, LAYERS, SPLITS, Way, settings_of, ways
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.loader import load_settings
@@ -159,15 +161,15 @@ def result(directory: Path) -> Path:
                 lanes.put(rows, lanes.row_of(layer, way, tokens, [1e-3, 2e-3], rate, 100.0))
     header = {"gpu": "NVIDIA H200, 580.1, 1980 MHz", "torch": "2.11", "python": "3.11"}
     file = directory / "lanes-h200.json"
-    file.write_text(json.dumps({"header": header, "rows": rows}))
+    file.write_text(json.dumps({"about": header, "rows": rows}))
     return file
 
 
 def test_the_report_has_a_table_for_each_layer(tmp_path: Path) -> None:
-    assert lanes_sections.lanes(tmp_path) == lanes_sections.NOT_MEASURED
+    assert SECTIONS["lanes"](tmp_path) == NOT_MEASURED
     result(tmp_path)
-    assert lanes_sections.lanes_machine(tmp_path) == "NVIDIA H200, driver 580.1, torch 2.11, Python 3.11."
-    first, second = lanes_sections.lanes(tmp_path).split("\n\n")
+    assert SECTIONS["lanes-machine"](tmp_path) == "NVIDIA H200, driver 580.1, torch 2.11, Python 3.11."
+    first, second = SECTIONS["lanes"](tmp_path).split("\n\n")
     each = "p50, µs | p99, µs | prefill"
     assert first.splitlines() == [
         f"| deepseek-v3/ep8, decode tokens | 64: {each} | 1: {each} |",

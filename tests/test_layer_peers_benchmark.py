@@ -15,9 +15,9 @@ from benchmarks import peers
 from benchmarks.layer import moe_layer
 from benchmarks.layer.moe_layer import difference
 from benchmarks.layer.problem import Layer, LayerProblem, LayerWeights
+from benchmarks.lib.markdown import NOT_MEASURED
 from benchmarks.peers import LayerPeer, sglang_cutlass, sglang_setup, sglang_triton, torch_layer, vllm_triton
-from benchmarks.ranks.parallel_sections import NOT_MEASURED
-from benchmarks.report_sections import SECTIONS
+from benchmarks.report import SECTIONS
 from expertd.kernels import Quantized
 
 LAYER = Layer("invented", 256, 128, 4, 2)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import pictures
+from benchmarks.lib.markdown import NOT_MEASURED
 from benchmarks.ranks import overlap
 from benchmarks.ranks.overlap_timeline import LANES, Event, chrome_trace, step_of
-from benchmarks.ranks.parallel_sections import NOT_MEASURED
-from benchmarks.report_sections import SECTIONS
+from benchmarks.report import SECTIONS
 
 MAIN, GEMMS, COMMUNICATION = (1, 7), (9, 21), (10, 7)  # contexts and streams
 STEP = (  # kernel, its context and stream, start, duration

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.layer.problem import LAYERS, Layer, LayerProblem
+from benchmarks.lib.markdown import NOT_MEASURED
 from benchmarks.ranks import parallel_options, rank_timing, rank_tokens
 from benchmarks.ranks.nccl_peer import NcclExchange
-from benchmarks.ranks.parallel_sections import NOT_MEASURED, link_microseconds, other_ranks
 from benchmarks.ranks.rank_timing import Ranks, group_sizes
-from benchmarks.report_sections import SECTIONS
+from benchmarks.ranks.report import link_microseconds, other_ranks
+from benchmarks.report import SECTIONS
 from expertd.service.moe.parallel import TorchExchange
 from tests.service.moe.parallel.ranks import ranks_of
 

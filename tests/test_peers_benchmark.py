@@ -14,10 +14,10 @@ from benchmarks.gemm import grouped_gemm
 from benchmarks.gemm.problem import Problem
 from benchmarks.gemm.shapes import Shape
 from benchmarks.layer.moe_layer import difference
+from benchmarks.lib.markdown import NOT_MEASURED
 from benchmarks.peers import Peer, cutlass, torch_bf16, torch_rowwise
 from benchmarks.peers.peer import packed
-from benchmarks.ranks.parallel_sections import NOT_MEASURED
-from benchmarks.report_sections import SECTIONS
+from benchmarks.report import SECTIONS
 from expertd.layout import Layout
 from tests.kernels.helpers import random_contiguous, random_masked
 

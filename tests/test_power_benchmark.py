@@ -13,9 +13,9 @@ import torch
 from benchmarks.gemm import grouped_gemm, power
 from benchmarks.gemm.power import Figures
 from benchmarks.gemm.shapes import Shape
+from benchmarks.lib.markdown import NOT_MEASURED
 from benchmarks.lib.nvml import Nvml, Sample, mean_watts
-from benchmarks.ranks.parallel_sections import NOT_MEASURED
-from benchmarks.report_sections import SECTIONS
+from benchmarks.report import SECTIONS
 from expertd.layout import Layout
 
 

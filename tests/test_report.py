@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import pictures, report
 from benchmarks.layer.moe_layer import STAGES
-from benchmarks.report_sections import SECTIONS
+from benchmarks.report import SECTIONS
 from tests.paths import ROOT
 
 RESULTS = sorted(path.name for path in (ROOT / "benchmarks" / "results").iterdir())

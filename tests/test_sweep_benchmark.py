@@ -16,9 +16,9 @@ from benchmarks.gemm import deep_gemm_peer, gemm_sweep, heat_map, sweep_points
 from benchmarks.gemm.problem import Problem
 from benchmarks.gemm.shapes import Shape
 from benchmarks.gemm.sweep_points import Point, all_points, batches, parse_point
+from benchmarks.lib.markdown import NOT_MEASURED
 from benchmarks.lib.timing import medians_of_turns
-from benchmarks.ranks.parallel_sections import NOT_MEASURED
-from benchmarks.report_sections import SECTIONS
+from benchmarks.report import SECTIONS
 from expertd.layout import Layout
 from tests.kernels.helpers import random_contiguous
 

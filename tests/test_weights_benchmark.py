@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.layer import weights
-from benchmarks.report_sections import SECTIONS
+from benchmarks.report import SECTIONS
 from expertd.service.checkpoints import models_of
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.settings.served import CheckpointSettings

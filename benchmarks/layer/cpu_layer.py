@@ -63,7 +63,7 @@ def main() -> None:
         for name in arguments.families:
             results[name] = _time_family(name, shape, arguments.tokens, method)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"header": header, "families": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"about": header, "families": results}, indent=1) + "\n")
 
 
 def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method) -> list[dict[str, float]]:

@@ -96,7 +96,7 @@ def main() -> None:
     for row in next(iter(results.values())):
         print(f"{row:<52}" + "".join(f"{figures[row]:>13.4f}" for figures in results.values()))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"header": header, "families": results}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"about": header, "families": results}, indent=1) + "\n")
 
 
 def make_case(family: Family, num_tokens: int) -> Case:

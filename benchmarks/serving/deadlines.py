@@ -20,14 +20,20 @@ import numpy as np
 from benchmarks.lib import cpus
 from benchmarks.lib.caller import Connection, infer_request, tokens_of
 from benchmarks.lib.callers import CALLER, begin
-from benchmarks.lib.markdown import table
+from benchmarks.lib.markdown import lines
 from benchmarks.lib.processes import Program, demo_server
 
 CASES = ((0, 0), (1, 4096), (4, 4096), (16, 64))  # connections, and the tokens of their requests
-COLUMNS = (
-    *("timeout, ms", "beside", "in time", "refused or late", "after it: p50, ms", "p99, ms", "most, ms"),
-    "waited, ms/s",
-)
+COLUMNS = {
+    "timeout, ms": "{timeout_ms:g}",
+    "beside": "{beside}",
+    "in time": "{in_time}",
+    "refused or late": "{others}",
+    "after it: p50, ms": "{p50_ms:.1f}",
+    "p99, ms": "{p99_ms:.1f}",
+    "most, ms": "{most_ms:.1f}",
+    "waited, ms/s": "{waited_ms_per_s}",
+}
 MODEL, HIDDEN = "demo", 512
 _PAUSE_SECONDS = 0.01
 
@@ -85,17 +91,6 @@ def row(milliseconds: float, name: str, found: Measured) -> dict[str, Any]:
     }
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
-    times = (row[name] for name in ("p50_ms", "p99_ms", "most_ms"))
-    return [
-        f"{row['timeout_ms']:g}",
-        *(str(row[name]) for name in ("beside", "in_time", "others")),
-        *("-" if each is None else f"{each:.1f}" for each in times),
-        str(row["waited_ms_per_s"]),
-    ]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row of the table for each case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -105,7 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cpus.add_option(parser)
     given = parser.parse_args(arguments)
     of_server, header = cpus.split(given.server_cpus)
-    print(table(COLUMNS, []))
     rows = []
     with demo_server(cpus=of_server) as (port, pid):
         for milliseconds in given.timeout:
@@ -114,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     found = measure(port, pid, milliseconds, given.seconds)
                 name = f"{connections} x {num_tokens}" if connections else "nothing"
                 rows.append(row(milliseconds, name, found))
-                print(f"| {' | '.join(cells(rows[-1]))} |", flush=True)
+    print(lines(rows, COLUMNS, "-"))
     if given.json:
         header |= {"seconds": given.seconds}
-        given.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+        given.json.write_text(json.dumps({"about": header, "rows": rows}, indent=1) + "\n")
     return 0
 
 

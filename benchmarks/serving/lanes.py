@@ -157,11 +157,11 @@ class Callers(NamedTuple):
         self, url: str, layer: Layer, decode: int, beside: bool, lead: float
     ) -> tuple[list[float], float]:
         """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
-        common = {"way": "http" if self.http else "channel", "url": url, "models": [MODEL]}
+        common: dict[str, Any] = {"way": "http" if self.http else "channel", "url": url, "models": [MODEL]}
         common |= {"hidden_size": layer.hidden, "device": self.device}
         common |= {"spin": SPIN_SECONDS if self.device else 0.0}
         at_once = "connections" if self.http else "slots"
-        loads = {
+        loads: dict[Program, dict[str, Any]] = {
             self.decode: {"tokens": decode, "pause": PAUSE_SECONDS},
             self.prefill: {"tokens": layer.prefill, at_once: self.slots},
         }
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = json.loads(given.json.read_text())["rows"] if given.json and given.json.exists() else []
     machine = header() if on_gpu else {"cpu": cpu_name(), "torch": torch.__version__}
     machine |= {"python": platform.python_version(), "spin_microseconds": given.spin}
-    result = {"header": machine, "rows": rows}
+    result = {"about": machine, "rows": rows}
     with ExitStack() as stack:
         decode, prefill = (stack.enter_context(Program(CALLER)) for _ in range(2))
         device = "cuda:0" if on_gpu else None

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "deadline_ms": given.deadline,
             "seconds": given.seconds,
         }
-        given.json.write_text(json.dumps({"header": header, **found}, indent=1) + "\n")
+        given.json.write_text(json.dumps({"about": header, **found}, indent=1) + "\n")
     return 0
 
 

@@ -76,7 +76,7 @@ def main() -> int:
 
     gpu = {} if arguments.devices else gpu_times()
     rows = rows_of(arguments.json)
-    result = {"header": header() | {"devices": arguments.devices}, "rows": rows}
+    result = {"about": header() | {"devices": arguments.devices}, "rows": rows}
     for workers in arguments.http_workers:
         ways = tuple(arguments.rows or ("",)) if workers == 1 else ("http",)
         wanted = [

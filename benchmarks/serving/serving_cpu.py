@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "python": platform.python_version(),
             "starlette": metadata.version("starlette"),
         }
-        given.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        given.json.write_text(json.dumps({"about": machine, "rows": rows}, indent=1) + "\n")
     return 0
 
 

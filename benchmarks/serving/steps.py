@@ -197,7 +197,7 @@ def main() -> int:
         print(json.dumps({tokens: gpu_microseconds(layer, tokens) for tokens in arguments.tokens}))
         return 0
     rows, streams = asyncio.run(measure(arguments.tokens))
-    result = {"header": header(), "steps": rows, "streams": streams}
+    result = {"about": header(), "steps": rows, "streams": streams}
     print(json.dumps(result, indent=1))
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")

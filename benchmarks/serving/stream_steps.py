@@ -228,7 +228,7 @@ def main() -> None:
         with server(1, layers=options.layers, make_config=config) as (url, _):
             rows = run(options, url, index)
     if options.json:
-        options.json.write_text(json.dumps({**header(), "rows": rows}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"about": header(), "rows": rows}, indent=1) + "\n")
 
 
 def run(options: argparse.Namespace, url: str, index: int) -> list[Row]:

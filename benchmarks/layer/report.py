@@ -1,0 +1,236 @@
+"""The sections about a layer: its speed, its errors, and how its weights are read."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gemm.grouped_gemm import PEAK_TFLOPS
+from benchmarks.layer.moe_layer import BANDS, means
+from benchmarks.layer.problem import LAYERS, Layer
+from benchmarks.lib.markdown import (
+    Cell,
+    Row,
+    Section,
+    about,
+    lines,
+    machine,
+    mean,
+    paragraph,
+    pivot,
+    read,
+    span,
+    table,
+    written,
+)
+
+LAYER, MODELS, NEWEST = "moe_layer-h200.json", "moe_layer_models-h200.json", "moe_layer_newest-h200.json"
+_PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
+_DEEP_GEMM = "https://github.com/deepseek-ai/DeepGEMM"
+_COLUMNS: dict[str, Cell] = {
+    "layer": "{layer}",
+    "tokens": "{tokens}",
+    "ours": "{us:.1f}",
+    "two GEMMs alone": "{two_gemms_us:.1f}",
+    "ours over them": "{over_two_gemms:.2f}",
+    "Mega MoE": "{mega_moe_us:.1f}",
+    "ours over it": "{over_mega_moe:.2f}",
+}
+
+
+def headline(results: Path) -> str:
+    """The whole layer against the newest Mega MoE, in a sentence each."""
+    content = read(results, NEWEST)
+    rows, what = content["rows"], machine(content["about"])
+    speeds = [1 / row["over_mega_moe"] for row in rows]
+    slower: dict[str, list[str]] = {}
+    for row in rows:
+        if row["over_mega_moe"] > 1:
+            slower.setdefault(row["layer"], []).append(str(row["tokens"]))
+    cases = [f"{name} at {' and '.join(tokens)} tokens" for name, tokens in slower.items()]
+    tokens, names = [row["tokens"] for row in rows], {row["layer"] for row in rows}
+    sizes = [
+        f"{layer.name} with {layer.num_experts} experts of {layer.hidden_size} x {layer.intermediate_size}"
+        for layer in LAYERS
+        if layer.name in names
+    ]
+    over_gemms = mean(row["over_two_gemms"] for row in rows)
+    return paragraph(
+        f"On one {what['gpu']}, a whole MoE layer runs **{mean(speeds):.2f} times as "
+        f"fast as SM90 Mega MoE of [DeepGEMM]({_DEEP_GEMM}) {what['deep_gemm']}**, and "
+        f"{1 / over_gemms:.2f} times as fast as its two grouped GEMMs alone. These are "
+        f"geometric means of {len(rows)} cases: {', '.join(sizes)}; {min(tokens)} to {max(tokens)} tokens. "
+        f"Against Mega MoE they range from {span(speeds)} times; slower: {', '.join(cases) or 'none'}."
+    )
+
+
+def layer(name: str) -> Section:
+    """Every row of a layer's benchmark."""
+    return written(name, _COLUMNS, missing="-")
+
+
+def layer_over_floor(results: Path) -> str:
+    """As `layer`, with its time over the shortest possible one."""
+    content = read(results, LAYER)
+    rows = [row | {"over_floor": over_floor(content["about"], row)} for row in content["rows"]]
+    return lines(rows, _COLUMNS | {"over the floor": "{over_floor:.2f}"}, "-")
+
+
+def layer_means(results: Path) -> str:
+    """The layer's ratios as geometric means over bands of tokens."""
+    rows = read(results, LAYER)["rows"]
+    cells = [
+        (name, *(f"{each:.2f}" for each in means(rows, key).values()), f"{mean(r[key] for r in rows):.2f}")
+        for key, name in _PEERS.items()
+    ]
+    return table(("ours over", *(f"{band} tokens" for band in BANDS), "all"), cells)
+
+
+def layer_around(results: Path) -> str:
+    """The share of permuting and the weighted sum in long steps."""
+    content = read(results, LAYER)
+    long = [row for row in content["rows"] if row["tokens"] >= 1024]
+    shares = [(row["stages_us"]["quantize"] + row["stages_us"]["combine"]) / row["us"] for row in long]
+    sizes = {layer.name: layer for layer in LAYERS}
+    rates = [
+        moved / row["stages_us"][stage] / 1e6 / content["about"]["copy_tbps"]
+        for row in long
+        for stage, moved in _moved(sizes[row["layer"]], row["tokens"]).items()
+    ]
+    taken, rate = (f"{100 * min(each):.0f} to {100 * max(each):.0f}%" for each in (shares, rates))
+    return paragraph(
+        "From 1024 tokens on, writing each token's permuted rows and the weighted sum take "
+        f"{taken} of the whole, at {rate} of the copy's bandwidth."
+    )
+
+
+def layer_peers(results: Path) -> str:
+    """Every row of the layer's benchmark, the mean ratios, and the other implementations' versions."""
+    content = read(results, LAYER)
+    rows, described = content["rows"], content["about"].get("peers", {})
+    names = list(dict.fromkeys(name for row in rows for name in row.get("peers_us", {})))
+    if not names:
+        return ""
+    columns: dict[str, Cell] = {key: _COLUMNS[key] for key in ("layer", "tokens", "ours")}
+    for name in names:
+        columns[name] = lambda row, name=name: f"{row['peers_us'][name]:.1f} ({_ratio(row, name):.2f})"  # type: ignore[misc]
+    ratios = [mean(_ratio(row, name) for row in rows if name in row.get("peers_us", {})) for name in names]
+    last = f"| geometric mean |  |  | {' | '.join(f'({ratio:.2f})' for ratio in ratios)} |"
+    said = []
+    for name in names:
+        tuned = described[name].get("tuned")
+        of_layers = "" if tuned is None else f", tuned for {', '.join(tuned) or 'none of these layers'}"
+        said.append(f"{name}: {described[name]['version']}{of_layers}")
+    return f"{lines(rows, columns)}\n{last}\n\n{paragraph('; '.join(said) + '.')}"
+
+
+def router(results: Path) -> str:
+    """The time that a router in front adds."""
+    rows = read(results, LAYER)["router"]
+    times = [("µs more", *(f"{row['router_us']:.1f}" for row in rows))]
+    return table(("tokens", *(str(row["tokens"]) for row in rows)), times)
+
+
+def cpu_layer(name: str) -> Section:
+    """Our time over the better of transformers', by tokens and family."""
+
+    def write(results: Path) -> str:
+        families = read(results, name)["families"]
+        rows = [{"family": family, **row} for family, of in families.items() for row in of]
+        return table(("tokens", *families), pivot(rows, ["tokens"], ["family"], "{ratio:.2f}"))
+
+    return write
+
+
+def numerics_machine(results: Path) -> str:
+    """The machines, versions and layer of the error measurements."""
+    on_cpu, on_h200 = (read(results, f"{name}.json")["about"] for name in ("numerics", "numerics-h200"))
+    return paragraph(
+        f"{on_cpu['cpu']}, torch {on_cpu['torch']}, transformers {on_cpu['transformers']}; the row on "
+        f"Hopper: {on_h200['gpu']}, torch {on_h200['torch']}. The layer: {on_cpu['layer']}; {on_cpu['data']}."
+    )
+
+
+def numerics(results: Path) -> str:
+    """The error of every step, by family; one step was measured on a GPU."""
+    families, on_h200 = (read(results, f"{name}.json")["families"] for name in ("numerics", "numerics-h200"))
+    hopper, before = "expertd on Hopper", "expertd, Hopper's steps in PyTorch"
+    steps = list(next(iter(families.values())))
+    steps.insert(steps.index(before) + 1, hopper)
+    figures = {name: of | {hopper: on_h200[name][hopper]} for name, of in families.items()}
+    return table(
+        ("step", *families), [(step, *(f"{of[step]:.2f}" for of in figures.values())) for step in steps]
+    )
+
+
+def weights_machine(results: Path) -> str:
+    """The machines, storages and versions of all results."""
+    return "\n\n".join(paragraph(_storage(content["about"])) for content in _weights(results))
+
+
+def weights(results: Path) -> str:
+    """GB/s of each way, one table for each result."""
+    text = "{GB/s:.2f} ({low:.2f} to {high:.2f}), {cpu:.1f}"
+    tables = []
+    for content in _weights(results):
+        sizes = dict.fromkeys(row["sizes"] for row in content["rows"])
+        cases = [(size, cache) for size in sizes for cache in ("cold", "warm")]
+        cells = pivot(content["rows"], ["way"], ["sizes", "cache"], text, order=cases)
+        tables.append(table(("GB/s, s of processor", *map(", ".join, cases)), cells))
+    return "\n\n".join(tables)
+
+
+def over_floor(about: dict[str, Any], row: Row) -> float:
+    """A row's time over the longer of reading the activated experts and of multiplying."""
+    (found,) = (layer for layer in LAYERS if layer.name == row["layer"])
+    weights = 3 * found.intermediate_size * found.hidden_size
+    reading = row["activated_experts"] * weights / about["copy_tbps"] / 1e6
+    multiplying = 2 * weights * row["tokens"] * found.top_k / PEAK_TFLOPS / 1e6
+    return float(row["us"] / max(reading, multiplying))
+
+
+def _ratio(row: Row, name: str) -> float:
+    return float(row["us"] / row["peers_us"][name])
+
+
+def _moved(layer: Layer, tokens: int) -> dict[str, int]:
+    """Bytes that the stages around the GEMMs read and write: bf16 tokens, FP8 rows with scales, bf16 rows."""
+    pairs, h = tokens * layer.top_k, layer.hidden_size
+    return {
+        "quantize": 2 * tokens * h + pairs * (h + h // 128 * 4),
+        "combine": 2 * pairs * h + 2 * tokens * h,
+    }
+
+
+def _weights(results: Path) -> list[dict[str, Any]]:
+    return [read(results, file.name) for file in sorted(results.glob("weights-*.json"))]
+
+
+def _storage(about: dict[str, Any]) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+    device = "to the CPU" if about["device"] == "cpu" else f"to an {about['device']}"
+    return f"{about['machine']}, {about['storage']}, {device}; {versions}; {about['rounds']} rounds."
+
+
+_MACHINE = "{gpu}, driver {driver}, NVRTC {nvrtc}, torch {torch}; a copy moved {copy_tbps:.2f} TB/s; "
+_PEER = "DeepGEMM: sgl-deep-gemm {deep_gemm}"
+SECTIONS: dict[str, Section] = {
+    "headline": headline,
+    "layer-newest-machine": about(
+        NEWEST, "{gpu}; a copy moved {copy_tbps:.2f} TB/s; " + _PEER + "; this project at {commit}."
+    ),
+    "layer-newest": layer(NEWEST),
+    "layer-machine": about(LAYER, f"{_MACHINE}{_PEER}."),
+    "layer": layer_over_floor,
+    "layer-models-machine": about(MODELS, f"{_MACHINE}{_PEER}."),
+    "layer-models": layer(MODELS),
+    "layer-means": layer_means,
+    "layer-around": layer_around,
+    "layer-peers": layer_peers,
+    "router": router,
+    "cpu-layer-machine": about("cpu_layer.json", "{machine}; {versions}; {layer}."),
+    "cpu-layer": cpu_layer("cpu_layer.json"),
+    "cpu-layer-same-input": cpu_layer("cpu_layer-same_input.json"),
+    "numerics-machine": numerics_machine,
+    "numerics": numerics,
+    "weights-machine": weights_machine,
+    "weights": weights,
+}
