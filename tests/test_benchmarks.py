@@ -21,11 +21,12 @@ from benchmarks.gemm.problem import Problem
 from benchmarks.gemm.shapes import Shape, all_shapes
 from benchmarks.layer.families import FAMILIES, make_family
 from benchmarks.lib import cpus
+from benchmarks.lib.run import Result, earlier
 from benchmarks.report import SECTIONS
 from benchmarks.serving import deadlines
 from benchmarks.serving.open_loop import Outcome, summary
 from benchmarks.serving.rows import Case, config, model_names
-from benchmarks.serving.serving import put, rows_of
+from benchmarks.serving.serving import KEYS
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.loader import load_settings
@@ -307,12 +308,12 @@ def test_rows_of_serving_replace_those_of_the_same_case(tmp_path: Path) -> None:
     old = {"http_workers": 1, **one._asdict(), "p50_us": 1.0}
     del old["layers"]  # as before there were several
     file = tmp_path / "rows.json"
-    assert rows_of(file) == rows_of(None) == []
+    assert earlier(file) == earlier(None) == []
     file.write_text(json.dumps({"rows": [old]}))
-    rows = rows_of(file)
-    put(rows, {"http_workers": 1, **more._asdict(), "p50_us": 2.0})
-    put(rows, {"http_workers": 1, **one._asdict(), "p50_us": 3.0})
-    assert [row["p50_us"] for row in rows] == [3.0, 2.0]
+    result = Result(file, {}, earlier(file), KEYS, Case._field_defaults)
+    result.put({"http_workers": 1, **more._asdict(), "p50_us": 2.0})
+    result.put({"http_workers": 1, **one._asdict(), "p50_us": 3.0})
+    assert [row["p50_us"] for row in earlier(file)] == [3.0, 2.0], "in the file at once"
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import pictures
 from benchmarks.lib.markdown import NOT_MEASURED
+from benchmarks.lib.run import Result
 from benchmarks.report import SECTIONS
 from benchmarks.serving import lanes
 from benchmarks.serving.lanes import ALONE, LAYERS, SPLITS, Way, settings_of, ways
@@ -41,12 +42,12 @@ def test_ways_of_one_server_follow_each_other(tmp_path: Path) -> None:
 
 
 def test_rows_are_replaced_and_shown() -> None:
-    rows: list[lanes.Row] = []
+    result = Result(None, {}, keys=lanes.KEYS)
     way = Way("turns")
     for number in (1.0, 2.0):
-        lanes.put(rows, lanes.row_of("tiny", way, 8, [number * 1e-3] * 3, 50.0, 100.0))
-    lanes.put(rows, lanes.row_of("tiny", ALONE, 0, [], 100.0, 100.0))
-    assert lanes.shown(rows, "tiny").splitlines()[2:] == [
+        result.put(lanes.row_of("tiny", way, 8, [number * 1e-3] * 3, 50.0, 100.0))
+    result.put(lanes.row_of("tiny", ALONE, 0, [], 100.0, 100.0))
+    assert lanes.shown(result.rows, "tiny").splitlines()[2:] == [
         "| turns | 8 | 3 | 2000 | 2000 | 0.50 |",
         "| alone | none | 0 |  |  | 1.00 |",
     ]
@@ -158,7 +159,7 @@ def result(directory: Path) -> Path:
         for way in (ALONE, Way("turns"), Way("joined"), Way("lanes on all SMs")):
             for tokens in (64, 1):
                 rate = 0.0 if way is ALONE else 50.0 + number
-                lanes.put(rows, lanes.row_of(layer, way, tokens, [1e-3, 2e-3], rate, 100.0))
+                rows.append(lanes.row_of(layer, way, tokens, [1e-3, 2e-3], rate, 100.0))
     header = {"gpu": "NVIDIA H200, 580.1, 1980 MHz", "torch": "2.11", "python": "3.11"}
     file = directory / "lanes-h200.json"
     file.write_text(json.dumps({"about": header, "rows": rows}))

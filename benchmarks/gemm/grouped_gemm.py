@@ -10,7 +10,6 @@ much that is), each measured again before, and exits with 1 if there are any.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from benchmarks.gemm.problem import Pool, Problem
 from benchmarks.gemm.shapes import SEED, Shape, all_shapes
 from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.nvml import Nvml, Sensor
+from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
 from benchmarks.peers import Peer, available_peers
 from expertd import kernels
@@ -107,21 +107,22 @@ def main() -> None:
         "cublas_fp8_tflops": cublas_fp8_tflops(),
         "seed": options.seed,
     }
-    print("  ".join(f"{key}: {value}" for key, value in about.items()))
+    result = Result(options.json, about)
+    print(result)
     pool = Pool(max(s.num_groups * s.n * s.k for s in shapes) + (1 << 28))
-    rows = []
+    rows = result.rows
     for shape in shapes:
-        rows.append(measure(shape, pool, with_peer, about["copy_tbps"]))
+        row = measure(shape, pool, with_peer, about["copy_tbps"])
         if others:
-            rows[-1]["peers_us"] = measure_peers(pool.problem(shape), others)
-        print_row(rows[-1])
+            row["peers_us"] = measure_peers(pool.problem(shape), others)
+        result.put(row)
+        print_row(row)
     print_means(rows)
-    _write(options.json, about, rows)
     if sensor:
         for index in largest(shapes, options.power):
             rows[index]["power"] = measure_power(shapes[index], pool, with_peer, sensor)
             print_power(rows[index])
-        _write(options.json, about, rows)
+            result.write()
     if options.compare:
         again = lambda index: measure(shapes[index], pool, with_peer, about["copy_tbps"])  # noqa: E731
         found = compare.slower_rows(rows, before, again)
@@ -159,16 +160,8 @@ def committed_rows(file: Path, shapes: Sequence[Shape]) -> Mapping[compare.Key, 
     return before
 
 
-def _write(file: Path | None, about: Row, rows: list[Row]) -> None:
-    if file:
-        file.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-
-
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write header and rows here")
+    parser = new_parser(__doc__)
     parser.add_argument("--band", default="", help="only bands whose name contains this")
     parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
     parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")

@@ -8,13 +8,10 @@ each call builds a descriptor and then frees its activations (allocating them is
 given, every call allocates and frees it.
 """
 
-import argparse
-import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.gemm.problem import Pool, Problem
 from benchmarks.gemm.shapes import Shape
+from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import cpu_name, expect_gpu, header
 from expertd import kernels
 from expertd.kernels import Quantized
@@ -82,29 +80,27 @@ def print_row(row: Row) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write header and rows here")
+    parser = new_parser(__doc__)
     options = parser.parse_args()
     expect_gpu("benchmarks host_cost")
     kernels.resolve_backend("hopper").warm_up()
-    about: Row = header() | {
-        "cpu": cpu_name(),
-        "python": platform.python_version(),
-        "method": f"host clock, median of {BATCHES} batches of {CALLS} calls",
-    }
-    print("  ".join(f"{key}: {value}" for key, value in about.items()))
+    result = Result(
+        options.json,
+        header()
+        | {
+            "cpu": cpu_name(),
+            "python": platform.python_version(),
+            "method": f"host clock, median of {BATCHES} batches of {CALLS} calls",
+        },
+    )
+    print(result)
     pool = Pool(1 << 24)
-    rows = []
     for shape in SHAPES:
         problem = pool.problem(shape)
         for fresh in (False, True):
             for given in (True, False):
-                rows.append(measure(problem, given, fresh))
-                print_row(rows[-1])
-    if options.json:
-        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+                result.put(measure(problem, given, fresh))
+                print_row(result.rows[-1])
 
 
 if __name__ == "__main__":

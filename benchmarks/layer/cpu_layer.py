@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.layer.families import FAMILIES, Family, make_family, transformers_block
+from benchmarks.lib.run import new_parser
 from benchmarks.lib.timing import cpu_name
 from expertd.kernels import dequantize_blocks, quantize_blocks, resolve_backend
 from expertd.service.moe.layer import MoELayer
@@ -168,7 +168,7 @@ def _header(shape: LayerShape, method: Method) -> dict[str, str]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--intermediate-size", type=int, default=512)
@@ -178,7 +178,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="torch's threads (default: torch's choice)")
     parser.add_argument("--seconds", type=float, default=4.0, help="time for each number of tokens")
     parser.add_argument("--same-input", action="store_true", help="the same hidden states in every turn")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
 

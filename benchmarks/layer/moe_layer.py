@@ -11,14 +11,12 @@ GLM-5's. With --peers, the layers of `benchmarks.peers` that are installed take 
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ import torch
 from benchmarks.gemm import deep_gemm_peer
 from benchmarks.layer import layer_peers
 from benchmarks.layer.problem import LAYERS, MODELS, Layer, LayerProblem, make_problem, make_weights
+from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import copy_bandwidth, expect_gpu, header, profiled
 from benchmarks.peers import LayerPeer, available_layer_peers
 from expertd.kernels import Routing, resolve_backend
@@ -232,12 +231,13 @@ def main() -> None:
     others = available_layer_peers() if options.peers else ()
     if others:
         about["peers"] = about_peers(others, layers)
-    print("  ".join(f"{key}: {value}" for key, value in about.items()))
-    rows = []
+    result = Result(options.json, about)
+    print(result)
+    rows = result.rows
     for layer in layers:
         weights = make_weights(layer)
         for num_tokens in options.tokens:
-            rows.append(measure(make_problem(layer, weights, num_tokens), with_peer, others))
+            result.put(measure(make_problem(layer, weights, num_tokens), with_peer, others))
             print_row(rows[-1])
         del weights
     for key in (f"over_{peer}" for peer in PEERS):
@@ -250,9 +250,7 @@ def main() -> None:
         print(
             "router in front, {tokens:>4} tokens: {router_us:.1f} us more than {given_us:.1f}".format(**row)
         )
-    if options.json:
-        content = {"about": about, "rows": rows, "router": router}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    result.write(router=router)
 
 
 def graph_of(call: Callable[[], object]) -> Callable[[], object]:
@@ -288,13 +286,10 @@ def _compile_peers_of(layer: Layer, tokens: Sequence[int]) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--layer", default="", help="only layers whose name contains this")
     parser.add_argument("--models", action="store_true", help="layers of further models instead")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write header and rows here")
     parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
     parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
     parser.add_argument("--no-router", action="store_true", help="skip the router's rows (11 GB of weights)")

@@ -5,13 +5,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.layer.families import FAMILIES, Family, make_family, quiet_transformers, transformers_block
+from benchmarks.lib.run import new_parser
 from benchmarks.lib.timing import cpu_name
 from expertd.kernels import (
     Backend,
@@ -223,12 +223,11 @@ def _transformers_fp8(case: Case, gate_up: Quantized, down: Quantized) -> Tensor
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--intermediate-size", type=int, default=512)
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

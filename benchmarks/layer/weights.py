@@ -10,7 +10,6 @@ cache has the file. A row has the median of GB/s with its quartiles, and the pro
 reading.
 """
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -31,6 +30,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import cpu_name
 from benchmarks.make_checkpoint import SMALL
 from expertd.service.checkpoints import LayerSource, models_of
@@ -193,29 +193,23 @@ def line(row: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every row, and write all of them to a file if asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--directory", type=Path, default=Path(), help="(default: the present one)")
     parser.add_argument("--sizes", choices=SIZES, nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     header = {**about(given.directory, given.device), "rounds": given.rounds}
-    for name, value in header.items():
-        print(f"{name}: {value}")
-    rows: list[dict[str, Any]] = []
+    result = Result(given.json, header)
+    print(result)
     for sizes in given.sizes:
         with tempfile.TemporaryDirectory(prefix="weights-", dir=given.directory) as folder:
             file = make(Path(folder), SIZES[sizes])
             ways = working(ways_of(file, given.device))
             for cache in ("cold", "warm"):
                 for way, row in measure(ways, file, given.rounds, cache == "warm").items():
-                    rows.append({"sizes": sizes, "cache": cache, "way": way, **row})
-                    print(line(rows[-1]), flush=True)
-    if given.json:
-        given.json.write_text(json.dumps({"about": header, "rows": rows}, indent=1) + "\n")
+                    result.put({"sizes": sizes, "cache": cache, "way": way, **row})
+                    print(line(result.rows[-1]), flush=True)
     return 0
 
 

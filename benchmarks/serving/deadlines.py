@@ -6,8 +6,6 @@ long after it that came: before, if it is negative. The last column is how long 
 waited for a core of the machine, which server and callers share.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from benchmarks.lib.caller import Connection, infer_request, tokens_of
 from benchmarks.lib.callers import CALLER, begin
 from benchmarks.lib.markdown import lines
 from benchmarks.lib.processes import Program, demo_server
+from benchmarks.lib.run import Result, new_parser
 
 CASES = ((0, 0), (1, 4096), (4, 4096), (16, 64))  # connections, and the tokens of their requests
 COLUMNS = {
@@ -93,25 +92,21 @@ def row(milliseconds: float, name: str, found: Measured) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row of the table for each case."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--timeout", type=float, nargs="+", default=[10.0, 50.0], help="milliseconds")
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--json", type=Path)
     cpus.add_option(parser)
     given = parser.parse_args(arguments)
     of_server, header = cpus.split(given.server_cpus)
-    rows = []
+    result = Result(given.json, header | {"seconds": given.seconds})
     with demo_server(cpus=of_server) as (port, pid):
         for milliseconds in given.timeout:
             for connections, num_tokens in CASES:
                 with beside(port, connections, num_tokens, given.seconds):
                     found = measure(port, pid, milliseconds, given.seconds)
                 name = f"{connections} x {num_tokens}" if connections else "nothing"
-                rows.append(row(milliseconds, name, found))
-    print(lines(rows, COLUMNS, "-"))
-    if given.json:
-        header |= {"seconds": given.seconds}
-        given.json.write_text(json.dumps({"about": header, "rows": rows}, indent=1) + "\n")
+                result.put(row(milliseconds, name, found))
+    print(lines(result.rows, COLUMNS, "-"))
     return 0
 
 

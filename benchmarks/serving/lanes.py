@@ -13,7 +13,6 @@ decode steps take longer than --target, that with most prefill. Where decode ste
 tokens, the split's worst row counts.
 """
 
-import argparse
 import json
 import platform
 import statistics
@@ -32,10 +31,12 @@ from benchmarks.lib.caller import SPIN_SECONDS
 from benchmarks.lib.callers import CALLER, POWER_SECONDS, begin
 from benchmarks.lib.markdown import table
 from benchmarks.lib.processes import Program
+from benchmarks.lib.run import Result, earlier, new_parser
 from benchmarks.lib.timing import cpu_name, header
 from benchmarks.serving.lanes_server import Server
 
 Row = dict[str, Any]
+KEYS = "layer", "way", "decode_tokens"
 SLOTS = 3  # requests of prefill in flight
 CONNECTIONS = 2  # the same, over HTTP
 PAUSE_SECONDS = 0.5e-3
@@ -226,14 +227,6 @@ def row_of(name: str, way: Way, tokens: int, steps: Sequence[float], rate: float
     return {"layer": name, "decode_tokens": tokens, "way": way.name, **times, **prefill}
 
 
-def put(rows: list[Row], row: Row) -> None:
-    """Replace the row of the same layer, way and tokens, or add one."""
-    keys = ("layer", "way", "decode_tokens")
-    same = (i for i, old in enumerate(rows) if all(old[key] == row[key] for key in keys))
-    at = next(same, len(rows))
-    rows[at : at + 1] = [row]
-
-
 def shown(rows: Sequence[Row], name: str) -> str:
     """The table of one layer."""
 
@@ -279,7 +272,7 @@ def suiting(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table for each layer, and write all rows to a file if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     on_gpu = torch.cuda.is_available()
     default = [name for name in LAYERS if (name != "tiny") == on_gpu]
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=default)
@@ -291,12 +284,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lead", type=float, help="seconds of prefill before them; 0.3, on a GPU 2")
     parser.add_argument("--spin", type=int, help="the server's channels.spin_microseconds")
     parser.add_argument("--http", action="store_true", help="call over HTTP, in rows of their own")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    rows: list[Row] = json.loads(given.json.read_text())["rows"] if given.json and given.json.exists() else []
     machine = header() if on_gpu else {"cpu": cpu_name(), "torch": torch.__version__}
     machine |= {"python": platform.python_version(), "spin_microseconds": given.spin}
-    result = {"about": machine, "rows": rows}
+    result = Result(given.json, machine, earlier(given.json), KEYS)
     with ExitStack() as stack:
         decode, prefill = (stack.enter_context(Program(CALLER)) for _ in range(2))
         device = "cuda:0" if on_gpu else None
@@ -313,11 +304,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found: list[Row] = []
             for row in measured(title, layer, wanted, steps, callers, given.spin):
                 found.append(row)
-                put(rows, row)
+                result.put(row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
-                if given.json:  # after each row, so that an interrupted run leaves some
-                    given.json.write_text(json.dumps(result, indent=1) + "\n")
-            print(shown(rows, title), flush=True)
+            print(shown(result.rows, title), flush=True)
             if splits := [way for way in wanted if way.split is not None]:
                 sms = torch.cuda.get_device_properties(0).multi_processor_count
                 print(suiting(found, layer, splits, given.target, sms), flush=True)

@@ -6,7 +6,6 @@ next decode step. Graphs, partitions and memory are those of a server. What a se
 channels, queues, answers and metrics. The rows are for the same file and table.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,14 +17,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.run import Result, earlier, new_parser
 from benchmarks.serving.lanes import (
     ALONE,
+    KEYS,
     LAYERS,
     PAUSE_SECONDS,
     SPLITS,
     Row,
     Way,
-    put,
     row_of,
     settings_of,
     shown,
@@ -168,25 +168,23 @@ def measured(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table for each layer, and add the rows to those of a file if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     default = [name for name in LAYERS if (name != "tiny") == torch.cuda.is_available()]
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=default)
     parser.add_argument("--splits", type=int, nargs="+", default=SPLITS, help="SMs of the decode lane")
     parser.add_argument("--tokens", type=int, nargs="+", help="only decode steps of these")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each row")
     parser.add_argument("--lead", type=float, help="seconds before them; 0.3, on a GPU 2")
-    parser.add_argument("--json", type=Path, help="an existing file of `benchmarks lanes`")
     given = parser.parse_args(arguments)
     lead = steady_after(torch.cuda.is_available(), given.lead)
-    content: dict[str, Any] = json.loads(given.json.read_text()) if given.json else {"rows": []}
+    about = json.loads(given.json.read_text())["about"] if given.json else {}
+    result = Result(given.json, about, earlier(given.json), KEYS)
     for name in given.layers:
         tokens = given.tokens or LAYERS[name].decode
         for row in measured(name, given.splits, tokens, lead, given.seconds):
-            put(content["rows"], row)
+            result.put(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(content, indent=1) + "\n")
-        print(shown(content["rows"], name), flush=True)
+        print(shown(result.rows, name), flush=True)
     return 0
 
 

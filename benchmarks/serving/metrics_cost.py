@@ -32,6 +32,7 @@ import numpy as np
 
 from benchmarks.lib.callers import together
 from benchmarks.lib.processes import free_port, running
+from benchmarks.lib.run import new_parser
 from benchmarks.lib.timing import cpu_name
 
 SECONDS, LEAD_SECONDS = 1.0, 0.1
@@ -176,10 +177,7 @@ def median_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every row as it is measured, and write all of them to a file if asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--sink", type=int, help=argparse.SUPPRESS)

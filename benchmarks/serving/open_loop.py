@@ -6,21 +6,19 @@ of it, whether or not earlier ones are answered. Each has a deadline, which the 
 Times count from when a request should have been sent, so a sender that is late makes an answer late, too.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.lib import cpus
 from benchmarks.lib.processes import demo_server
+from benchmarks.lib.run import Result, new_parser
 from expertd_client import AsyncChannel, AsyncExpertClient, DeadlineError, ServerBusyError
 
 LOADS = (0.5, 0.9, 1.1, 2.0)
@@ -157,10 +155,9 @@ async def measure(port: int, deadline: float, seconds: float) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a row for each load."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = new_parser(__doc__)
     parser.add_argument("--deadline", type=float, default=100.0, help="milliseconds")
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--json", type=Path)
     cpus.add_option(parser)
     given = parser.parse_args(arguments)
     of_server, header = cpus.split(given.server_cpus)
@@ -170,14 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         demo_server(f"channels.socket={folder}/channels", cpus=of_server) as (port, _),
     ):
         found = asyncio.run(measure(port, given.deadline / 1e3, given.seconds))
-    if given.json:
-        header |= {
-            "tokens": TOKENS,
-            "shares": SHARES,
-            "deadline_ms": given.deadline,
-            "seconds": given.seconds,
-        }
-        given.json.write_text(json.dumps({"about": header, **found}, indent=1) + "\n")
+    header |= {"tokens": TOKENS, "shares": SHARES, "deadline_ms": given.deadline, "seconds": given.seconds}
+    Result(given.json, header, found.pop("rows")).write(**found)
     return 0
 
 

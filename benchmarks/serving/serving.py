@@ -11,17 +11,17 @@ With --devices, several GPUs share the layers; "cuda:0" is one of them then. Row
 in the file.
 """
 
-import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+from benchmarks.lib.run import Result, earlier, new_parser
 from benchmarks.lib.timing import expect_gpu, header
-from benchmarks.serving.rows import Case, Row, measure, server
+from benchmarks.serving.rows import Case, measure, server
 
 TOKENS = (1, 8, 64, 256, 1024, 4096)
 LAYERS_TOKENS = (1, 64, 256)
+KEYS = ("http_workers", *Case._fields)
 
 
 def cases(gpus: int, layers: int) -> list[Case]:
@@ -46,25 +46,9 @@ def gpu_times() -> dict[int, float]:
     return {int(tokens): us for tokens, us in json.loads(ran.stdout).items()}
 
 
-def rows_of(file: Path | None) -> list[Row]:
-    """What has been measured before."""
-    rows: list[Row] = json.loads(file.read_text())["rows"] if file is not None and file.exists() else []
-    return rows
-
-
-def put(rows: list[Row], row: Row) -> None:
-    """Replace the row of the same case, or add one."""
-    keys = ("http_workers", *Case._fields)
-    defaults = Case._field_defaults  # of older rows
-    same = (i for i, old in enumerate(rows) if all(old.get(k, defaults.get(k)) == row[k] for k in keys))
-    at = next(same, len(rows))
-    rows[at : at + 1] = [row]
-
-
 def main() -> int:
     """Print every row as it is measured, and write all of them to a file if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = new_parser(__doc__)
     parser.add_argument("--rows", nargs="+", help="only ways that begin with one of these words")
     parser.add_argument("--tokens", type=int, nargs="+", help="only rows with these")
     parser.add_argument("--http-workers", type=int, nargs="+", default=(1, 4), help="only HTTP with several")
@@ -75,8 +59,8 @@ def main() -> int:
     import torch
 
     gpu = {} if arguments.devices else gpu_times()
-    rows = rows_of(arguments.json)
-    result = {"about": header() | {"devices": arguments.devices}, "rows": rows}
+    about = header() | {"devices": arguments.devices}
+    result = Result(arguments.json, about, earlier(arguments.json), KEYS, Case._field_defaults)
     for workers in arguments.http_workers:
         ways = tuple(arguments.rows or ("",)) if workers == 1 else ("http",)
         wanted = [
@@ -89,11 +73,9 @@ def main() -> int:
         with server(workers, arguments.devices, arguments.layers) as (url, _):
             for case in wanted:
                 row = {"http_workers": workers, **measure(case, url), "gpu_us": gpu.get(case.tokens)}
-                put(rows, row)
+                result.put(row)
                 rounded = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
                 print(json.dumps(rounded), flush=True)
-                if arguments.json:  # after each row, so that an interrupted run leaves some
-                    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

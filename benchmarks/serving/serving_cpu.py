@@ -6,8 +6,6 @@ read the last answer. The servers take turns in each round; a row has the median
 ratio.
 """
 
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -15,11 +13,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.lib.callers import together
 from benchmarks.lib.processes import free_port, running
+from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import cpu_name
 
 SECONDS, LEAD_SECONDS = 3.0, 0.5
@@ -83,28 +81,25 @@ def line(row: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every row as it is measured, and write all of them to a file if asked to."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args(arguments)
     print(f"{'connections x tensor':24} {'starlette, p50':>23} {'expertd, p50':>24}  ratio")
-    rows = []
+    machine = {
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "starlette": metadata.version("starlette"),
+    }
+    result = Result(given.json, machine)
     for hidden_size in dict.fromkeys(case.hidden_size for case in CASES):
         with ExitStack() as stack:
             names = ("starlette", "expertd")
             ports = {name: stack.enter_context(server(name, hidden_size)) for name in names}
             for case in CASES:
                 if case.hidden_size == hidden_size:
-                    rows.append(compare(case, ports, given.rounds))
-                    print(line(rows[-1]), flush=True)
-    if given.json:
-        machine = {
-            "cpus": len(os.sched_getaffinity(0)),
-            "cpu": cpu_name(),
-            "python": platform.python_version(),
-            "starlette": metadata.version("starlette"),
-        }
-        given.json.write_text(json.dumps({"about": machine, "rows": rows}, indent=1) + "\n")
+                    result.put(compare(case, ports, given.rounds))
+                    print(line(result.rows[-1]), flush=True)
     return 0
 
 

@@ -6,18 +6,17 @@ its launches; CUDA events, median), and the mean of compute_seconds with the row
 host, in the GPU's memory, and as bytes. Then streams of large steps, of which some are always queued.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.lib.run import new_parser
 from benchmarks.lib.timing import expect_gpu, header
 from expertd.kernels import Routing, resolve_backend
 from expertd.service.device import device_of
@@ -184,11 +183,8 @@ async def measure(tokens: Sequence[int]) -> tuple[list[Row], list[Row]]:
 
 def main() -> int:
     """Print both tables, and write them to a file if asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--only-gpu", action="store_true", help="print the GPU's times alone, by tokens")
     arguments = parser.parse_args()
     expect_gpu("benchmarks steps")

@@ -18,7 +18,6 @@ pair      us of the stream for a write of a word and a wait for what is there al
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.run import Result
 from benchmarks.lib.timing import expect_gpu, header
 from benchmarks.serving.rows import server
 from expertd_client import ExpertClient
@@ -227,8 +227,7 @@ def main() -> None:
     else:
         with server(1, layers=options.layers, make_config=config) as (url, _):
             rows = run(options, url, index)
-    if options.json:
-        options.json.write_text(json.dumps({"about": header(), "rows": rows}, indent=1) + "\n")
+    Result(options.json, header(), rows).write()
 
 
 def run(options: argparse.Namespace, url: str, index: int) -> list[Row]:
