@@ -17,6 +17,7 @@ import benchmarks.layer.moe_layer
 import benchmarks.layer.numerics
 import benchmarks.serving.stream_steps
 from benchmarks import pictures
+from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.gemm.problem import Problem
 from benchmarks.gemm.shapes import Shape, all_shapes
 from benchmarks.layer.families import FAMILIES, make_family
@@ -34,6 +35,22 @@ from tests.kernels.helpers import random_contiguous, random_masked
 from tests.paths import ROOT
 
 RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
+
+
+def test_every_name_has_a_module_with_a_main() -> None:
+    names = {name: package for package, of in BENCHMARKS.items() for name in of}
+    assert len(names) == sum(map(len, BENCHMARKS.values()))
+    for name, package in names.items():
+        assert "\ndef main(" in (ROOT / "benchmarks" / package / f"{name}.py").read_text(), name
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["--json"]])
+def test_an_unknown_name_is_refused_with_all_names(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmarks", *arguments])
+    with pytest.raises(SystemExit, match=r"usage: python -m benchmarks NAME .*grouped_gemm, .*metrics_cost"):
+        main()
 
 
 def test_shapes_depend_on_the_seed_alone() -> None:

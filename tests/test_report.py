@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import pictures, report
 from benchmarks.layer.moe_layer import STAGES
+from benchmarks.lib.markdown import NOT_MEASURED, Cell, lines, pivot
 from benchmarks.report import SECTIONS
 from tests.paths import ROOT
 
@@ -68,6 +69,40 @@ def test_a_changed_figure_is_noticed(document: str, copy: Path) -> None:
     before, mark, after = path.read_text().partition("<!-- report:")
     path.write_text(before + mark + re.sub(r"\d\.\d\d", "7.77", after, count=1))
     assert report.stale(copy) == [document]
+
+
+ROWS: list[dict[str, Any]] = [
+    {"a": 1, "b": "x", "us": 2.25},
+    {"a": 1, "b": "y", "us": None},
+    {"a": 2, "b": "y", "us": 4.0, "of": {"k": 3}},
+]
+
+
+def test_cells_are_formats_or_functions_and_may_be_missing() -> None:
+    columns: dict[str, Cell] = {"a": "{a}", "µs": "{us:.1f}", "k": "{of[k]}", "2a": lambda row: 2 * row["a"]}
+    assert lines(ROWS, columns, "-").splitlines() == [
+        "| a | µs | k | 2a |",
+        "|---|---|---|---|",
+        "| 1 | 2.2 | - | 2 |",
+        "| 1 | - | - | 2 |",
+        "| 2 | 4.0 | 3 | 4 |",
+    ]
+    assert lines([], columns) == ""
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (None, [(1, "2.2", ""), (2, "", "4.0")]),
+        ([("y",), ("z",), ("x",)], [(1, "", "", "2.2"), (2, "4.0", "", "")]),
+    ],
+)
+def test_columns_are_values_of_keys(order: list[tuple[str]] | None, expected: list[tuple[object]]) -> None:
+    assert pivot(ROWS, ["a"], ["b"], "{us:.1f}", order=order) == expected
+
+
+def test_what_has_no_result_is_not_measured(tmp_path: Path) -> None:
+    assert SECTIONS["gemm-sweep-machine"](tmp_path) == SECTIONS["steps"](tmp_path) == NOT_MEASURED
 
 
 def test_every_section_is_in_a_document() -> None:

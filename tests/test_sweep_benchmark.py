@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks import pictures
-from benchmarks.gemm import deep_gemm_peer, gemm_sweep, heat_map, sweep_points
+from benchmarks.gemm import deep_gemm_peer, gemm_sweep, heat_map
+from benchmarks.gemm.gemm_sweep import Point, all_points, batches, parse_point
 from benchmarks.gemm.problem import Problem
 from benchmarks.gemm.shapes import Shape
-from benchmarks.gemm.sweep_points import Point, all_points, batches, parse_point
 from benchmarks.lib.markdown import NOT_MEASURED
 from benchmarks.lib.timing import medians_of_turns
 from benchmarks.report import SECTIONS
@@ -52,11 +52,11 @@ def test_every_height_is_swept_for_every_number_of_groups() -> None:
         if (shape.n, shape.k) == (7168, 2048)
     }
     for groups in (1, 2, 4):
-        for rows in sweep_points.ROWS:
+        for rows in gemm_sweep.ROWS:
             assert (Layout.CONTIGUOUS, (rows,) * groups) in found
             assert ((Layout.MASKED, (rows,) * groups) in found) == (rows <= 1200)
-    assert min(sweep_points.ROWS) == 1
-    assert max(sweep_points.ROWS) == 4096
+    assert min(gemm_sweep.ROWS) == 1
+    assert max(gemm_sweep.ROWS) == 4096
 
 
 def test_a_batch_has_one_layout_and_number_of_groups() -> None:

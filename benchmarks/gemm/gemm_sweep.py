@@ -8,26 +8,88 @@ same DG_JIT_CACHE_DIR saves it. FILE is written after each (N, K); rows of other
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gemm import deep_gemm_peer
 from benchmarks.gemm.grouped_gemm import KERNEL
 from benchmarks.gemm.problem import Pool
 from benchmarks.gemm.shapes import Shape
-from benchmarks.gemm.sweep_points import Point, all_points, batches, parse_point
 from benchmarks.layer.moe_layer import difference
+from benchmarks.lib.run import Result, earlier, new_parser
 from benchmarks.lib.timing import best_of_turns, copy_bandwidth, expect_gpu, header
 from expertd import kernels
+from expertd.layout import Layout
 
 Row = dict[str, Any]
 GOAL = 0.97  # the least speed over DeepGEMM of any point
+MODELS = {  # hidden and intermediate size of an expert; Kimi-K2's are DeepSeek-V3's
+    "DeepSeek-V4-Pro": (7168, 3072),
+    "DeepSeek-V3": (7168, 2048),
+    "DeepSeek-V4-Flash": (4096, 2048),
+    "GLM-4.5": (5120, 1536),
+    "Qwen3-235B": (4096, 1536),
+    "Qwen3-30B": (2048, 768),
+}
+# A geometric grid, and heights just above a tile's or where a launch once was slow
+# (docs/internals/kernel-log.md).
+ROWS = (1, 4, 16, 33, 70, 129, 200, 300, 512, 1000, 1033, 1186, 2048, 3000, 4096)
+COARSE_ROWS = (1, 16, 70, 300, 1000, 1186, 3000)
+MASKED_MAX_ROWS = 1200  # above this, callers use the contiguous layout
+GROUPS = (1, 2, 4)
+COARSE_GROUPS = (1, 2)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The weights of a group: [n, k]."""
+
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.n}x{self.k}"
+
+
+def all_points() -> list[Point]:
+    """(N, K) of every model's gate-and-up GEMM, then of its down GEMM."""
+    return [
+        point
+        for hidden, intermediate in MODELS.values()
+        for point in (Point(2 * intermediate, hidden), Point(hidden, intermediate))
+    ]
+
+
+def parse_point(text: str) -> Point:
+    """`N,K`, both multiples of 128."""
+    try:
+        n, k = (int(size) for size in text.split(","))
+    except ValueError:
+        n = k = 0
+    if n < 128 or k < 128 or n % 128 or k % 128:
+        raise argparse.ArgumentTypeError(f"expected N,K as multiples of 128 such as 4096,7168, got {text!r}")
+    return Point(n, k)
+
+
+def batches(point: Point, coarse: bool = False) -> list[list[Shape]]:
+    """The point's shapes, those of one layout and number of groups together: DeepGEMM's share kernels."""
+    rows, groups = (COARSE_ROWS, COARSE_GROUPS) if coarse else (ROWS, GROUPS)
+    return [
+        [_shape(layout, num_groups, height, point) for height in rows if height <= most]
+        for layout, most in ((Layout.CONTIGUOUS, max(rows)), (Layout.MASKED, MASKED_MAX_ROWS))
+        for num_groups in groups
+    ]
+
+
+def _shape(layout: Layout, num_groups: int, rows: int, point: Point) -> Shape:
+    """Every group has the same number of rows."""
+    max_m = -(-rows // 128) * 128 if layout is Layout.MASKED else 0
+    return Shape("sweep", layout, (rows,) * num_groups, point.n, point.k, max_m)
 
 
 def measure(shapes: Sequence[Shape], pool: Pool) -> list[Row]:
@@ -90,26 +152,22 @@ def main() -> None:
     kernels.resolve_backend("hopper").warm_up()
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
     about = header() | {"copy_tbps": copy_bandwidth(), "deep_gemm": deep_gemm_peer.version()}
-    print("  ".join(f"{key}: {value}" for key, value in about.items()))
     pool = Pool(max(s.num_groups * s.n * s.k for batch in every for s in batch) + (1 << 28))
-    file: Path | None = options.json
-    old = json.loads(file.read_text())["rows"] if file and file.exists() else []
-    rows: list[Row] = []
+    old, rows = earlier(options.json), list[Row]()
+    result = Result(options.json, about)
+    print(result)
     for of_point in work.values():
         new = [row for batch in of_point for row in measure(batch, pool)]
         rows += new
         print("\n".join(map(line_of, new)), flush=True)
-        if file:
-            file.write_text(json.dumps({"about": about, "rows": merged(old, rows)}, indent=1) + "\n")
+        result.rows = merged(old, rows)
+        result.write()
     print("\n".join(summary(rows)))
     print(f"{time.perf_counter() - begin:.0f} s in all")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write header and rows here, after each (N, K)")
+    parser = new_parser(__doc__)
     parser.add_argument("--coarse", action="store_true", help="fewer rows, and only 1 and 2 groups")
     parser.add_argument("--points", type=parse_point, nargs="+", metavar="N,K", help="only these (N, K)")
     return parser.parse_args()
@@ -120,7 +178,3 @@ def _row(shape: Shape) -> Row:
         "layout": shape.layout.value, "groups": shape.num_groups, "rows": shape.rows[0],
         "n": shape.n, "k": shape.k,
     }  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

@@ -178,7 +178,3 @@ def _options() -> argparse.Namespace:
 
 def _mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,9 +7,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
-from benchmarks.gemm.sweep_points import Point
-
 Row = dict[str, Any]
+Point = tuple[int, int]
+"""N and K."""
 SLOWEST, FASTEST = 0.8, 1.4  # the ends of the colours; speeds beyond have the end's colour
 NUMBERED = 12
 
@@ -25,7 +25,7 @@ def draw(rows: Sequence[Row], title: str, ours: str, theirs: str) -> Any:
     ours, theirs  colours of the points where we, or DeepGEMM, are faster
     """
     groups, layouts = (sorted({row[name] for row in rows}) for name in ("groups", "layout"))
-    points = list(dict.fromkeys(Point(row["n"], row["k"]) for row in rows))
+    points = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
     heights = {of: sorted({row["rows"] for row in rows if row["layout"] == of}) for of in layouts}
     figure, panels = plt.subplots(
         len(groups), len(layouts), figsize=(11, 0.8 + len(groups) * (0.7 + 0.2 * len(points))),
@@ -57,10 +57,10 @@ def _panel(
     points: Sequence[Point],
     colouring: tuple[Any, Any],
 ) -> Any:
-    speeds = {(row["rows"], Point(row["n"], row["k"])): row["speed"] for row in rows}
+    speeds = {(row["rows"], (row["n"], row["k"])): row["speed"] for row in rows}
     grid = [[speeds.get((height, point), math.nan) for height in heights] for point in points]
     axes.set_xticks([place + 0.5 for place in range(len(heights))], [str(height) for height in heights])
-    axes.set_yticks([place + 0.5 for place in range(len(points))], [str(point) for point in points])
+    axes.set_yticks([place + 0.5 for place in range(len(points))], [f"{n}x{k}" for n, k in points])
     axes.tick_params(labelsize=7, length=0)
     axes.tick_params(axis="x", rotation=60)
     colours, norm = colouring
@@ -79,7 +79,7 @@ def _number(
 ) -> None:
     for row in rows:
         if _key(row) in places:
-            x, y = heights.index(row["rows"]), points.index(Point(row["n"], row["k"]))
+            x, y = heights.index(row["rows"]), points.index((row["n"], row["k"]))
             axes.annotate(str(places[_key(row)]), (x + 0.5, y + 0.5), fontsize=7, ha="center", va="center")
 
 

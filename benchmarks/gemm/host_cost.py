@@ -101,7 +101,3 @@ def main() -> None:
             for given in (True, False):
                 result.put(measure(problem, given, fresh))
                 print_row(result.rows[-1])
-
-
-if __name__ == "__main__":
-    main()

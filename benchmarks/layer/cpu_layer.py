@@ -179,7 +179,3 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="time for each number of tokens")
     parser.add_argument("--same-input", action="store_true", help="the same hidden states in every turn")
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

@@ -294,7 +294,3 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
     parser.add_argument("--no-router", action="store_true", help="skip the router's rows (11 GB of weights)")
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

@@ -229,7 +229,3 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()

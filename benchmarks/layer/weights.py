@@ -17,7 +17,6 @@ import platform
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -211,7 +210,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     result.put({"sizes": sizes, "cache": cache, "way": way, **row})
                     print(line(result.rows[-1]), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -118,7 +118,3 @@ def _steps(
 def _row(name: str, times: NDArray[np.float64], tokens: NDArray[Any]) -> None:
     median, late, longest = (np.quantile(times, part) * 1e3 for part in (0.5, 0.99, 1.0))
     print(f"{name:<28}{median:10.2f}{late:9.2f}{longest:9.2f}{tokens.max() / tokens.mean():10.3f}")
-
-
-if __name__ == "__main__":
-    main()

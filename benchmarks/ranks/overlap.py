@@ -189,7 +189,3 @@ def main() -> int:
     arguments = count, free_port(), given
     multiprocessing.spawn(run, arguments, count)  # type: ignore[attr-defined, no-untyped-call]
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,6 @@ its rows in the file.
 import json
 import os
 import statistics
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -259,7 +258,3 @@ def main() -> int:
     arguments = count, free_port(), given
     multiprocessing.spawn(run, arguments, count)  # type: ignore[attr-defined, no-untyped-call]
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

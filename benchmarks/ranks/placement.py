@@ -67,7 +67,3 @@ def _best(calls: int, policy: Callable[[], Placement]) -> tuple[float, Placement
         placement = policy()
         times.append((time.perf_counter() - start) * 1e3)
     return min(times), placement
-
-
-if __name__ == "__main__":
-    main()

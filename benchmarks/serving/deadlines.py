@@ -6,7 +6,6 @@ long after it that came: before, if it is negative. The last column is how long 
 waited for a core of the machine, which server and callers share.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -113,7 +112,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _waited(pid: int) -> float:
     """Milliseconds for which the main thread of a process was ready to run, and did not."""
     return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e6
-
-
-if __name__ == "__main__":
-    sys.exit(main())

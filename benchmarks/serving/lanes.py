@@ -311,7 +311,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sms = torch.cuda.get_device_properties(0).multi_processor_count
                 print(suiting(found, layer, splits, given.target, sms), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

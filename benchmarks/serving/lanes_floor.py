@@ -186,7 +186,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(row), file=sys.stderr, flush=True)
         print(shown(result.rows, name), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,6 @@ import platform
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import timeit
@@ -251,7 +250,3 @@ def _cpu_seconds(pid: int) -> float:
     """The processor time of a process, to the nanosecond; of the threads that it has."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
-
-
-if __name__ == "__main__":
-    sys.exit(main())

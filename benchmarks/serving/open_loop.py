@@ -8,7 +8,6 @@ Times count from when a request should have been sent, so a sender that is late 
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -174,7 +173,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _ms(seconds: list[float], percentile: float) -> float:
     return round(1e3 * float(np.percentile(seconds or [0.0], percentile)), 2)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -77,7 +77,3 @@ def main() -> int:
                 rounded = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
                 print(json.dumps(rounded), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ ratio.
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
@@ -101,7 +100,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     result.put(compare(case, ports, given.rounds))
                     print(line(result.rows[-1]), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

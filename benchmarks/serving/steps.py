@@ -198,7 +198,3 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -248,7 +248,3 @@ def run(options: argparse.Namespace, url: str, index: int) -> list[Row]:
                     rows.append(measure(make, way, tokens, between))
                     print_row(rows[-1])
     return rows
-
-
-if __name__ == "__main__":
-    main()
