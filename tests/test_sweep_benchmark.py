@@ -208,17 +208,17 @@ def test_an_interrupted_sweep_leaves_its_rows(
     assert content["about"]["deep_gemm"] == "0.1"
     sweep_on_no_gpu(monkeypatch, ["--coarse", "--points", "1536,7168", "--json", str(file)])
     assert {row["n"] for row in json.loads(file.read_text())["rows"]} == {4096, 1536}
-    assert "contiguous 2 groups, 7 points: speed over DeepGEMM 1.000" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| contiguous | 2 | 7 | 1.00 | 1.00 to 1.00 | 0 |" in printed
+    assert "largest difference from DeepGEMM 2.0e-07" in printed
 
 
-def test_the_summary_counts_what_is_below_the_goal() -> None:
-    lines = gemm_sweep.summary([row(0.5), row(2.0, rows=70), row(0.96, layout="masked", groups=4)])
-    assert lines[0].endswith(
-        "1 groups, 2 points: speed over DeepGEMM 1.000, worst 0.500, best 2.000, 1 below 0.97"
-    )
-    assert lines[1].startswith("masked     4 groups, 1 points")
-    assert [line.split("speed ")[1][:5] for line in lines[3:6]] == ["0.500", "0.960", "2.000"]
-    assert lines[-1] == "largest difference from DeepGEMM 2.0e-07"
+def test_the_table_counts_what_is_below_the_goal() -> None:
+    shown = gemm_sweep.by_kind([row(0.5), row(2.0, rows=70), row(0.96, layout="masked", groups=4)])
+    assert shown.splitlines()[2:] == [
+        "| contiguous | 1 | 2 | 1.00 | 0.50 to 2.00 | 1 |",
+        "| masked | 4 | 1 | 0.96 | 0.96 to 0.96 | 1 |",
+    ]
 
 
 def test_a_missing_sweep_is_not_measured(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ same DG_JIT_CACHE_DIR saves it. FILE is written after each (N, K); rows of other
 
 import argparse
 import math
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from benchmarks.gemm.grouped_gemm import KERNEL
 from benchmarks.gemm.problem import Pool
 from benchmarks.gemm.shapes import Shape
 from benchmarks.layer.moe_layer import difference
+from benchmarks.lib.markdown import by, mean, span, table
 from benchmarks.lib.run import Result, earlier, new_parser
 from benchmarks.lib.timing import best_of_turns, copy_bandwidth, expect_gpu, header
 from expertd import kernels
@@ -115,18 +115,15 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     return [row for row in old if (row["n"], row["k"]) not in measured] + list(new)
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """A line for each layout and number of groups, and the worst points."""
-    lines = []
-    for kind in dict.fromkeys((row["layout"], row["groups"]) for row in rows):
-        speeds = [row["speed"] for row in rows if (row["layout"], row["groups"]) == kind]
-        lines.append(
-            f"{kind[0]:<10} {kind[1]} groups, {len(speeds)} points: speed over DeepGEMM "
-            f"{statistics.geometric_mean(speeds):.3f}, worst {min(speeds):.3f}, best {max(speeds):.3f}, "
-            f"{sum(speed < GOAL for speed in speeds)} below {GOAL}"
-        )
-    lines += ["worst:", *(line_of(row) for row in sorted(rows, key=lambda row: row["speed"])[:20])]
-    return [*lines, f"largest difference from DeepGEMM {max(row['diff'] for row in rows):.1e}"]
+def by_kind(rows: Sequence[Row]) -> str:
+    """A table with a line for each layout and number of groups."""
+    cells = []
+    for key, of in by(rows, "layout", "groups").items():
+        speeds = [row["speed"] for row in of]
+        below = sum(speed < GOAL for speed in speeds)
+        cells.append((*key, len(speeds), f"{mean(speeds):.2f}", span(speeds), below))
+    columns = "layout", "groups", "points", "speed, geometric mean", "worst to best", f"below {GOAL}"
+    return table(columns, cells)
 
 
 def line_of(row: Row) -> str:
@@ -162,7 +159,10 @@ def main() -> None:
         print("\n".join(map(line_of, new)), flush=True)
         result.rows = merged(old, rows)
         result.write()
-    print("\n".join(summary(rows)))
+    print(by_kind(rows), "worst:", sep="\n")
+    for row in sorted(rows, key=lambda row: float(row["speed"]))[:20]:
+        print(line_of(row))
+    print(f"largest difference from DeepGEMM {max(row['diff'] for row in rows):.1e}")
     print(f"{time.perf_counter() - begin:.0f} s in all")
 
 

@@ -20,6 +20,7 @@ from benchmarks.gemm import compare, deep_gemm_peer, power
 from benchmarks.gemm.problem import Pool, Problem
 from benchmarks.gemm.shapes import SEED, Shape, all_shapes
 from benchmarks.layer.moe_layer import difference
+from benchmarks.lib.markdown import by, mean, span, table
 from benchmarks.lib.nvml import Nvml, Sensor
 from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
@@ -78,16 +79,17 @@ def print_row(row: Row) -> None:
     print(line, flush=True)
 
 
-def print_means(rows: list[Row]) -> None:
-    for band in dict.fromkeys(str(row["band"]) for row in rows):
-        speeds = [row["speed"] for row in rows if row["band"] == band and "speed" in row]
-        floors = [row["over_floor"] for row in rows if row["band"] == band]
-        line = f"{band:<20} {len(floors):>3} shapes, geometric mean x{_mean(floors):.3f} of floor"
-        if speeds:
-            line += (
-                f", speed over DeepGEMM {_mean(speeds):.3f}, worst {min(speeds):.3f}, best {max(speeds):.3f}"
-            )
-        print(line)
+def by_band(rows: Sequence[Row]) -> str:
+    """A table with a line for each band of shapes; without DeepGEMM, it has no speeds."""
+    cells = []
+    for (band,), of in by(rows, "band").items():
+        speeds = [row["speed"] for row in of if "speed" in row]
+        speed = (f"{mean(speeds):.2f}", span(speeds)) if speeds else ("", "")
+        over = f"{mean(row['over_floor'] for row in of):.2f}"
+        best = f"{max(row['tflops'] for row in of):.0f}", f"{max(row['tbps'] for row in of):.2f}"
+        cells.append((band, len(of), *speed, over, *best))
+    columns = "band", "shapes", "speed, geometric mean", "worst to best", "time over the floor"
+    return table((*columns, "best TFLOPS", "best TB/s"), cells)
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def main() -> None:
             row["peers_us"] = measure_peers(pool.problem(shape), others)
         result.put(row)
         print_row(row)
-    print_means(rows)
+    print(by_band(rows))
     if sensor:
         for index in largest(shapes, options.power):
             rows[index]["power"] = measure_power(shapes[index], pool, with_peer, sensor)
@@ -174,7 +176,3 @@ def _options() -> argparse.Namespace:
         "--seed", type=int, default=SEED, help="seed of the expert loads (default: %(default)s)"
     )
     return parser.parse_args()
-
-
-def _mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))

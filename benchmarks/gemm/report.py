@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from benchmarks.gemm.gemm_sweep import GOAL
+from benchmarks.gemm.gemm_sweep import by_kind
+from benchmarks.gemm.grouped_gemm import by_band
 from benchmarks.gemm.heat_map import worst
 from benchmarks.lib.markdown import (
     Cell,
@@ -26,13 +27,7 @@ PICTURE = "../gemm_sweep-h200.svg"
 
 def grouped_gemm(results: Path) -> str:
     """The grouped GEMMs, by band of shapes."""
-    cells = []
-    for (band,), rows in by(read(results, GEMMS)["rows"], "band").items():
-        speeds, over = ([row[key] for row in rows] for key in ("speed", "over_floor"))
-        best = f"{max(row['tflops'] for row in rows):.0f}", f"{max(row['tbps'] for row in rows):.2f}"
-        cells.append((band, len(rows), f"{mean(speeds):.2f}", span(speeds), f"{mean(over):.2f}", *best))
-    columns = "band", "shapes", "speed, geometric mean", "worst to best", "time over the floor"
-    return table((*columns, "best TFLOPS", "best TB/s"), cells)
+    return by_band(read(results, GEMMS)["rows"])
 
 
 def peers(results: Path) -> str:
@@ -71,14 +66,8 @@ def power(case: str) -> Section:
 
 def sweep(results: Path) -> str:
     """The sweep by layout and number of groups, and its picture."""
-    cells = []
-    for key, rows in by(read(results, SWEEP)["rows"], "layout", "groups").items():
-        speeds = [row["speed"] for row in rows]
-        below = sum(speed < GOAL for speed in speeds)
-        cells.append((*key, len(speeds), f"{mean(speeds):.2f}", span(speeds), below))
-    columns = "layout", "groups", "points", "speed, geometric mean", "worst to best", f"below {GOAL}"
     picture = f"![speed over DeepGEMM by rows of a group and N x K, the worst points numbered]({PICTURE})"
-    return f"{table(columns, cells)}\n\n{picture}"
+    return f"{by_kind(read(results, SWEEP)['rows'])}\n\n{picture}"
 
 
 def sweep_worst(results: Path) -> str:

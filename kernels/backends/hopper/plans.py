@@ -43,8 +43,8 @@ class Plan:
     tall_first: bool = False
 
 
-# Fitted by hand to launches of every tile on an H200: the difference of two K gives a K block's time, and what
-# is left after the start of a launch a tile's own. Other devices: by their rates.
+# Fitted by hand to launches of every tile on an H200: the difference of two K gives a K block's time, and
+# what is left after the start of a launch a tile's own. Other devices: by their rates.
 @dataclass(frozen=True)
 class _Time:
     """Nanoseconds of a tile at an H200's clock: for itself, and for a K block by the tile's steps."""
