@@ -1,5 +1,6 @@
 """Draws pictures of results; `python -m benchmarks.report --pictures` draws those in the documents."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -29,9 +30,22 @@ LANES_STYLES = {"turns": "o-C3", "joined": "s-C1", "lanes": "^-C2", "no server":
 _MEMORIES = {None: "the host", "cuda:0": "the server's GPU", "cuda:1": "another GPU"}
 
 
-def draw_speed(result: Path, picture: Path) -> None:
+def picture(of: Callable[[dict[str, Any]], Any]) -> Draw:
+    """Draws a result, by a function of its content, as SVG; the same result gives the same file."""
+
+    @functools.wraps(of)
+    def draw(result: Path, picture: Path) -> None:
+        figure = of(json.loads(result.read_text()))
+        with mpl.rc_context({"svg.hashsalt": "expertd"}):
+            figure.savefig(picture, format="svg", metadata={"Date": None, "Source": digest(result)})
+        plt.close(figure)
+
+    return draw
+
+
+@picture
+def draw_speed(content: dict[str, Any]) -> Any:
     """A panel for each layer: its time over Mega MoE's by tokens, and that of the two GEMMs alone."""
-    content = json.loads(result.read_text())
     layers = list(dict.fromkeys(row["layer"] for row in content["rows"]))
     figure, panels = plt.subplots(
         1, len(layers), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained"
@@ -57,16 +71,16 @@ def draw_speed(result: Path, picture: Path) -> None:
     figure.suptitle(title, fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, fontsize=8, ncols=3, loc="outside lower center")
-    _save(figure, result, picture)
+    return figure
 
 
-def draw_stages(result: Path, picture: Path) -> None:
+@picture
+def draw_stages(content: dict[str, Any]) -> Any:
     """A bar for every layer and number of tokens, divided into stages.
 
     Stages are relative to the time of DeepGEMM's two GEMMs alone on the same rows, or, if the result does not
     have DeepGEMM, to the whole layer's.
     """
-    content = json.loads(result.read_text())
     rows = content["rows"]
     figure, axes = plt.subplots(figsize=(8, 0.5 + 0.28 * len(rows)), layout="constrained")
     beside_peer = all("two_gemms_us" in row for row in rows)
@@ -85,12 +99,12 @@ def draw_stages(result: Path, picture: Path) -> None:
     axes.set_xlabel(f"time over {measure}", fontsize=9)
     axes.set_title(f"Stages of a layer by tokens, {_gpu(content)}", fontsize=10)
     axes.legend(frameon=False, fontsize=8, ncols=len(STAGES), loc="upper center", bbox_to_anchor=(0.5, -0.08))
-    _save(figure, result, picture)
+    return figure
 
 
-def draw_roofline(result: Path, picture: Path) -> None:
+@picture
+def draw_roofline(content: dict[str, Any]) -> Any:
     """TFLOPS over operations per byte of grouped GEMMs, ours and DeepGEMM's, under the machine's limits."""
-    content = json.loads(result.read_text())
     rows, bandwidth = content["rows"], content["about"]["copy_tbps"]
     intensity = [row["tflops"] / row["tbps"] for row in rows]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
@@ -109,12 +123,12 @@ def draw_roofline(result: Path, picture: Path) -> None:
     axes.set_title(f"Grouped FP8 GEMMs, {_gpu(content)}, {len(rows)} shapes", fontsize=10)
     axes.grid(which="both", linewidth=0.3)
     axes.legend(frameon=False)
-    _save(figure, result, picture)
+    return figure
 
 
-def draw_serving(result: Path, picture: Path) -> None:
+@picture
+def draw_serving(content: dict[str, Any]) -> Any:
     """One caller's median time over the GPU's, by tokens and way."""
-    content = json.loads(result.read_text())
     rows = [row for row in content["rows"] if row["callers"] == row.get("http_workers", 1) == 1]
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for (way, device), style in SERVING_STYLES.items():
@@ -132,12 +146,12 @@ def draw_serving(result: Path, picture: Path) -> None:
         f"DeepSeek-V3's layer, 256 experts, one {_gpu(content)}, one caller, lower is faster", fontsize=10
     )
     axes.legend(frameon=False, fontsize=8)
-    _save(figure, result, picture)
+    return figure
 
 
-def draw_growth(result: Path, picture: Path) -> None:
+@picture
+def draw_growth(content: dict[str, Any]) -> Any:
     """A panel for each layer: its time over one GPU's by GPUs, with a line for each number of tokens."""
-    content = json.loads(result.read_text())
     rows = content["growth"]
     times = {(row["layer"], row["tokens"], row["gpus"]): row["layer_us"] for row in rows}
     layers, tokens, gpus = (sorted({row[key] for row in rows}) for key in ("layer", "tokens", "gpus"))
@@ -157,12 +171,12 @@ def draw_growth(result: Path, picture: Path) -> None:
     figure.suptitle(f"A whole MoE layer on several {_gpu(content)}, by tokens a GPU", fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, fontsize=8, ncols=len(tokens), loc="outside lower center")
-    _save(figure, result, picture)
+    return figure
 
 
-def draw_overlap(result: Path, picture: Path) -> None:
+@picture
+def draw_overlap(content: dict[str, Any]) -> Any:
     """When the launches of an overlapped step ran, on the most GPUs: a line for each rank and lane."""
-    content = json.loads(result.read_text())
     gpus = max(content["timeline"], key=int)
     step = content["timeline"][gpus]
     lines = sorted({(event["rank"], LANES.index(event["lane"])) for event in step["events"]})
@@ -186,28 +200,19 @@ def draw_overlap(result: Path, picture: Path) -> None:
         fontsize=9,
     )
     figure.legend(frameon=False, fontsize=8, ncols=len(NAMES), loc="outside lower center")
-    _save(figure, result, picture)
+    return figure
 
 
-def draw_sweep(result: Path, picture: Path) -> None:
+@picture
+def draw_sweep(content: dict[str, Any]) -> Any:
     """Speed over DeepGEMM by rows of a group and (N, K), for each layout and number of groups."""
-    content = json.loads(result.read_text())
     rows = content["rows"]
     title = f"Grouped FP8 GEMMs, speed over DeepGEMM, {_gpu(content)}, {len(rows)} points, higher is faster"
-    _save(heat_map.draw(rows, title, OURS, THEIRS), result, picture)
+    return heat_map.draw(rows, title, OURS, THEIRS)
 
 
-def draw_open_loop(result: Path, picture: Path) -> None:
-    """Goodput under a deadline, by offered load."""
-    _save(_open_loop(json.loads(result.read_text())), result, picture)
-
-
-def draw_decode_beside_prefill(result: Path, picture: Path) -> None:
-    """The 99th percentile of decode by the rate of prefill beside it, for each layer."""
-    _save(_lanes(json.loads(result.read_text())), result, picture)
-
-
-def _open_loop(content: dict[str, Any]) -> Any:
+@picture
+def draw_open_loop(content: dict[str, Any]) -> Any:
     """What became of the requests, by the rate at which they arrived."""
     header, rows, capacity = content["about"], content["rows"], content["capacity"]
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -232,7 +237,8 @@ def _open_loop(content: dict[str, Any]) -> Any:
     return figure
 
 
-def _lanes(content: dict[str, Any]) -> Any:
+@picture
+def draw_decode_beside_prefill(content: dict[str, Any]) -> Any:
     """A panel for each layer and number of decode tokens: p99 by the prefill's share."""
     rows = [row for row in content["rows"] if row["decode_tokens"] and row["prefill_share"]]
     panels = list(dict.fromkeys((row["layer"], row["decode_tokens"]) for row in rows))
@@ -286,13 +292,6 @@ def measured(results: Path) -> dict[str, tuple[str, Draw]]:
 def digest(result: Path) -> str:
     """The result's SHA-256, which is written into its picture: pixels differ between library versions."""
     return f"{result.name} sha256:{hashlib.sha256(result.read_bytes()).hexdigest()}"
-
-
-def _save(figure: Any, result: Path, picture: Path) -> None:
-    """Write `picture` as SVG; the same result gives the same file."""
-    with mpl.rc_context({"svg.hashsalt": "expertd"}):
-        figure.savefig(picture, format="svg", metadata={"Date": None, "Source": digest(result)})
-    plt.close(figure)
 
 
 def _gpu(content: dict[str, Any]) -> str:
