@@ -1,5 +1,6 @@
-"""Runs a benchmark: `python -m benchmarks NAME [options]`; without a name it lists them."""
+"""Runs a benchmark: `python -m benchmarks NAME [options]`; `--help` lists them."""
 
+import argparse
 import sys
 from importlib import import_module
 
@@ -13,16 +14,16 @@ BENCHMARKS = {
     ),
 }
 """Their names, by the package that has a module of each name."""
+PACKAGES = {name: package for package, names in BENCHMARKS.items() for name in names}
 
 
 def main() -> int | None:
     """Run the benchmark that the command line names."""
-    packages = {name: package for package, names in BENCHMARKS.items() for name in names}
-    if len(sys.argv) < 2 or sys.argv[1] not in packages:
-        sys.exit(f"usage: python -m benchmarks NAME [options], NAME one of {', '.join(packages)}")
-    name = sys.argv.pop(1)
-    sys.argv[0] = f"benchmarks {name}"
-    found: int | None = import_module(f"benchmarks.{packages[name]}.{name}").main()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=PACKAGES, metavar="NAME", help=f"one of {', '.join(PACKAGES)}")
+    name = parser.parse_args(sys.argv[1:2]).name
+    sys.argv[:2] = [f"python -m benchmarks {name}"]
+    found: int | None = import_module(f"benchmarks.{PACKAGES[name]}.{name}").main()
     return found
 
 

@@ -13,7 +13,6 @@ SMs that was fastest; --trace FILE writes that for https://ui.perfetto.dev. Rows
 of GPUs stay in the file.
 """
 
-import argparse
 import json
 import sys
 from argparse import Namespace
@@ -28,6 +27,7 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.layer.problem import LAYERS, LayerProblem, make_problem, make_weights
 from benchmarks.lib.processes import free_port
+from benchmarks.lib.run import new_parser
 from benchmarks.lib.timing import expect_gpu
 from benchmarks.ranks import rank_timing
 from benchmarks.ranks.overlap_timeline import Event, chrome_trace, profiled_kernels, step_of
@@ -159,12 +159,11 @@ def run(rank: int, num_ranks: int, port: int, given: Namespace) -> None:
 
 def options(arguments: Sequence[str] | None = None) -> Namespace:
     """The options; `layers` are those whose names contain a word."""
-    parser = argparse.ArgumentParser(description="A layer with and without combine under its down GEMM.")
+    parser = new_parser(__doc__)
     parser.add_argument("--ranks", type=int, help="GPUs; default: all")
     parser.add_argument("--layer", default="deepseek", help="only layers whose name contains this")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each GPU")
     parser.add_argument("--sms", type=int, nargs="+", default=SMS, help="for communication; rounded up")
-    parser.add_argument("--json", type=Path, help="add rows and timeline to this file")
     parser.add_argument("--trace", type=Path, help="write the timeline here, for https://ui.perfetto.dev")
     given = parser.parse_args(arguments)
     given.layers = [layer for layer in LAYERS if given.layer in layer.name]

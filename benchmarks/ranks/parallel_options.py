@@ -1,6 +1,5 @@
 """The command line of `benchmarks parallel`, and its file of results."""
 
-import argparse
 import json
 import sys
 from argparse import Namespace
@@ -12,6 +11,7 @@ import torch
 
 from benchmarks.gemm import deep_gemm_peer
 from benchmarks.layer.problem import LAYERS
+from benchmarks.lib.run import new_parser
 from benchmarks.lib.timing import header
 from benchmarks.ranks import nccl_peer, rank_timing
 
@@ -22,14 +22,13 @@ PEERS = ("nccl", "two_gemms", "mega_moe")
 
 def options(arguments: Sequence[str] | None = None) -> Namespace:
     """The options; `layers` are those whose names contain a word, `peers` those that are not skipped."""
-    parser = argparse.ArgumentParser(description="Experts spread over the GPUs of one host.")
+    parser = new_parser("Experts spread over the GPUs of one host.")
     parser.add_argument("--ranks", type=int, help="GPUs; default: all. torchrun says it by itself")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of each GPU, in rows")
     parser.add_argument("--layer", default="", help="only layers whose name contains this")
     parser.add_argument("--zipf", type=float, default=0.0, help="exponent of skewed rows; 0: measure none")
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--skip", nargs="+", choices=PEERS, default=(), help="peers not to measure")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     given.layers = [layer for layer in LAYERS if given.layer in layer.name]
     given.peers = [peer for peer in PEERS if peer not in given.skip]

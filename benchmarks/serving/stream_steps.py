@@ -21,12 +21,11 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.lib.run import Result
+from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import expect_gpu, header
 from benchmarks.serving.rows import server
 from expertd_client import ExpertClient
@@ -210,13 +209,12 @@ def print_row(row: Row) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks stream_steps")
+    parser = new_parser(__doc__)
     parser.add_argument("--tokens", default="1,16,64", help="of a step, separated by commas")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--between", default="0,100", help="us for which the GPU is busy before each request")
     parser.add_argument("--ways", default="stream,host")
     parser.add_argument("--url", help="of a server that is there, with the same layers")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     expect_gpu("benchmarks stream_steps")
     index = 1 if torch.cuda.device_count() > 1 else 0
