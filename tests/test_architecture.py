@@ -32,6 +32,7 @@ PACKAGES = {
         "tables",
         "heap",
     ),
+    "inference": ("memory", "moe", "engine", "sentences"),
     "tracing": ("moe", "settings", "engine"),
     "channels": ("memory", "moe", "settings", "engine", "sentences", "socket_files", "log_lines"),
     "http": (
@@ -39,6 +40,7 @@ PACKAGES = {
         "moe",
         "settings",
         "engine",
+        "inference",
         "channels",
         "tracing",
         "files",
@@ -60,7 +62,7 @@ PACKAGES = {
         "imports",
         "heap",
     ),
-    "grpc": ("memory", "settings", "engine", "http", "tracing", "log_lines", "sentences"),
+    "grpc": ("memory", "moe", "settings", "engine", "http", "inference", "tracing", "log_lines", "sentences"),
     "commands": (
         "device",
         "moe",
@@ -102,6 +104,7 @@ TORCH_FREE = (
     "expertd.service.engine.metrics",
     "expertd.service.http.protocol",
     "expertd.service.http.worker",
+    "expertd.service.inference.request",
     "expertd.service.memory",
     "expertd.service.moe.placement",
     "expertd.service.moe.request",

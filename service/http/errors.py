@@ -8,7 +8,6 @@ from expertd.service.http.protocol import OipError
 def http_error(error: EngineError) -> OipError:
     """The engine's error as an HTTP error."""
     status, reason = ANSWERS[type(error)]
-    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
-    answer = OipError(status, str(error), reason=reason, headers=headers)
+    answer = OipError(status, str(error), reason=reason, retry_after=error.retry_after)
     answer.__cause__ = error
     return answer

@@ -12,22 +12,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.answers import Answer, client_gone, output_answer
+from expertd.service.http.answers import client_gone
 from expertd.service.http.deadline import Deadline
-from expertd.service.http.infer_body import LARGE_BYTES, InferBody, take
+from expertd.service.http.infer_body import LARGE_BYTES, InferBody, Received, take
 from expertd.service.http.infer_ending import InferEnding
 from expertd.service.http.infer_head import least_tokens
-from expertd.service.http.parsing import Received, parse_body, where_to_parse
-from expertd.service.http.plans import Plan
-from expertd.service.http.protocol import ELEMENT_BYTES, OipError
-from expertd.service.http.protocol.layer_request import check_tokens
 from expertd.service.http.threads import Where, pause_for_others, thread_from
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.tensors import ELEMENT_BYTES, check_tokens
 from expertd.service.memory import Buffer, Span, host_view, is_for_device_alone, is_on_gpu
 from expertd.service.moe.request import LayerRequest, Output, fp8_rows
 
 T = TypeVar("T")
 
-_INLINE_NUMBERS = 2048  # that are written as JSON in about a millisecond
 _BEFORE_QUEUE = "before it was queued"
 _BEFORE_ANSWER = "before its answer was ready"
 
@@ -53,7 +50,7 @@ class InferCall(InferEnding):
             if (least := least_tokens(head, self._spec)) > 1:
                 check_tokens(least, self._spec, at_least="at least ")
                 engine.check_capacity(head.model, head.caller, least)
-            if head.has_large_json:
+            if head.has_large_text:
                 self._endpoint.threads.check_json(engine.settings.limits, head.caller)
         except Exception as error:
             self.refuse(error)
@@ -77,13 +74,11 @@ class InferCall(InferEnding):
         self._received_at = time.perf_counter() if received_at is None else received_at
         received = self._received = Received(content, body)
         try:
-            if head.header_length and head.content_encoding is None:
-                plan = head.plans.find(content, head.header_length)
-                if plan is not None:
-                    self._plan = plan
-                    self._parsed(None)
-                    return
-            self._run(where_to_parse(received, head), self._parse, self._parsed, parses=True)
+            if (plan := head.find(content)) is not None:
+                self._plan = plan
+                self._parsed(None)
+                return
+            self._run(head.where_to_parse(received), self._parse, self._parsed, parses=True)
         except Exception as error:
             self.refuse(error)
 
@@ -91,7 +86,7 @@ class InferCall(InferEnding):
 
     def _parse(self) -> None:
         engine = self._endpoint.engine
-        self._plan = parse_body(self._received, self._head, self._spec, self._arena, engine.region_uses)
+        self._plan = self._head.parse(self._received, self._spec, self._arena, engine.region_uses)
         self._regions = self._plan.request.regions
 
     def _parsed(self, _: None) -> None:
@@ -140,7 +135,7 @@ class InferCall(InferEnding):
         try:
             self._endpoint.engine.validate(self._head.model, self._layer)
         except ValueError as error:
-            raise OipError(400, str(error)) from error
+            raise RequestError(str(error)) from error
 
     def _submit(self, _: None) -> None:
         if self._layer.num_tokens == 0:
@@ -208,33 +203,26 @@ class InferCall(InferEnding):
         assert plan is not None
         if output is self._layer.output:
             self._received.release()
-        if plan.fields and not self._head.accept_encoding:
-            view = output if isinstance(output, memoryview) else host_view(output)
-            self._answer(Answer(200, plan.fields, [plan.header, view]))
+        if (answer := self._head.kept_answer(plan, output)) is not None:
+            self._answer(answer)
             return
         self._is_responding = True
         try:
-            where = self._where_to_respond(plan)
+            where = self._head.where_to_answer(plan, self._spec)
+            if where is Where.EVENT_LOOP and self._regions is not None:
+                where = thread_from(self._regions.store_bytes)
             self._run(where, partial(self._respond, output, where), self._answer)
         except Exception as error:
             self.refuse(error)
 
-    def _where_to_respond(self, plan: Plan) -> Where:
-        numbers = plan.num_tokens * self._spec.hidden_size
-        if plan.request.json_output:
-            return Where.JSON_THREAD if numbers > _INLINE_NUMBERS else Where.EVENT_LOOP
-        if plan.request.binary_output and self._head.accept_encoding:
-            return thread_from(8 * numbers)
-        return thread_from(0 if self._regions is None else self._regions.store_bytes)
-
-    def _respond(self, output: Output, where: Where) -> Answer:
+    def _respond(self, output: Output, where: Where) -> Any:
         assert self._plan is not None
         if self._regions is not None:
             self._regions.store(output)
         pause = pause_for_others if where is Where.JSON_THREAD else _no_pause
-        return output_answer(self._plan, output, self._spec, self._head.accept_encoding, pause)
+        return self._head.answer(self._plan, output, self._spec, pause)
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: Any) -> None:
         if self._deadline is not None:
             if self._refused_as_late():
                 return

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 from expertd.service.engine.errors import RegionsElsewhereError
 from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.steps import StepTimes
-from expertd.service.http.answers import Answer, client_gone, error_answer, refusal_of
+from expertd.service.http.answers import client_gone, refusal_of
 from expertd.service.http.deadline import Deadline
 from expertd.service.http.endpoint import InferEndpoint
+from expertd.service.http.infer_body import Received
 from expertd.service.http.infer_head import InferHead
-from expertd.service.http.parsing import Received
-from expertd.service.http.plans import Plan
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers
+from expertd.service.inference.plan import Plan
 from expertd.service.log_lines import with_fields
 from expertd.service.memory import Arena, Block, RegionUses, host_view
 from expertd.service.moe.stages import TimedStep
@@ -33,15 +33,14 @@ class Caller(Protocol):
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
-    def reply(self, call: "InferEnding", answer: Answer | None) -> None:
+    def reply(self, call: "InferEnding", answer: Any) -> None:
         """Send `answer`, then call `call.sent`; None: the request has ended, and nobody waits for it."""
 
 
 class InferEnding:
     """The state of a request, and its ends: `refuse` and `leave` at any time, `sent` after `caller.reply`.
 
-    rpc         the gRPC call that it came in; None: over HTTP
-    request_id  the caller's own, if it is known before the body is parsed
+    rpc  the gRPC call that it came in; None: over HTTP
     """
 
     __slots__ = (
@@ -62,7 +61,6 @@ class InferEnding:
         "_received",
         "_refusal",
         "_regions",
-        "_request_id",
         "_rpc",
         "_sampled",
         "_stages",
@@ -80,7 +78,6 @@ class InferEnding:
         caller: Caller,
         arena: Arena | None = None,
         rpc: Rpc | None = None,
-        request_id: str | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._endpoint = endpoint
@@ -94,13 +91,12 @@ class InferEnding:
         self._plan: Plan | None = None
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
         self._rpc = rpc
-        self._request_id = request_id
         self._stages: Stages | None = None
         self._times: StepTimes | None = None  # for spans and the log
         self._sampled: bool | None = None  # for spans, as the next two; None: not decided yet
         self._trace_context: TraceContext | None = None
         self._timed: list[TimedStep] | None = None
-        self._forwarding: asyncio.Task[Answer] | None = None
+        self._forwarding: asyncio.Future[Any] | None = None
         self._deadline: Deadline | None = None  # of a request with a timeout, once that is known
         self._left: OipError | None = None
         self._refusal: OipError | None = None
@@ -118,7 +114,7 @@ class InferEnding:
         refusal = self._refusal = self._left or self._refusal_of(error)
         self._release()
         if self._left is None:
-            self._caller.reply(self, error_answer(refusal, self._head.expects))
+            self._caller.reply(self, self._head.refusal(refusal))
         else:
             self._count()
             self._caller.reply(self, None)
@@ -127,7 +123,7 @@ class InferEnding:
         """Answer with `error` while a step or a thread uses the request: its memory is given back later."""
         self._is_overdue = True
         refusal = self._refusal = self._refusal_of(error)
-        self._caller.reply(self, error_answer(refusal, self._head.expects))
+        self._caller.reply(self, self._head.refusal(refusal))
 
     def leave(self, error: OipError | None = None) -> None:
         """Nobody is left to answer: the client disconnected, or its body was refused with `error`."""
@@ -161,15 +157,10 @@ class InferEnding:
         assert forward is not None
         content = bytes(host_view(self._received.content))
         self._received.release()
-
-        async def forwarding() -> Answer:
-            status, fields, body = await forward(self._head, self._key_name, content)
-            return Answer(status, fields, [body])
-
-        self._forwarding = task = self._caller.loop.create_task(forwarding())
+        self._forwarding = task = asyncio.ensure_future(forward(self._head, self._key_name, content))
         task.add_done_callback(self._forwarded)
 
-    def _forwarded(self, task: "asyncio.Task[Answer]") -> None:
+    def _forwarded(self, task: "asyncio.Future[Any]") -> None:
         if self._left is not None or task.cancelled():
             self._caller.reply(self, None)
         elif (error := task.exception()) is not None:
@@ -214,7 +205,7 @@ class InferEnding:
         """The caller's own id of the request, as far as it is known."""
         if refusal is not None and refusal.request_id is not None:
             return refusal.request_id
-        return self._request_id if self._plan is None else self._plan.request.id
+        return self._head.request_id if self._plan is None else self._plan.request.id
 
     def _note_times(self) -> None:
         """Keep when the engine had the request."""
