@@ -14,7 +14,6 @@ from expertd.service.grpc.wire import tag
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.infer import InferCall
 from expertd.service.http.infer_body import InferBody
-from expertd.service.http.infer_ending import InferEnding
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers
 from expertd.service.inference.errors import RequestError
@@ -152,7 +151,7 @@ class _Caller:
         assert isinstance(result, Refusal)
         return result
 
-    def reply(self, call: InferEnding, answer: Result | None) -> None:
+    def reply(self, call: InferCall, answer: Result | None) -> None:
         if answer is None:  # the call was cancelled
             return
         is_waiting = not self.result.done()
