@@ -4,13 +4,8 @@ import json
 
 from expertd.service.engine.refusals import Reason
 from expertd.service.inference.errors import RequestError
+from expertd.service.statuses import STATUSES
 
-_STATUSES: dict[Reason, int] = {
-    "invalid_request": 400,
-    "json_too_large": 413,
-    "memory_full": 503,
-    "too_many_tokens": 400,
-}
 _REASONS: dict[int, Reason] = {
     401: "unauthorized",
     403: "forbidden",
@@ -53,7 +48,7 @@ def oip_error(error: RequestError) -> OipError:
     if isinstance(error, OipError):
         return error
     answer = OipError(
-        _STATUSES[error.reason],
+        STATUSES[error.reason],
         error.message,
         reason=error.reason,
         retry_after=error.retry_after,
