@@ -62,6 +62,13 @@ _OTHERS: dict[type[EngineError], int] = {
 }
 
 
+def infer_status(reason: Reason | None, queue_full_status: int) -> int:
+    """The status of an infer request that was refused for `reason`; None: it has an output."""
+    if reason is None:
+        return 200
+    return queue_full_status if reason == "queue_full" else STATUSES[reason]
+
+
 def status_of(error: EngineError) -> int:
     """The status of a call that fails with `error`."""
     return _OTHERS.get(type(error), STATUSES[error.reason])

@@ -444,11 +444,10 @@ class InferCall:
         status = 200
         if refusal is not None:
             status, self._stages = refusal.status, None
-            metrics.refused(known, refusal.reason)
             what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
             logger.debug("%d %s: model %s, id %s: %s", *what)
         seconds = time.perf_counter() - self._started
-        metrics.request_done(known, status, seconds, self._stages)
+        metrics.request_done(known, None if refusal is None else refusal.reason, seconds, self._stages)
         if self._endpoint.logs_requests:
             self._log(status, refusal, seconds)
         if (tracing := self._endpoint.tracing) is not None:
