@@ -12,7 +12,7 @@ from expertd.service.http.protocol import OipError, build_response, compress, oi
 from expertd.service.http.refused import Headers, header_lines
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.plan import Plan
-from expertd.service.memory import RegionError, host_view
+from expertd.service.memory import RegionError
 from expertd.service.moe.request import Output
 from expertd.service.sentences import shown
 
@@ -52,14 +52,6 @@ def output_answer(
     if response.header_length is not None and not encoding:
         plan.answer_head = fields, parts[0]
     return Answer(200, fields, parts)
-
-
-def kept_answer(plan: Plan, output: Output) -> Answer | None:
-    """The answer with the beginning that `plan` keeps; None if it keeps none."""
-    if plan.answer_head is None:
-        return None
-    fields, header = plan.answer_head
-    return Answer(200, fields, [header, output if isinstance(output, memoryview) else host_view(output)])
 
 
 def error_answer(refusal: OipError, expects: bool) -> Answer:

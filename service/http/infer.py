@@ -39,7 +39,7 @@ from expertd.service.memory import (
     is_for_device_alone,
     is_on_gpu,
 )
-from expertd.service.moe.request import Output, fp8_rows
+from expertd.service.moe.request import LayerRequest, Output, fp8_rows
 from expertd.service.moe.stages import TimedStep
 from expertd.service.sentences import shortened, shown
 from expertd.service.tracing import Rpc, TraceContext, TracedRequest, Tracing, trace_context
@@ -210,7 +210,9 @@ class InferCall:
             await self._run(head.where_to_parse(received), self._parse, parses=True)
             plan = self._plan
             assert plan is not None
-        deadline = self._deadline = self._new_deadline(plan, received_at, call_seconds)
+        deadline: Deadline | None = None
+        if plan.request.timeout_seconds is not None or call_seconds is not None:
+            deadline = self._deadline = self._new_deadline(plan, received_at, call_seconds)
         output = plan.output
         size = plan.num_tokens * self._spec.hidden_size * ELEMENT_BYTES[plan.output_datatype]
         if output is None and size >= LARGE_BYTES and self._arena is not None:
@@ -219,8 +221,7 @@ class InferCall:
         layer = self._layer = plan.layer(received.content, output)
         if self._regions is not None:
             await self._run(thread_from(self._regions.load_bytes), self._regions.load)
-        tensors = layer.hidden_states, layer.scales
-        if layer.scales is not None and layer.num_tokens and not any(map(is_for_device_alone, tensors)):
+        if layer.scales is not None and self._joins_scales(layer):
             await self._run(thread_from(len(host_view(layer.hidden_states))), self._join)
         # Routing in a GPU's memory is not validated: an id outside the range names no expert.
         if layer.topk_ids is not None and not is_on_gpu(layer.topk_ids):
@@ -250,13 +251,18 @@ class InferCall:
         self._plan = self._head.parse(self._received, self._spec, self._arena, engine.region_uses)
         self._regions = self._plan.request.regions
 
-    def _new_deadline(self, plan: Plan, received_at: float, call_seconds: float | None) -> Deadline | None:
+    def _new_deadline(self, plan: Plan, received_at: float, call_seconds: float | None) -> Deadline:
+        """The earlier one of the request's own and the call's."""
         seconds, name = plan.request.timeout_seconds, "timeout"
         if call_seconds is not None and (seconds is None or call_seconds < seconds):
             seconds, name = call_seconds, "deadline"
-        if seconds is None:
-            return None
+        assert seconds is not None
         return Deadline(seconds, received_at, self._caller.loop, self._expire, name)
+
+    @staticmethod
+    def _joins_scales(layer: LayerRequest) -> bool:
+        tensors = layer.hidden_states, layer.scales
+        return layer.num_tokens > 0 and not any(map(is_for_device_alone, tensors))
 
     def _join(self) -> None:
         """Have FP8 values and their scales in the same rows."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.answers import Answer, error_answer, kept_answer, output_answer
+from expertd.service.http.answers import Answer, error_answer, output_answer
 from expertd.service.http.bodies import number_of_bytes
 from expertd.service.http.infer_body import InferBody, Received
 from expertd.service.http.plans import Plans
@@ -171,7 +171,10 @@ class HttpHead(InferHead):
         return plan
 
     def kept_answer(self, plan: Plan, output: Output) -> Answer | None:
-        return None if self.accept_encoding else kept_answer(plan, output)
+        if plan.answer_head is None or self.accept_encoding:
+            return None
+        fields, header = plan.answer_head
+        return Answer(200, fields, [header, output if isinstance(output, memoryview) else host_view(output)])
 
     def where_to_answer(self, plan: Plan, spec: LayerSpec) -> Where:
         numbers = plan.num_tokens * spec.hidden_size
