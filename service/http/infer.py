@@ -226,8 +226,15 @@ class InferCall:
         # Routing in a GPU's memory is not validated: an id outside the range names no expert.
         if layer.topk_ids is not None and not is_on_gpu(layer.topk_ids):
             await self._run(thread_from(16 * len(host_view(layer.topk_ids))), self._validate)
-        # Expert-parallel callers send empty batches.
-        computed: Output = await self._compute(plan) if layer.num_tokens else b""
+        computed: Output | Exception = b""
+        if layer.num_tokens:  # expert-parallel callers send empty batches
+            self._submit(plan)
+            try:
+                computed = await _resumed()
+            finally:
+                self._note_stages()
+            if isinstance(computed, Exception):
+                raise computed
         if deadline is not None:
             self._check_late(deadline)
         if computed is layer.output:
@@ -277,8 +284,8 @@ class InferCall:
         except ValueError as error:
             raise RequestError(str(error)) from error
 
-    async def _compute(self, plan: Plan) -> Output:
-        """The engine's output."""
+    def _submit(self, plan: Plan) -> None:
+        """Have the engine resume the request with its output."""
         endpoint, layer = self._endpoint, self._layer
         if (tracing := endpoint.tracing) is not None and self._is_sampled(tracing):
             layer.timed = self._timed = []
@@ -287,20 +294,16 @@ class InferCall:
         if self._deadline is not None and (left := self._deadline.left) <= 0:
             raise self._deadline.error(_BEFORE_QUEUE)
         model, priority, caller = self._head.model, plan.request.priority, self._caller_number
-        pending = endpoint.engine.submit(model, layer, self._resume, alone, priority, caller, left)
-        self._pending = pending
-        try:
-            output: Output | Exception = await _resumed()
-        finally:
-            if endpoint.tracing is not None or endpoint.logs_requests:
-                self._note_times()
-            self._pending = None
-            if pending is not None and pending.began is not None:
-                waited = pending.began - pending.arrived
-                self._stages = pending.arrived - self._started, waited, pending.compute_seconds
-        if isinstance(output, Exception):
-            raise output
-        return output
+        self._pending = endpoint.engine.submit(model, layer, self._resume, alone, priority, caller, left)
+
+    def _note_stages(self) -> None:
+        """Keep where its time went, up to the engine's answer."""
+        if self._endpoint.tracing is not None or self._endpoint.logs_requests:
+            self._note_times()
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.began is not None:
+            waited = pending.began - pending.arrived
+            self._stages = pending.arrived - self._started, waited, pending.compute_seconds
 
     def _respond(self, output: Output, where: Where) -> Any:
         assert self._plan is not None
