@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
-from types import coroutine
 from typing import Any, Protocol, TypeVar
 
 from expertd.service.engine.errors import RegionsElsewhereError
@@ -226,15 +225,16 @@ class InferCall:
         # Routing in a GPU's memory is not validated: an id outside the range names no expert.
         if layer.topk_ids is not None and not is_on_gpu(layer.topk_ids):
             await self._run(thread_from(16 * len(host_view(layer.topk_ids))), self._validate)
-        computed: Output | Exception = b""
+        computed: Output = b""
         if layer.num_tokens:  # expert-parallel callers send empty batches
             self._submit(plan)
             try:
-                computed = await _resumed()
+                done = await _RESUMED
             finally:
                 self._note_stages()
-            if isinstance(computed, Exception):
-                raise computed
+            if isinstance(done, Exception):
+                raise done
+            computed = done
         if deadline is not None:
             self._check_late(deadline)
         if computed is layer.output:
@@ -376,7 +376,7 @@ class InferCall:
 
     async def _result(self, future: "asyncio.Future[T]") -> T:
         future.add_done_callback(self._done)
-        await _resumed()
+        await _RESUMED
         return future.result()
 
     def _done(self, future: "asyncio.Future[Any]") -> None:
@@ -545,10 +545,14 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-@coroutine
-def _resumed() -> Generator[None, Any, Any]:
-    """Wait, and give what the request is resumed with."""
-    return (yield)
+class _Resumed:
+    """Awaited, it waits, and gives what the request is resumed with."""
+
+    def __await__(self) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+_RESUMED = _Resumed()
 
 
 def _no_pause() -> None:
