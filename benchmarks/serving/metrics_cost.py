@@ -226,7 +226,7 @@ def call_microseconds() -> dict[str, float]:
     step = StepResult([], Layout.CONTIGUOUS, 4, lambda: tokens - 0, 100e-6)
     stages = (1e-6, 2e-6, 100e-6)
     calls: dict[str, Callable[[], object]] = {
-        "request": lambda: metrics.request_done("moe", 200, 150e-6, stages),
+        "request": lambda: metrics.request_done("moe", None, 150e-6, stages),
         "step": lambda: metrics.step_done("moe", step, (2e-6,)),
     }
     return {

@@ -30,10 +30,10 @@ from expertd.service.channels.requests import InvalidRequestError
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import Stages
-from expertd.service.engine.statuses import ANSWERS
 from expertd.service.engine.steps import Pending
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.statuses import STATUSES, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -171,11 +171,9 @@ class Channel(OpenChannel):
             now = time.perf_counter()
             began, seconds = pending.began or now, now - pending.arrived
             stages = 0.0, began - pending.arrived, now - began
-            status, reason = ANSWERS[type(error)]
+            what = status_of(error), error.reason, str(error)
             tokens = pending.request.num_tokens
-            answer = Answered(
-                pending.model, slot.sequence, status, reason, str(error), seconds, stages, tokens
-            )
+            answer = Answered(pending.model, slot.sequence, *what, seconds, stages, tokens)
         self._owner.answered(self, answer)
 
     def _done(self, slot: Slot, output: Output | Exception) -> None:
@@ -206,10 +204,9 @@ class Channel(OpenChannel):
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         if isinstance(error, EngineError):
-            status, reason = ANSWERS[type(error)]
-            self._answer(slot, status, reason, str(error), error.retry_after * 1000)
+            self._answer(slot, status_of(error), error.reason, str(error), error.retry_after * 1000)
         else:
-            self._answer(slot, 499, "client_gone", str(error))
+            self._answer(slot, STATUSES["client_gone"], "client_gone", str(error))
 
     def _counts(self, slot: Slot) -> bool:
         """Whether an answer is to be counted: that of an expired request was, when its timeout passed."""

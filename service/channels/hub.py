@@ -232,11 +232,10 @@ class ChannelHub:
 
     def _count(self, channel: OpenChannel, answer: Answered) -> None:
         if answer.reason is not None:
-            self._metrics.refused(answer.model, answer.reason)
             what = (answer.status, answer.reason, answer.model, channel.id, answer.sequence, answer.text)
             logger.debug("%d %s: model %s, channel %s, request %d: %s", *what)
-        stages = answer.stages if answer.status == 200 else None
-        self._metrics.request_done(answer.model, answer.status, answer.seconds, stages)
+        stages = answer.stages if answer.reason is None else None
+        self._metrics.request_done(answer.model, answer.reason, answer.seconds, stages)
         if self._logs_requests:
             if self._is_here:
                 self._log(channel, answer)

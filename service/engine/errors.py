@@ -1,19 +1,25 @@
-"""The engine's exceptions; `service.engine.statuses` maps each to an HTTP status."""
+"""The engine's exceptions."""
 
 from collections.abc import Mapping
+
+from expertd.service.engine.refusals import Reason
 
 
 class EngineError(Exception):
     """Base class; the text is one sentence for the caller.
 
+    reason       by which metrics count a request that fails with it
     retry_after  seconds until another try may succeed; 0: unknown
     """
 
+    reason: Reason = "invalid_request"
     retry_after = 0
 
 
 class UnknownModelError(EngineError):
     """No model with that name and version is served."""
+
+    reason: Reason = "unknown_model"
 
 
 class ModelUnloadedError(UnknownModelError):
@@ -31,14 +37,19 @@ class RepositoryRefusedError(EngineError):
 class LoadFailedError(EngineError):
     """A model could not be loaded; the log says why."""
 
+    reason: Reason = "internal_error"
+
 
 class NotReadyError(EngineError):
     """The server or a model is not ready."""
+
+    reason: Reason = "not_ready"
 
 
 class DeviceLostError(EngineError):
     """The device computes nothing at present, and is being started again."""
 
+    reason: Reason = "not_ready"
     retry_after = 1
 
 
@@ -54,6 +65,8 @@ class QueueFullError(EngineError):
     Also of a request whose output would be too late; 0 if it would be without a queue, too.
     """
 
+    reason: Reason = "queue_full"
+
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
@@ -66,14 +79,19 @@ class TooManyRequestsError(QueueFullError):
 class SchedulerClosedError(EngineError):
     """The server accepts no more requests."""
 
+    reason: Reason = "shutting_down"
+
 
 class QueueTimeoutError(EngineError):
     """The request's own timeout expired before its answer was ready."""
+
+    reason: Reason = "queue_timeout"
 
 
 class MemoryFullError(EngineError):
     """The memory for bodies and outputs is in use."""
 
+    reason: Reason = "memory_full"
     retry_after = 1
 
 
@@ -95,6 +113,8 @@ class RegionsElsewhereError(Exception):
 
 class StepFailedError(EngineError):
     """A step with only this request raised."""
+
+    reason: Reason = "step_failed"
 
 
 class PartitionsUnavailableError(EngineError):
@@ -120,9 +140,13 @@ class ProfileRefusedError(EngineError):
 class StorageUnavailableError(EngineError):
     """What is written to a file meanwhile cannot be written; the text has the folder and the reason."""
 
+    reason: Reason = "internal_error"
+
 
 class StorageFullError(EngineError):
     """The same, because there is no room for it."""
+
+    reason: Reason = "internal_error"
 
 
 class PlacementUnavailableError(EngineError):
@@ -155,6 +179,8 @@ class ChannelRefusedError(EngineError):
 
 class ChannelLimitError(EngineError):
     """Too many channels are open, or they have too much memory."""
+
+    reason: Reason = "queue_full"
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)

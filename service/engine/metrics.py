@@ -15,6 +15,7 @@ from expertd.service.engine.request_counts import (
     RequestCounts,
     RequestTotals,
     Stages,
+    StatusOf,
     request_metrics,
     request_totals,
 )
@@ -76,7 +77,7 @@ class JitStats(Protocol):
 class Metrics:
     """Records requests and steps; the other metrics are read when Prometheus scrapes."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, status_of: StatusOf = lambda reason: reason or "ok") -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # no `_created` series for each counter
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -89,7 +90,7 @@ class Metrics:
         self._steps = StepMetrics({}, 0)
         self.watch(lambda: [BUILD.info(self._build)])
         self.watch(lambda: self._steps.collect())
-        self.watch(lambda: request_metrics(self.requests.models, self._all_cells))
+        self.watch(lambda: request_metrics(self.requests.models, self._all_cells, status_of))
         self.watch(lambda: key_metrics([self.keys.cells, *self._key_cells]))
         self.watch(lambda: gauges(BUFFERED, {process: used() for process, used in self._buffered.items()}))
 
@@ -110,13 +111,11 @@ class Metrics:
         """Report the backend and device that were chosen at start-up."""
         self._build = {**self._build, "backend": backend, "device": device}
 
-    def request_done(self, model: str, status: int, seconds: float, stages: Stages | None = None) -> None:
+    def request_done(
+        self, model: str, reason: Reason | None, seconds: float, stages: Stages | None = None
+    ) -> None:
         """Count an answered infer request; see `RequestCounts.request_done`."""
-        self.requests.request_done(model, status, seconds, stages)
-
-    def refused(self, model: str, reason: Reason) -> None:
-        """Count an infer request that got no output; `model` is "" if it is not served."""
-        self.requests.refused(model, reason)
+        self.requests.request_done(model, reason, seconds, stages)
 
     def connection_refused(self, status: int) -> None:
         """Count input that a connection refused with `status`, before the application received a request."""

@@ -98,5 +98,5 @@ def why_full(limits: Limits, model: str, backlog: Backlog, num_tokens: int) -> Q
 
 def full_error(limits: Limits, text: str, seconds: float | None) -> QueueFullError:
     """`seconds` until another try may succeed; None: it would not."""
-    full = TooManyRequestsError if limits.queue_full_status == 429 else QueueFullError
+    full = TooManyRequestsError if limits.blames_callers else QueueFullError
     return full(text, 0 if seconds is None else max(1, math.ceil(seconds)))

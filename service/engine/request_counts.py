@@ -7,7 +7,7 @@ its cells to its successor, so no sum ever goes back.
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,6 @@ from expertd.service.engine.metric_family import SECONDS, Family
 from expertd.service.engine.refusals import REASONS, Reason
 from expertd.service.engine.statistics import Total
 
-# Every status of an infer request; 499: no response, because the client had disconnected.
-STATUSES = (200, 400, 401, 403, 404, 408, 413, 415, 429, 499, 500, 503)
 CONNECTION_STATUSES = (400, 408, 431, 500, 501, 503, 505)  # of refusals by a connection
 # Where the time of a request with an output went: its body and checks, its queue, its steps, its answer.
 STAGES = ("receive", "queue", "compute", "send")
@@ -83,17 +81,19 @@ class RequestTotals(NamedTuple):
 
 CELL_BYTES = 8  # a float64
 _MOST_KEPT = 16  # requests, before they are counted: that takes 10 µs, for which other threads may wait
-_Kept = tuple[int, int, float, Stages | None]  # where the model's cells begin, and what is counted
-# Of one model: requests by status, refusals by reason, the seconds of those with an output, of all others,
-# seconds by stage, and requests with an output by seconds: with quick refusals, overload would look fast.
-_REASONS = len(STATUSES)
-_SUCCEEDED = _REASONS + len(REASONS)
+_Kept = tuple[int, Reason | None, float, Stages | None]  # where the model's cells begin, and what is counted
+StatusOf = Callable[[Reason | None], object]
+"""What the metric of requests calls those that were refused for a reason, or that have an output (None)."""
+# Of one model: requests with an output, refusals by reason, the seconds of those with an output, of all
+# others, seconds by stage, and requests with an output by seconds: with quick refusals, overload would look
+# fast.
+_OUTCOMES: tuple[Reason | None, ...] = (None, *REASONS)
+_SUCCEEDED = len(_OUTCOMES)
 _FAILED = _SUCCEEDED + 1
 _STAGES = _FAILED + 1
 _BUCKETS = _STAGES + len(STAGES)
 _STRIDE = _BUCKETS + len(SECONDS) + 1
-_STATUS_PLACES = {status: place for place, status in enumerate(STATUSES)}
-_REASON_PLACES = {reason: _REASONS + place for place, reason in enumerate(REASONS)}
+_PLACES = {outcome: place for place, outcome in enumerate(_OUTCOMES)}
 
 
 def num_cells(num_models: int) -> int:
@@ -124,12 +124,15 @@ class RequestCounts:
         with self._lock:
             return memoryview(self._cells.tobytes()).cast("d")
 
-    def request_done(self, model: str, status: int, seconds: float, stages: Stages | None = None) -> None:
+    def request_done(
+        self, model: str, reason: Reason | None, seconds: float, stages: Stages | None = None
+    ) -> None:
         """Count an answered infer request; `model` is "" if it is not served.
 
+        reason  why it got no output; None: it has one
         stages  of the `seconds`, if it has an output and they are known
         """
-        self._kept.append((self._starts[model], status, seconds, stages))
+        self._kept.append((self._starts[model], reason, seconds, stages))
         if len(self._kept) >= self._most_kept:
             self._count()
 
@@ -137,9 +140,9 @@ class RequestCounts:
         cells = self._cells
         with self._lock:
             for _ in range(len(self._kept)):
-                start, status, seconds, stages = self._kept.popleft()
-                cells[start + _STATUS_PLACES[status]] += 1
-                if status == 200:
+                start, reason, seconds, stages = self._kept.popleft()
+                cells[start + _PLACES[reason]] += 1
+                if reason is None:
                     cells[start + _SUCCEEDED] += seconds
                     cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
                 else:
@@ -152,29 +155,29 @@ class RequestCounts:
                     cells[first + 2] += compute
                     cells[first + 3] += max(0.0, seconds - receive - queue - compute)
 
-    def refused(self, model: str, reason: Reason) -> None:
-        """Count an infer request that got no output; `model` is "" if it is not served."""
-        with self._lock:
-            self._cells[self._starts[model] + _REASON_PLACES[reason]] += 1
-
     def connection_refused(self, status: int) -> None:
         """Count input that a connection refused with `status`, before the application received a request."""
         self._cells[len(self._starts) * _STRIDE + CONNECTION_STATUSES.index(status)] += 1
 
 
-def request_metrics(models: Sequence[str], cells: Iterable["memoryview[float]"]) -> Iterator[Metric]:
+def request_metrics(
+    models: Sequence[str], cells: Iterable["memoryview[float]"], status_of: StatusOf
+) -> Iterator[Metric]:
     """The metrics of requests, summed over the cells of all processes."""
     total = _summed(cells)
     requests, refusals, stages = REQUESTS.counter(), REFUSALS.counter(), STAGE_SECONDS.counter()
     seconds = REQUEST_SECONDS.histogram()
     for place, model in enumerate(models):
         row = total[place * _STRIDE : (place + 1) * _STRIDE]
-        for status, value in zip(STATUSES, row, strict=False):
-            if model or value or status == 404:
-                requests.add_metric([model, str(status)], float(value))
-        for reason, value in zip(REASONS, row[_REASONS:], strict=False):
+        by_status: dict[object, float] = {}
+        for reason, value in zip(_OUTCOMES, row.tolist(), strict=False):
             if model or value or reason == "unknown_model":
-                refusals.add_metric([model, reason], float(value))
+                status = status_of(reason)
+                by_status[status] = by_status.get(status, 0.0) + value
+                if reason is not None:
+                    refusals.add_metric([model, reason], value)
+        for status, value in by_status.items():
+            requests.add_metric([model, str(status)], value)
         bounds = [*map(str, SECONDS), "+Inf"]
         buckets = list(zip(bounds, np.cumsum(row[_BUCKETS:]).tolist(), strict=True))
         if model:
@@ -195,13 +198,11 @@ def request_totals(models: Sequence[str], cells: Iterable["memoryview[float]"]) 
     for place, model in enumerate(models):
         row = total[place * _STRIDE : (place + 1) * _STRIDE].tolist()
         succeeded, failed = Total(), Total()
-        succeeded.add(int(row[_STATUS_PLACES[200]]), row[_SUCCEEDED])
-        failed.add(int(sum(row[:_REASONS])) - succeeded.count, row[_FAILED])
+        succeeded.add(int(row[0]), row[_SUCCEEDED])
         refused = {
-            reason: int(number)
-            for reason, number in zip(REASONS, row[_REASONS:_SUCCEEDED], strict=True)
-            if number
+            reason: int(number) for reason, number in zip(REASONS, row[1:_SUCCEEDED], strict=True) if number
         }
+        failed.add(sum(refused.values()), row[_FAILED])
         by_seconds = [int(number) for number in row[_BUCKETS:]]
         totals[model] = RequestTotals(succeeded, failed, refused, by_seconds)
     return totals

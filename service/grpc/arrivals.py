@@ -49,7 +49,7 @@ class Arrivals:
     def full(self, subject: str, what: str) -> OipError:
         """There is no room for one more."""
         text = f"{subject}: expected at most {self.most} {what}, by limits.max_buffered_bytes, got more"
-        return OipError(503, text, reason="memory_full", headers={"Retry-After": "1"})
+        return OipError(503, text, reason="memory_full", retry_after=1)
 
     def _hurry(self) -> None:
         """Let the message that has taken longest give its place away, unless it is there soon."""
@@ -103,22 +103,15 @@ class Arrived:
     def __init__(self, data: bytes, release: Callable[[], None]) -> None:
         self.data = data
         self._release: Callable[[], None] | None = release
-        self._user: asyncio.Future[Any] | None = None
 
     def take(self) -> bytes:
         """The message, which this forgets."""
         data, self.data = self.data, b""
         return data
 
-    def used_until(self, done: "asyncio.Future[Any]") -> None:
-        """Keep the place until then: a thread has the bytes."""
-        self._user = done
-
     def free(self) -> None:
         """Give the place to another message: the bytes of this one are copied, or dropped."""
-        if self._user is not None and not self._user.done():
-            self._user.add_done_callback(lambda _: self.free())
-        elif self._release is not None:
+        if self._release is not None:
             release, self._release = self._release, None
             release()
 

@@ -48,7 +48,7 @@ class Health:
         service = _service(data)
         if self._num_watchers >= self._most:
             text = f"watchers: expected at most {self._most}, half of limits.max_connections, got one more"
-            raise OipError(503, text, headers={"Retry-After": "1"})
+            raise OipError(503, text, retry_after=1)
         self._num_watchers += 1
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._look(self._statuses()))

@@ -1,32 +1,28 @@
-"""ModelInfer: a message through the same function as POST /v2/models/{name}/infer, and back."""
+"""ModelInfer: from a message to a request, and from its output to a message."""
 
 import asyncio
-import json
 import time
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 from expertd.service.grpc.arrivals import Arrived
-from expertd.service.grpc.infer_request import Translated, UntranslatedError, parts_of
+from expertd.service.grpc.infer_request import MessageHead, split
 from expertd.service.grpc.messages import CLASSES
-from expertd.service.grpc.statuses import Refusal, code_of, refused
+from expertd.service.grpc.statuses import Refusal, code_of
 from expertd.service.grpc.tables import SERVICE
-from expertd.service.grpc.wire import tag, with_outputs
-from expertd.service.http.answers import Answer
+from expertd.service.grpc.wire import tag
 from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.infer import InferCall
 from expertd.service.http.infer_body import InferBody
-from expertd.service.http.infer_ending import InferEnding
-from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import Headers
-from expertd.service.http.threads import INLINE_BYTES, Where
+from expertd.service.inference.errors import RequestError
 from expertd.service.tracing import Rpc
 
 _INFER_RESPONSE = 2  # the number of that field of ModelStreamInferResponse
 _MAX_KEPT = 256
 _TRACE = ("traceparent", "tracestate")
-_MAX_KEPT_BYTES = 2048  # of one head, or of one response's JSON
+_MAX_KEPT_BYTES = 2048  # of one head
 
 Result = bytes | Refusal
 """A serialized ModelInferResponse, or why there is none."""
@@ -37,7 +33,7 @@ class Infer:
 
     def __init__(self, endpoint: InferEndpoint) -> None:
         self._endpoint = endpoint
-        self._heads: dict[tuple[object, ...], InferHead] = {}
+        self._heads: dict[tuple[object, ...], MessageHead] = {}
 
     def refusal_of_unknown(self, authorization: Headers) -> Refusal | None:
         """Why a caller is refused before its message is received: it has no key. None if it has one."""
@@ -68,19 +64,14 @@ class Infer:
         received_at, seconds = time.perf_counter(), context.time_remaining()
         caller, rpc = _Caller(), self._rpc(context, method)
         try:
-            request = await self._translated(message, caller.loop)
-        except UntranslatedError as error:
-            message.free()
-            self._unnamed(authorization, caller, rpc, error.model).refuse(error.refusal)
-            return await caller.result
-        except asyncio.CancelledError:
-            self.left(authorization, context, method)
-            raise
-        head = self._head(request, authorization)
-        call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc, request.request_id)
-        if call.admit():
-            self._receive(call, head, request, received_at, seconds)
-        del request  # whose tensors were copied, unless they are small
+            head, tensors = self._read(message.take(), authorization)
+        except RequestError as error:
+            self._unnamed(authorization, caller, rpc).refuse(error)
+        else:
+            call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc)
+            if call.admit():
+                self._receive(call, head, tensors, received_at, seconds)
+            del tensors  # which were copied
         message.free()
         try:
             return await caller.result
@@ -98,11 +89,9 @@ class Infer:
         message: bytes = response.SerializeToString()
         return message
 
-    def _unnamed(
-        self, authorization: Headers, caller: "_Caller", rpc: Rpc | None = None, model: str = ""
-    ) -> InferCall:
+    def _unnamed(self, authorization: Headers, caller: "_Caller", rpc: Rpc | None = None) -> InferCall:
         """A call that is refused or left before its request is read."""
-        return InferCall(self._endpoint, InferHead(model, "", authorization), caller, rpc=rpc)
+        return InferCall(self._endpoint, MessageHead(b"", (), authorization), caller, rpc=rpc)
 
     def _rpc(self, context: Any, method: str) -> Rpc:
         """The call, with its trace context if that is used."""
@@ -115,36 +104,33 @@ class Infer:
             ]
         return Rpc(f"{SERVICE}/{method}", traces, _code_name)
 
-    async def _translated(self, message: Arrived, loop: asyncio.AbstractEventLoop) -> Translated:
-        parts = parts_of(message.take(), self._endpoint.engine.settings.limits.max_json_bytes)
-        if len(parts.rest) <= INLINE_BYTES:
-            return parts.translate()
-        is_left = False
-
-        def translate() -> Translated:
-            if is_left:
-                raise asyncio.CancelledError
-            return parts.translate()
-
-        in_thread = self._endpoint.threads.run(Where.JSON_THREAD, loop, translate)
-        message.used_until(in_thread)
-        try:
-            # Cancelled, it would leave the bytes in the thread's queue.
-            return await asyncio.shield(in_thread)
-        except asyncio.CancelledError:
-            is_left = True
-            in_thread.add_done_callback(_forget_result)
-            raise
+    def _read(self, data: bytes, authorization: Headers) -> tuple[MessageHead, list[memoryview]]:
+        """The head of a message, kept for those like it, and its raw tensors. Raises RequestError."""
+        rest, tensors = split(data)
+        sizes = tuple(map(len, tensors))
+        key = (rest, sizes, *authorization)
+        head = self._heads.get(key)
+        if head is None:
+            head = MessageHead(rest, sizes, authorization)
+            if len(rest) + sum(len(value) for _, value in authorization) <= _MAX_KEPT_BYTES:
+                if len(self._heads) >= _MAX_KEPT:
+                    self._heads.clear()
+                self._heads[key] = head
+        return head, tensors
 
     def _receive(
-        self, call: InferCall, head: InferHead, request: Translated, received_at: float, seconds: float | None
+        self,
+        call: InferCall,
+        head: MessageHead,
+        tensors: Sequence[memoryview],
+        received_at: float,
+        seconds: float | None,
     ) -> None:
-        engine = self._endpoint.engine
         body: InferBody | None = None
         try:
-            body = InferBody(engine.arena, head.limit, request.num_bytes, len(request.header))
-            for part in (request.header, *request.tensors):
-                body.write(memoryview(part))
+            body = InferBody(self._endpoint.engine.arena, head.limit, head.tensor_bytes, None)
+            for tensor in tensors:
+                body.write(tensor)
             content = body.content()
         except Exception as error:
             if body is not None:
@@ -152,22 +138,6 @@ class Infer:
             call.refuse(error)
         else:
             call.receive(content, body, received_at, seconds)
-
-    def _head(self, request: Translated, authorization: Headers) -> InferHead:
-        """The head of the same request over HTTP, kept for those like it."""
-        sizes = len(request.header), request.num_bytes
-        key = (request.model, request.version, *authorization, *sizes)
-        head = self._heads.get(key)
-        if head is None:
-            names = (b"inference-header-content-length", b"content-length")
-            headers = [(name, str(size).encode()) for name, size in zip(names, sizes, strict=True)]
-            head = InferHead(request.model, request.version, [*authorization, *headers])
-            size = len(request.model) + len(request.version) + sum(len(value) for _, value in authorization)
-            if size <= _MAX_KEPT_BYTES:
-                if len(self._heads) >= _MAX_KEPT:
-                    self._heads.clear()
-                self._heads[key] = head
-        return head
 
 
 class _Caller:
@@ -181,44 +151,13 @@ class _Caller:
         assert isinstance(result, Refusal)
         return result
 
-    def reply(self, call: InferEnding, answer: Answer | None) -> None:
+    def reply(self, call: InferCall, answer: Result | None) -> None:
         if answer is None:  # the call was cancelled
             return
         is_waiting = not self.result.done()
         if is_waiting:
-            self.result.set_result(_response(answer) if answer.status == 200 else refused(answer))
+            self.result.set_result(answer)
         call.sent(is_waiting)
-
-
-def _response(answer: Answer) -> bytes:
-    header, *outputs = answer.parts
-    message = _kept_message if len(header) <= _MAX_KEPT_BYTES else _message
-    return with_outputs(message(bytes(header)), outputs)
-
-
-def _message(header: bytes) -> bytes:
-    """The serialized ModelInferResponse of a response's JSON, without its tensors."""
-    given = json.loads(header)
-    response = CLASSES["ModelInferResponse"](
-        model_name=given["model_name"], model_version=given["model_version"], id=given.get("id", "")
-    )
-    for entry in given["outputs"]:
-        output = response.outputs.add(name=entry["name"], datatype=entry["datatype"], shape=entry["shape"])
-        for name, value in entry.get("parameters", {}).items():
-            if name != "binary_data_size":
-                choice = "string_param" if isinstance(value, str) else "int64_param"
-                setattr(output.parameters[name], choice, value)
-    message: bytes = response.SerializeToString()
-    return message
-
-
-_kept_message = lru_cache(maxsize=_MAX_KEPT)(_message)
-
-
-def _forget_result(thread: "asyncio.Future[Translated]") -> None:
-    """Nobody waits for it any more: its error is no news for the log."""
-    if not thread.cancelled():
-        thread.exception()
 
 
 def _code_name(status: int, reason: str | None) -> str:

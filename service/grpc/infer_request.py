@@ -1,23 +1,32 @@
-"""A ModelInferRequest as an infer request's JSON header and binary tensors, which every check is made on."""
+"""A ModelInferRequest as an infer request: its head, and its raw tensors as the body."""
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from expertd.service.engine.spec import MODEL_VERSION
+from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.grpc.messages import CLASSES
-from expertd.service.grpc.wire import split_request, text_of
-from expertd.service.http.protocol import ELEMENT_BYTES, INPUT_DATATYPES, OipError
-from expertd.service.memory import Buffer
+from expertd.service.grpc.statuses import Refusal, refusal_of
+from expertd.service.grpc.wire import split_request, texts_of, with_outputs
+from expertd.service.http.infer_body import Received
+from expertd.service.http.infer_head import InferHead
+from expertd.service.http.protocol import BodyLimit, OipError, check_client
+from expertd.service.http.refused import Headers
+from expertd.service.http.threads import INLINE_BYTES, Where
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.places import NewUses
+from expertd.service.inference.plan import Plan, any_body
+from expertd.service.inference.request import GivenInput, GivenOutput, InferRequest, infer_request, refuse
+from expertd.service.inference.tensors import ELEMENT_BYTES, INPUT_DATATYPES, OUTPUT
+from expertd.service.memory import Arena, Buffer, Span, host_view
+from expertd.service.moe.request import Output
 from expertd.service.sentences import shown
+from expertd.service.settings.parts import Limits
 
-_ID = 3  # the number of that field
-_MAX_KEPT_BYTES = 2048  # of a message without its tensors
+_MODEL, _VERSION, _ID = 1, 2, 3  # the numbers of those fields
 _REGION = "shared_memory_region"
 # Where a tensor's bytes are, as HTTP has it. Messages say that otherwise, but KServe's client repeats it.
 _SIZE, _OUTPUTS = "binary_data_size", frozenset({"binary_data", "binary_data_output"})
@@ -28,168 +37,175 @@ _CONTENTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Translated:
-    """A request as over HTTP: its JSON, and the bytes behind it."""
+class MessageHead(InferHead):
+    """A serialized ModelInferRequest without its raw tensors, which have these `sizes` in the body.
 
-    model: str
-    version: str
-    header: bytes
-    tensors: Sequence[Buffer]
-    request_id: str | None  # the caller's own
+    Raises RequestError for what is no message.
+    """
+
+    __slots__ = ("_plan", "_rest", "_sizes")
+
+    def __init__(self, rest: bytes, sizes: tuple[int, ...], headers: Headers) -> None:
+        try:
+            # A parser would take seconds for a message of millions of parameters.
+            model, version, request_id = texts_of(rest, (_MODEL, _VERSION, _ID))
+        except ValueError as error:
+            raise _unreadable(error) from error
+        super().__init__(model, version or MODEL_VERSION, headers, request_id or None)
+        self._rest, self._sizes = rest, sizes
+        self._plan: Plan | None = None  # of all messages with this head
+
+    def read(self, limits: Limits) -> None:
+        check_client(self.headers)
+        if (size := len(self._rest)) > limits.max_json_bytes:
+            text = f"expected at most {limits.max_json_bytes} bytes beside raw_input_contents, got {size}"
+            raise OipError(413, f"request: {text}; send tensors as raw_input_contents")
+        self.limit = BodyLimit(limits.max_body_bytes)
+        self.limit.check(self.tensor_bytes)
 
     @property
-    def num_bytes(self) -> int:
-        """Of the whole body."""
-        return len(self.header) + sum(len(tensor) for tensor in self.tensors)
+    def tensor_bytes(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def has_large_text(self) -> bool:
+        return len(self._rest) > INLINE_BYTES
+
+    def find(self, content: Buffer | Span) -> Plan | None:
+        return self._plan
+
+    def where_to_parse(self, received: Received) -> Where:
+        return Where.JSON_THREAD if self.has_large_text else Where.EVENT_LOOP
+
+    def parse(self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses) -> Plan:
+        try:
+            message = CLASSES["ModelInferRequest"].FromString(self._rest)
+        except DecodeError as error:
+            raise _unreadable(error) from error
+        body = any_body(received.content)
+        plan = Plan(_request(message, self._sizes, body, spec, new_uses), body.num_bytes)
+        if plan.is_worth_keeping:
+            self._plan = plan
+        if not plan.uses_body:
+            received.release()
+        return plan
+
+    def kept_answer(self, plan: Plan, output: Output) -> bytes | None:
+        return None if plan.answer_head is None else with_outputs(plan.answer_head, [host_view(output)])
+
+    def where_to_answer(self, plan: Plan, spec: LayerSpec) -> Where:
+        return Where.EVENT_LOOP
+
+    def answer(self, plan: Plan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> bytes:
+        """A serialized ModelInferResponse."""
+        response = CLASSES["ModelInferResponse"](
+            model_name=spec.name, model_version=MODEL_VERSION, id=plan.request.id or ""
+        )
+        shape = [plan.num_tokens, spec.hidden_size]
+        entry = response.outputs.add(name=OUTPUT, datatype=plan.output_datatype, shape=shape)
+        regions = plan.request.regions
+        if regions is not None and (place := regions.output_place) is not None:
+            entry.parameters[_REGION].string_param = place.name
+            entry.parameters["shared_memory_offset"].int64_param = place.offset
+            entry.parameters["shared_memory_byte_size"].int64_param = place.num_bytes
+            message: bytes = response.SerializeToString()
+            return message
+        plan.answer_head = response.SerializeToString()
+        return with_outputs(plan.answer_head, [host_view(output)])
+
+    def refusal(self, error: OipError) -> Refusal:
+        return refusal_of(error)
 
 
-class UntranslatedError(Exception):
-    """A message that is no infer request to `model`; `refusal` says why (400, 413)."""
-
-    def __init__(self, model: str, refusal: OipError) -> None:
-        super().__init__(refusal.message)
-        self.model = model
-        self.refusal = refusal
-
-
-class Parts(NamedTuple):
-    """A serialized ModelInferRequest: its raw tensors, and the rest of it."""
-
-    rest: bytes
-    raw: list[memoryview]
-
-    def translate(self) -> Translated:
-        """The request as over HTTP. Raises UntranslatedError."""
-        read = _kept if len(self.rest) <= _MAX_KEPT_BYTES else _read
-        read_as = read(self.rest, tuple(map(len, self.raw)))
-        return replace(read_as, tensors=self.raw) if self.raw else read_as
-
-
-def parts_of(data: bytes, max_json_bytes: int) -> Parts:
-    """Find the raw tensors in a message. Raises UntranslatedError, also if the rest is too large."""
+def split(data: bytes) -> tuple[bytes, list[memoryview]]:
+    """A serialized ModelInferRequest without its raw tensors, and these. Raises RequestError."""
     try:
-        rest, raw = split_request(data)
+        return split_request(data)
     except ValueError as error:
         raise _unreadable(error) from error
-    if len(rest) > max_json_bytes:
-        text = f"expected at most {max_json_bytes} bytes beside raw_input_contents, got {len(rest)}"
-        raise UntranslatedError("", OipError(413, f"request: {text}; send tensors as raw_input_contents"))
-    return Parts(rest, raw)
 
 
-def request_id(data: bytes) -> str:
+def _unreadable(error: Exception) -> RequestError:
+    return RequestError(f"request: expected a ModelInferRequest, got another message ({error})")
+
+
+def own_id(data: bytes) -> str:
     """The caller's id in a serialized ModelInferRequest; "" without one."""
     try:
-        return text_of(data, _ID)  # a parser would take seconds for a message of millions of parameters
+        return texts_of(data, (_ID,))[0]
     except ValueError:
         return ""
 
 
-def _read(rest: bytes, sizes: tuple[int, ...]) -> Translated:
-    """The request in `rest`, whose raw tensors have these sizes; `tensors` are its typed contents."""
-    try:
-        message = CLASSES["ModelInferRequest"].FromString(rest)
-    except DecodeError as error:
-        raise _unreadable(error) from error
-    try:
-        header, tensors = _header(message, sizes)
-    except OipError as error:
-        error.request_id = message.id or None
-        raise UntranslatedError(message.model_name, error) from error
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    version = message.model_version or MODEL_VERSION
-    return Translated(message.model_name, version, text, tensors, message.id or None)
-
-
-_kept = lru_cache(maxsize=256)(_read)  # callers repeat all but their tensors
-
-
-def _unreadable(error: Exception) -> UntranslatedError:
-    text = f"request: expected a ModelInferRequest, got another message ({error})"
-    return UntranslatedError("", OipError(400, text))
-
-
-def _header(message: Any, sizes: tuple[int, ...]) -> tuple[dict[str, Any], list[Buffer]]:
-    parameters = _parameters(message, "the request")
-    header: dict[str, Any] = {"parameters": {**parameters, "binary_data_output": True}}
-    if message.id:
-        header["id"] = message.id
-    inputs = [_Input(entry) for entry in message.inputs]
-    here = [each for each in inputs if not each.is_elsewhere]
-    if sizes and len(sizes) != len(here):
-        text = f"expected {len(here)}, one for each input with data, got {len(sizes)}"
-        raise OipError(400, f"raw_input_contents: {text}")
-    for each, size in zip(here, sizes, strict=False):
-        each.set_raw(size)
-    tensors: list[Buffer] = [] if sizes else [each.contents() for each in here]
-    header["inputs"] = [each.entry for each in inputs]
-    header["outputs"] = [
-        {"name": entry.name, "parameters": _parameters(entry, f"output {shown(entry.name)}")}
+def _request(
+    message: Any, sizes: tuple[int, ...], body: Span, spec: LayerSpec, new_uses: NewUses
+) -> InferRequest:
+    outputs = [
+        GivenOutput(entry.name, _parameters(entry, f"output {shown(entry.name)}"))
         for entry in message.outputs
     ]
-    return header, tensors
+    parameters = _parameters(message, "the request")
+    inputs = _inputs(message, sizes, body)
+    return infer_request(message.id or None, parameters, inputs, outputs, spec, new_uses, binary_output=True)
 
 
-class _Input:
-    """One input; `entry` is its JSON, `is_elsewhere` says that it lies in shared memory."""
+def _inputs(message: Any, sizes: tuple[int, ...], body: Span) -> Iterator[GivenInput]:
+    given = [(entry, _parameters(entry, _where(entry.name))) for entry in message.inputs]
+    num_here = sum(_REGION not in parameters for _, parameters in given)
+    if sizes and len(sizes) != num_here:
+        text = f"expected {num_here}, one for each input with data, got {len(sizes)}"
+        refuse(f"raw_input_contents: {text}")
+    raw, position = iter(sizes), 0
+    for entry, parameters in given:
+        told_size = parameters.pop(_SIZE, None)
+        part: Span | None = None
+        if sizes and _REGION not in parameters:
+            size = next(raw)
+            part, position = body.part(position, size), position + size
+        source = "contents" if entry.contents.ListFields() else None
+        data = partial(_data, entry.contents, part, told_size)
+        yield GivenInput(entry.name, entry.datatype, list(entry.shape), parameters, source, data)
 
-    def __init__(self, message: Any) -> None:
-        self._message = message
-        self._where = f"input {message.name if message.name in INPUT_DATATYPES else shown(message.name)}"
-        parameters = _parameters(message, self._where)
-        self._told_size = parameters.pop(_SIZE, None)
-        self.is_elsewhere = _REGION in parameters
-        self._contents = [field.name for field, _ in message.contents.ListFields()]  # that are not empty
-        if self.is_elsewhere and self._contents:
-            raise OipError(400, f"{self._where}: expected {_REGION} alone, got contents too")
-        self.entry: dict[str, Any] = {
-            "name": message.name,
-            "datatype": message.datatype,
-            "shape": list(message.shape),
-            "parameters": parameters,
-        }
 
-    def set_raw(self, size: int) -> None:
-        """Have the input's data in a raw tensor of `size` bytes. Raises OipError (400)."""
-        if self._contents:
-            raise OipError(400, f"{self._where}: expected contents or raw_input_contents, got both")
-        if self._told_size not in (None, size):
-            text = f"expected {size}, the bytes of its raw_input_contents, got {shown(self._told_size)}"
-            raise OipError(400, f"parameter {_SIZE} of {self._where}: {text}")
-        self._set_size("raw_input_contents", size)
+def _data(
+    contents: Any, raw: Span | None, told_size: object, where: str, shape: list[int], datatype: str
+) -> Buffer | Span:
+    """A raw tensor, or typed contents as bytes. Raises RequestError."""
+    given = [field.name for field, _ in contents.ListFields()]  # those that are not empty
+    expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]
+    if raw is not None:
+        if given:
+            refuse(f"{where}: expected contents or raw_input_contents, got both")
+        if told_size not in (None, raw.num_bytes):
+            text = f"expected {raw.num_bytes}, the bytes of its raw_input_contents, got {shown(told_size)}"
+            refuse(f"parameter {_SIZE} of {where}: {text}")
+        _check_bytes("raw_input_contents", where, expected, shape, datatype, raw.num_bytes)
+        return raw
+    if told_size is not None:
+        refuse(f"{where}: expected raw_input_contents, got parameter {_SIZE} without them")
+    if datatype not in _CONTENTS:
+        text = f"expected raw_input_contents for {datatype}, which has no typed contents, got none"
+        refuse(f"{where}: {text}")
+    name, dtype = _CONTENTS[datatype]
+    if given not in ([], [name]):
+        others = ", ".join(other for other in given if other != name)
+        refuse(f"contents of {where}: expected only {name} for {datatype}, got {others}")
+    data = np.array(getattr(contents, name), dtype).tobytes()
+    _check_bytes("contents", where, expected, shape, datatype, len(data))
+    return data
 
-    def contents(self) -> bytes:
-        """The typed contents, as bytes. Raises OipError (400)."""
-        if self._told_size is not None:
-            text = f"expected raw_input_contents, got parameter {_SIZE} without them"
-            raise OipError(400, f"{self._where}: {text}")
-        datatype, contents = self._message.datatype, self._message.contents
-        if datatype in ELEMENT_BYTES and datatype not in _CONTENTS:
-            text = f"expected raw_input_contents for {datatype}, which has no typed contents, got none"
-            raise OipError(400, f"{self._where}: {text}")
-        name, dtype = _CONTENTS.get(datatype, ("", "<f4"))  # that an unknown one is refused comes later
-        if name and self._contents not in ([], [name]):
-            others = ", ".join(other for other in self._contents if other != name)
-            text = f"expected only {name} for {datatype}, got {others}"
-            raise OipError(400, f"contents of {self._where}: {text}")
-        data = np.array(getattr(contents, name), dtype).tobytes() if name else b""
-        self._set_size("contents", len(data))
-        return data
 
-    def _set_size(self, field: str, size: int) -> None:
-        datatype, shape = self.entry["datatype"], self.entry["shape"]
-        self.entry["parameters"][_SIZE] = size
-        if datatype not in ELEMENT_BYTES or len(shape) != 2 or min(shape) < 0:
-            return  # refused for that
-        expected = shape[0] * shape[1] * ELEMENT_BYTES[datatype]
-        if size != expected:
-            text = f"expected {expected} bytes for shape {shape} of {datatype}, got {size}"
-            raise OipError(400, f"{field} of {self._where}: {text}")
+def _check_bytes(field: str, where: str, expected: int, shape: list[int], datatype: str, got: int) -> None:
+    if got != expected:
+        refuse(f"{field} of {where}: expected {expected} bytes for shape {shape} of {datatype}, got {got}")
+
+
+def _where(name: str) -> str:
+    return f"input {name if name in INPUT_DATATYPES else shown(name)}"
 
 
 def _parameters(message: Any, where: str) -> dict[str, Any]:
-    """Parameters as in JSON. Raises OipError (400) if they ask for outputs in another form than raw."""
+    """Parameters as in JSON. Raises RequestError if they ask for outputs in another form than raw."""
     found = {}
     for name, value in message.parameters.items():
         if (choice := value.WhichOneof("parameter_choice")) is None:
@@ -197,5 +213,5 @@ def _parameters(message: Any, where: str) -> dict[str, Any]:
         found[name] = getattr(value, choice)
         if name in _OUTPUTS and found.pop(name) is not True:
             text = "expected true or none over gRPC, where outputs are always raw_output_contents"
-            raise OipError(400, f"parameter {name} of {where}: {text}")
+            refuse(f"parameter {name} of {where}: {text}")
     return found

@@ -68,7 +68,7 @@ class OpenCalls:
                 text = f"open calls and unread answers: {limit}"
             else:
                 continue
-            return OipError(503, text, headers={"Retry-After": "1"})
+            return OipError(503, text, retry_after=1)
         return None
 
 

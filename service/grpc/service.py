@@ -12,7 +12,7 @@ from expertd.service.grpc.arrivals import Arrivals, Arrived
 from expertd.service.grpc.control import CALLS, answer
 from expertd.service.grpc.health import HEALTH, Health
 from expertd.service.grpc.infer import Infer
-from expertd.service.grpc.infer_request import request_id
+from expertd.service.grpc.infer_request import own_id
 from expertd.service.grpc.open_calls import OpenCalls, client_of
 from expertd.service.grpc.statuses import Refusal, refusal_of
 from expertd.service.grpc.stream import Stream
@@ -154,9 +154,9 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _part(self, authorization: Headers, context: Any, message: Arrived) -> bytes:
         """The answer to one message of a stream; errors are answers, too."""
-        own_id = request_id(message.data)
+        request_id = own_id(message.data)
         answer = self._infer(message, authorization, context, "ModelStreamInfer")
-        return self._infer.in_stream(own_id, await self._guarded(answer, "ModelStreamInfer"))
+        return self._infer.in_stream(request_id, await self._guarded(answer, "ModelStreamInfer"))
 
     async def _guarded(self, work: Awaitable[Any], name: str) -> Any:
         """The result of `work`, or of the error that it raises, without its internals."""

@@ -1,11 +1,9 @@
 """HTTP statuses of refusals as gRPC statuses, with what tells callers when to try again."""
 
-import json
 from typing import NamedTuple
 
 import grpc
 
-from expertd.service.http.answers import Answer
 from expertd.service.http.protocol import OipError
 
 _CODES = {
@@ -36,17 +34,12 @@ class Refusal(NamedTuple):
 
 def refusal_of(error: OipError) -> Refusal:
     """`error` as a status."""
-    text = json.loads(error.body())["error"]
-    retry_after = {name.lower(): value for name, value in error.headers.items()}.get("retry-after", "")
-    return _refusal(error.status, error.reason, text, retry_after)
-
-
-def refused(answer: Answer) -> Refusal:
-    """The status of an answer that is an error."""
-    text = json.loads(b"".join(answer.parts))["error"]
-    lines = (line.partition(b": ") for line in answer.fields.split(b"\r\n"))
-    retry_after = next((value for name, _, value in lines if name == b"retry-after"), b"")
-    return _refusal(answer.status, answer.reason, text, retry_after.decode("ascii"))
+    code = code_of(error.status, error.reason)
+    if not error.retry_after:
+        return Refusal(code, error.text, (), error.status)
+    # The second is what gRPC's own retries follow, in milliseconds.
+    pushback = ("grpc-retry-pushback-ms", str(1000 * error.retry_after))
+    return Refusal(code, error.text, (("retry-after", str(error.retry_after)), pushback), error.status)
 
 
 def code_of(status: int, reason: str | None) -> grpc.StatusCode:
@@ -54,12 +47,3 @@ def code_of(status: int, reason: str | None) -> grpc.StatusCode:
     if reason in _TIMEOUTS:
         return grpc.StatusCode.DEADLINE_EXCEEDED
     return _CODES.get(status, grpc.StatusCode.INTERNAL)
-
-
-def _refusal(status: int, reason: str | None, text: str, retry_after: str) -> Refusal:
-    code = code_of(status, reason)
-    if not retry_after:
-        return Refusal(code, text, (), status)
-    # The second is what gRPC's own retries follow, in milliseconds.
-    pushback = ("grpc-retry-pushback-ms", str(1000 * int(retry_after)))
-    return Refusal(code, text, (("retry-after", retry_after), pushback), status)

@@ -29,13 +29,13 @@ def split_request(data: bytes) -> tuple[bytes, list[memoryview]]:
     return b"".join(rest), raw
 
 
-def text_of(data: bytes, field: int) -> str:
-    """A string of a message; "" if it has none. Raises ValueError if the message is invalid."""
-    found = b""
+def texts_of(data: bytes, fields: Sequence[int]) -> list[str]:
+    """Strings of a message; "" for those that it has not. Raises ValueError if the message is invalid."""
+    found = {_key(field): b"" for field in fields}
     for key, _, content, end in _fields(data):
-        if key == _key(field):
-            found = data[content:end]
-    return found.decode()
+        if key in found:
+            found[key] = data[content:end]
+    return [text.decode() for text in found.values()]
 
 
 def with_outputs(message: bytes, outputs: Sequence[Buffer]) -> bytes:

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from expertd.service.engine.errors import EngineError
-from expertd.service.engine.refusals import Reason
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.bodies import ClientGoneError
 from expertd.service.http.errors import http_error
-from expertd.service.http.plans import Plan
-from expertd.service.http.protocol import OipError, build_response, compress, requested_encoding
+from expertd.service.http.protocol import OipError, build_response, compress, oip_error, requested_encoding
 from expertd.service.http.refused import Headers, header_lines
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.plan import Plan
 from expertd.service.memory import RegionError
 from expertd.service.moe.request import Output
 from expertd.service.sentences import shown
@@ -23,16 +23,12 @@ CLIENT_GONE = 499  # as proxies log a client that disconnected; never sent
 
 @dataclass(slots=True)
 class Answer:
-    """A response: its status, header lines and parts of its body; `close` ends the connection after it.
-
-    reason  of a refusal
-    """
+    """A response: its status, header lines and parts of its body; `close` ends the connection after it."""
 
     status: int
     fields: bytes
     parts: list[bytes | memoryview]
     close: bool = False
-    reason: Reason | None = None
 
 
 def output_answer(
@@ -54,7 +50,7 @@ def output_answer(
         headers.append((b"content-encoding", encoding.encode()))
     fields = _fields(content_type, sum(map(len, parts)), headers)
     if response.header_length is not None and not encoding:
-        plan.fields, plan.header = fields, parts[0]
+        plan.answer_head = fields, parts[0]
     return Answer(200, fields, parts)
 
 
@@ -66,13 +62,13 @@ def error_answer(refusal: OipError, expects: bool) -> Answer:
     # If the body never arrives, the next request must not be parsed as it.
     close = expects or len(kept) < len(headers)
     fields = _fields(b"application/json", len(body), kept)
-    return Answer(refusal.status, fields, [body], close, refusal.reason)
+    return Answer(refusal.status, fields, [body], close)
 
 
 def refusal_of(error: Exception, model: str) -> OipError:
     """`error` as an answer; unexpected ones are logged."""
-    if isinstance(error, OipError):
-        return error
+    if isinstance(error, RequestError):
+        return oip_error(error)
     if isinstance(error, EngineError):
         return http_error(error)
     if isinstance(error, RegionError):

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -46,6 +47,7 @@ from expertd.service.http.routes import (
 from expertd.service.http.routes.documentation import document
 from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
+from expertd.service.statuses import infer_status
 from expertd.service.tracing import tracing_of
 
 _READY = "/v2/health/ready"
@@ -84,7 +86,8 @@ class ExpertApp(FastAPI):
             redoc_url=None,
             swagger_ui_oauth2_redirect_url=None,
         )
-        self.metrics = Metrics(__version__)
+        full = settings.limits.queue_full_status
+        self.metrics = Metrics(__version__, partial(infer_status, queue_full_status=full))
         self.engine = Engine(settings, self.metrics, loader)
         self.channels = ChannelHub(settings.channels, self.engine, self.metrics)
         self.listener: ChannelListener | None = None  # of channels

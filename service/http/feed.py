@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 SECONDS = 1.0  # between two snapshots
 # A stream ends after as long, so that a viewer's key is checked again when it opens the next one.
 _LIFE_SECONDS = 300.0
-_RETRY = {"Retry-After": "5"}
+_RETRY_AFTER = 5
 
 Take = Callable[[Collection[str]], Mapping[str, bytes]]
 """Makes a snapshot on any thread: for each of these models, the event for those who look at it."""
@@ -39,7 +39,7 @@ class Feed:
             raise OipError(503, "the server is shutting down", reason="shutting_down")
         if len(self._viewers) >= self._max_viewers:
             expected = f"at most {self._max_viewers} streams (page.max_viewers)"
-            raise OipError(503, f"viewers: expected {expected}, got one more", headers=_RETRY)
+            raise OipError(503, f"viewers: expected {expected}, got one more", retry_after=_RETRY_AFTER)
         viewer = Viewer(model)
         self._viewers.add(viewer)
         if self._task is None:

@@ -1,10 +1,26 @@
 """The body of an infer request as it arrives: bytes if it is small, else a block that the device reads."""
 
-from expertd.service.http.protocol import BodyLimit, OipError
+from dataclasses import dataclass
+
+from expertd.service.http.protocol import BodyLimit
+from expertd.service.inference.errors import memory_full
 from expertd.service.memory import Arena, Block, Buffer, Span
 
 LARGE_BYTES = 64 * 1024  # from this size on, bodies and outputs lie in the arena
 ALIGNMENT = 256  # of the first byte behind the JSON: devices read aligned tensors faster
+
+
+@dataclass(slots=True)
+class Received:
+    """A whole body, and the memory that it lies in, if it is not bytes."""
+
+    content: Buffer | Span
+    body: "InferBody | None"
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self.body is not None:
+            self.body.release()
 
 
 class InferBody:
@@ -35,7 +51,7 @@ class InferBody:
         self._limit.check(self._size + num_bytes)
 
     def write(self, piece: memoryview) -> None:
-        """Append `piece`. Raises OipError (413; 503 if the arena is full)."""
+        """Append `piece`. Raises RequestError, also if the arena is full."""
         size = self._size + len(piece)
         self.expect(len(piece))
         if self.block is None:
@@ -92,9 +108,8 @@ class InferBody:
 
 
 def take(arena: Arena, num_bytes: int) -> Block:
-    """A block of `num_bytes`. Raises OipError (503) if the arena has none."""
+    """A block of `num_bytes`. Raises RequestError if the arena has none."""
     block = arena.take(num_bytes)
     if block is None:
-        text = "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
-        raise OipError(503, text, reason="memory_full", headers={"Retry-After": "1"})
+        raise memory_full()
     return block

@@ -64,8 +64,6 @@ class InferEngine(Protocol):
 
 
 class Forward(Protocol):
-    """Has the engine's process answer a whole infer request: its status, header lines and body."""
+    """Has the engine's process answer a whole infer request."""
 
-    def __call__(
-        self, head: InferHead, key_name: str, content: bytes
-    ) -> Awaitable[tuple[int, bytes, bytes]]: ...
+    def __call__(self, head: InferHead, key_name: str, content: bytes) -> Awaitable[Any]: ...

@@ -1,56 +1,115 @@
-"""The head of an infer request: its model, and the headers that matter. Equal heads are read once."""
+"""The head of an infer request: its model, and what the way that it came says of it. Equal heads are kept."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 from expertd.service.engine.spec import LayerSpec
+from expertd.service.http.answers import Answer, error_answer, output_answer
 from expertd.service.http.bodies import number_of_bytes
+from expertd.service.http.infer_body import InferBody, Received
 from expertd.service.http.plans import Plans
-from expertd.service.http.protocol import BodyLimit, body_limit, check_client
-from expertd.service.http.threads import INLINE_BYTES
+from expertd.service.http.protocol import BodyLimit, OipError, body_limit, check_client, decompress
+from expertd.service.http.refused import Headers
+from expertd.service.http.threads import INLINE_BYTES, Where, thread_from
+from expertd.service.inference.places import NewUses
+from expertd.service.inference.plan import Plan
+from expertd.service.memory import Arena, Buffer, Span, host_view
+from expertd.service.moe.request import Output
 from expertd.service.settings.keys import Keys
 from expertd.service.settings.parts import Limits
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
+_INLINE_COMPRESSED_BYTES = 1024  # which may become a thousand times as many
+_INLINE_NUMBERS = 2048  # that are written as JSON in about a millisecond
 
 
-class InferHead:
-    """`model` and `version` as the path names them, served or not; `read` sets what the other headers say.
+class InferHead(ABC):
+    """`model` and `version` as the caller names them, served or not; one for each way that requests come.
 
-    keys    by which a request with this head was admitted, as that of `key_name`; set by the gate
-    caller  the number of `key_name`, for the queue
+    headers     names are in lower case; with the caller's key
+    keys        by which a request with this head was admitted, as that of `key_name`; set by the gate
+    caller      the number of `key_name`, for the queue
+    request_id  the caller's own, if the head has it
+    limit       of the body; set by `read`
     """
+
+    __slots__ = ("caller", "headers", "key_name", "keys", "limit", "model", "request_id", "version")
+
+    def __init__(self, model: str, version: str, headers: Headers, request_id: str | None = None) -> None:
+        self.model = model
+        self.version = version
+        self.headers = headers
+        self.request_id = request_id
+        self.keys: Keys | None = None
+        self.key_name = ""
+        self.caller = 0
+        self.limit = BodyLimit(0)
+
+    @abstractmethod
+    def read(self, limits: Limits) -> None:
+        """Check what the head says. Raises RequestError."""
+
+    @property
+    @abstractmethod
+    def tensor_bytes(self) -> int:
+        """Of all inputs, as far as the head tells: the tokens follow from them."""
+
+    @property
+    @abstractmethod
+    def has_large_text(self) -> bool:
+        """Whether what is parsed is large, or may become so."""
+
+    @abstractmethod
+    def find(self, content: Buffer | Span) -> Plan | None:
+        """The plan of an earlier request that had another body with the same head."""
+
+    @abstractmethod
+    def where_to_parse(self, received: Received) -> Where:
+        """Where a body is parsed."""
+
+    @abstractmethod
+    def parse(self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses) -> Plan:
+        """Parse a body, and give it back unless tensors are its parts. Raises RequestError."""
+
+    @abstractmethod
+    def kept_answer(self, plan: Plan, output: Output) -> Any:
+        """The answer to a request with a plan that had one like it; None without."""
+
+    @abstractmethod
+    def where_to_answer(self, plan: Plan, spec: LayerSpec) -> Where:
+        """Where its answer is written."""
+
+    @abstractmethod
+    def answer(self, plan: Plan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> Any:
+        """The answer; `pause` is called while much text is written. Raises RequestError."""
+
+    @abstractmethod
+    def refusal(self, error: OipError) -> Any:
+        """The answer to a request that is refused."""
+
+
+class HttpHead(InferHead):
+    """A head of HTTP; `read` sets what its headers say."""
 
     __slots__ = (
         "_is_read",
         "accept_encoding",
-        "caller",
         "content_encoding",
         "content_length",
         "expects",
         "header_length",
-        "headers",
-        "key_name",
-        "keys",
-        "limit",
-        "model",
         "plans",
-        "version",
     )
 
-    def __init__(self, model: str, version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        self.model = model
-        self.version = version
+    def __init__(self, model: str, version: str, headers: Headers) -> None:
+        super().__init__(model, version, headers)
         self.content_length: int | None = None
         self.header_length: int | None = None
         self.content_encoding: str | None = None
         self.accept_encoding = ""
-        self.limit = BodyLimit(0)
         self.expects = any(name == b"expect" for name, _ in headers)
         self.plans = Plans()
-        self.headers = headers
-        self.keys: Keys | None = None
-        self.key_name = ""
-        self.caller = 0
         self._is_read = False
 
     def read(self, limits: Limits) -> None:
@@ -72,11 +131,63 @@ class InferHead:
         self._is_read = True
 
     @property
-    def has_large_json(self) -> bool:
-        """Whether the headers say that the JSON is large, or may become so: see `where_to_parse`."""
+    def tensor_bytes(self) -> int:
+        if self.content_length is None or self.header_length is None or self.content_encoding is not None:
+            return 0
+        return self.content_length - self.header_length
+
+    @property
+    def has_large_text(self) -> bool:
         if self.header_length is not None:
             return self.header_length > INLINE_BYTES
         return self.content_encoding is not None or (self.content_length or 0) > INLINE_BYTES
+
+    def find(self, content: Buffer | Span) -> Plan | None:
+        if not self.header_length or self.content_encoding is not None:
+            return None
+        return self.plans.find(content, self.header_length)
+
+    def where_to_parse(self, received: Received) -> Where:
+        """Compressed JSON may become a thousand times as large."""
+        size, header_length = len(host_view(received.content)), self.header_length
+        is_packed = self.content_encoding is not None
+        if header_length is None:
+            return Where.JSON_THREAD if is_packed or size > INLINE_BYTES else Where.EVENT_LOOP
+        if min(header_length, self.limit.num_bytes if is_packed else size) > INLINE_BYTES:
+            return Where.JSON_THREAD
+        return Where.ANY_THREAD if is_packed and size > _INLINE_COMPRESSED_BYTES else Where.EVENT_LOOP
+
+    def parse(self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses) -> Plan:
+        if self.content_encoding is not None:
+            content = decompress(host_view(received.content), self.content_encoding, self.limit)
+            received.release()  # before its successor takes memory
+            received.content, received.body = content, None
+            body = InferBody(arena, self.limit, len(content), self.header_length)
+            body.write(memoryview(content))
+            received.content, received.body = body.content(), body
+        plan = self.plans.parse(received.content, self.header_length, spec, new_uses)
+        if not plan.uses_body:
+            received.release()
+        return plan
+
+    def kept_answer(self, plan: Plan, output: Output) -> Answer | None:
+        if plan.answer_head is None or self.accept_encoding:
+            return None
+        fields, header = plan.answer_head
+        return Answer(200, fields, [header, output if isinstance(output, memoryview) else host_view(output)])
+
+    def where_to_answer(self, plan: Plan, spec: LayerSpec) -> Where:
+        numbers = plan.num_tokens * spec.hidden_size
+        if plan.request.json_output:
+            return Where.JSON_THREAD if numbers > _INLINE_NUMBERS else Where.EVENT_LOOP
+        compressed = plan.request.binary_output and self.accept_encoding
+        return thread_from(8 * numbers if compressed else 0)
+
+    def answer(self, plan: Plan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> Answer:
+        return output_answer(plan, output, spec, self.accept_encoding, pause)
+
+    def refusal(self, error: OipError) -> Answer:
+        return error_answer(error, self.expects)
 
     def _check_sizes(self, limits: Limits) -> None:
         length, json_bytes = self.content_length, self.header_length
@@ -90,11 +201,9 @@ class InferHead:
 
 
 def least_tokens(head: InferHead, spec: LayerSpec) -> int:
-    """The tokens that a request has at least, as far as its headers tell: of binary tensors, the bytes."""
-    if head.content_length is None or head.header_length is None or head.content_encoding is not None:
-        return 1
+    """The tokens that a request has at least, as far as its head tells."""
     most_bytes = 4 * spec.hidden_size + 12 * spec.top_k  # of a token: FP32, and ids of 64 bits with weights
-    return max(1, (head.content_length - head.header_length) // most_bytes)
+    return max(1, head.tensor_bytes // most_bytes)
 
 
 def _joined(earlier: str | None, value: bytes) -> str:

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from expertd.service.engine.spec import MODEL_VERSION
+from expertd.service.http.answers import Answer
 from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
 from expertd.service.http.gate import KEY_ADMIN, KEY_NAME, Gate
-from expertd.service.http.infer_head import InferHead
+from expertd.service.http.infer_head import HttpHead, InferHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import BROWSER_HEADERS, Headers, header_lines
 
@@ -62,8 +63,9 @@ class Passage:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def forward(self, head: InferHead, key_name: str, content: bytes) -> tuple[int, bytes, bytes]:
+    async def forward(self, head: InferHead, key_name: str, content: bytes) -> Answer:
         """Have a whole infer request answered; see `Forward`. Raises OipError (503)."""
+        assert isinstance(head, HttpHead)
         headers = []
         if head.header_length is not None:
             headers.append((b"inference-header-content-length", str(head.header_length).encode()))
@@ -73,7 +75,7 @@ class Passage:
         target = f"/v2/models/{head.model}/versions/{MODEL_VERSION}/infer".encode()
         told = [(KEY_NAME, key_name.encode("ascii"))] if key_name else []
         status, answered, body = await self._ask(b"POST", target, headers, content, told)
-        return status, header_lines(answered), body
+        return Answer(status, header_lines(answered), [body])
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         length = None
@@ -145,7 +147,7 @@ class Passage:
 
 
 def _no_answer() -> OipError:
-    return OipError(503, _GONE, reason="not_ready", headers={"Retry-After": "1"})
+    return OipError(503, _GONE, reason="not_ready", retry_after=1)
 
 
 async def _gone(receive: Receive) -> None:

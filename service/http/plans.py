@@ -1,95 +1,17 @@
-"""Parsed infer requests without their bodies: those with the same head and the same JSON are parsed once."""
-
-from dataclasses import replace
+"""The plans of requests with the same head, by their JSON."""
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol import InferRequest, NewUses, no_regions, parse_request
+from expertd.service.http.protocol import parse_request
+from expertd.service.inference.places import NewUses, no_regions
+from expertd.service.inference.plan import Plan, any_body
 from expertd.service.memory import Buffer, Span, host_view
-from expertd.service.moe.request import LayerRequest
 
 _MAX_KEPT = 16  # of one head
 _MAX_JSON_BYTES = 2048  # of one that is kept
-_BODY = object()  # owns the spans that stand for parts of any body
-
-_Part = tuple[int, int]  # offset in the body, bytes
-
-
-class Plan:
-    """A parsed request whose binary tensors are parts of any body with the same JSON.
-
-    `fields` and `header` are the headers and the JSON of its response, once that was built.
-    """
-
-    __slots__ = (
-        "_ids",
-        "_layer",
-        "_scales",
-        "_states",
-        "_weights",
-        "body_bytes",
-        "fields",
-        "header",
-        "output",
-        "request",
-    )
-
-    def __init__(self, request: InferRequest, body_bytes: int) -> None:
-        layer = request.layer
-        self._states, self._ids, self._weights, self._scales = (
-            _part_of(tensor)
-            for tensor in (layer.hidden_states, layer.topk_ids, layer.topk_weights, layer.scales)
-        )
-        # Without the tensors, because they keep the first body.
-        self._layer = replace(layer, hidden_states=b"", topk_ids=None, topk_weights=None, scales=None)
-        self.output = layer.output  # in a caller's region
-        self.request = replace(request, layer=self._layer)
-        self.body_bytes = body_bytes
-        self.fields = b""
-        self.header: bytes | memoryview = b""
-
-    @property
-    def is_worth_keeping(self) -> bool:
-        """Whether every tensor is a part of the body."""
-        is_binary = all(tensor is None or isinstance(tensor, tuple) for tensor in self._tensors)
-        return is_binary and self.request.regions is None
-
-    @property
-    def uses_body(self) -> bool:
-        """Whether a tensor is a part of the body."""
-        return any(isinstance(tensor, tuple) for tensor in self._tensors)
-
-    @property
-    def _tensors(self) -> "tuple[Buffer | Span | _Part | None, ...]":
-        return self._states, self._ids, self._weights, self._scales
-
-    @property
-    def num_tokens(self) -> int:
-        return self._layer.num_tokens
-
-    @property
-    def output_datatype(self) -> str:
-        return self._layer.output_datatype
-
-    def layer(self, body: Buffer | Span, output: Span | None) -> LayerRequest:
-        """The request with the tensors of `body`, to be computed into `output`."""
-        layer, ids, weights = self._layer, self._ids, self._weights
-        states = _resolved(self._states, body)
-        assert states is not None
-        return LayerRequest(
-            layer.num_tokens,
-            states,
-            layer.datatype,
-            ids if ids is None else _resolved(ids, body),
-            layer.topk_ids_datatype,
-            weights if weights is None else _resolved(weights, body),
-            layer.output_datatype,
-            output,
-            scales=self._scales if self._scales is None else _resolved(self._scales, body),
-        )
 
 
 class Plans:
-    """The plans of requests with the same head, by their JSON."""
+    """Keeps some."""
 
     __slots__ = ("_kept",)
 
@@ -106,26 +28,10 @@ class Plans:
         self, body: Buffer | Span, header_length: int | None, spec: LayerSpec, new_uses: NewUses = no_regions
     ) -> Plan:
         """Parse `body` as `parse_request` does, and keep the plan if it is worth it. Safe in any thread."""
-        view = host_view(body)
-        span = Span(0, len(view), None, view, _BODY)
-        plan = Plan(parse_request(span, header_length, spec, new_uses), len(view))
+        any_one = any_body(body)
+        plan = Plan(parse_request(any_one, header_length, spec, new_uses), any_one.num_bytes)
         if header_length is not None and header_length <= _MAX_JSON_BYTES and plan.is_worth_keeping:
             if len(self._kept) >= _MAX_KEPT:
                 self._kept.clear()
-            self._kept[bytes(view[:header_length])] = plan
+            self._kept[bytes(host_view(body)[:header_length])] = plan
         return plan
-
-
-def _part_of(tensor: Buffer | Span | None) -> Buffer | Span | _Part | None:
-    if isinstance(tensor, Span) and tensor.owner is _BODY:
-        return tensor.address, tensor.num_bytes
-    return tensor
-
-
-def _resolved(tensor: Buffer | Span | _Part | None, body: Buffer | Span) -> Buffer | Span | None:
-    if not isinstance(tensor, tuple):
-        return tensor
-    offset, num_bytes = tensor
-    if isinstance(body, Span):
-        return body.part(offset, num_bytes)
-    return memoryview(body)[offset : offset + num_bytes]

@@ -11,11 +11,12 @@ from expertd.service.http.delivery import CONNECTION
 from expertd.service.http.framing import ChunkedBody, FixedBody, Sink, end_of
 from expertd.service.http.infer import InferCall
 from expertd.service.http.infer_body import LARGE_BYTES, InferBody
-from expertd.service.http.infer_head import InferHead
+from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.replies import Replies
 from expertd.service.http.request_head import RequestHead
 from expertd.service.http.shared import ServerState, Shared
+from expertd.service.inference.errors import RequestError
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -68,7 +69,7 @@ class Receiving(Replies):
 
     # Requests.
 
-    def _begin_infer(self, head: RequestHead, infer: InferHead) -> None:
+    def _begin_infer(self, head: RequestHead, infer: HttpHead) -> None:
         endpoint = self._shared.endpoint
         arena = endpoint.engine.arena
         call = self._call = InferCall(endpoint, infer, self, arena)
@@ -84,7 +85,7 @@ class Receiving(Replies):
             return
         try:
             self._infer_body = InferBody(arena, infer.limit, head.content_length, infer.header_length)
-        except OipError as error:
+        except RequestError as error:
             call.refuse(error)
             return
         self._body.sink = self._receive_piece
@@ -115,14 +116,14 @@ class Receiving(Replies):
         assert self._infer_body is not None
         try:
             self._infer_body.write(piece)
-        except OipError as error:
+        except RequestError as error:
             self._refuse_body(error)
 
     def _expect_chunk(self, num_bytes: int) -> None:
         if self._infer_body is not None:  # else it is refused already
             try:
                 self._infer_body.expect(num_bytes)
-            except OipError as error:
+            except RequestError as error:
                 self._refuse_body(error)
 
     def _end_body(self) -> None:
@@ -154,7 +155,7 @@ class Receiving(Replies):
 
     # Bodies that do not arrive.
 
-    def _refuse_body(self, error: OipError) -> None:
+    def _refuse_body(self, error: RequestError) -> None:
         """Answer an infer request before its body has arrived; what arrives later is dropped."""
         assert isinstance(self._call, InferCall)
         self._timer.clear()

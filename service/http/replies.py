@@ -5,8 +5,8 @@ from abc import abstractmethod
 
 from expertd.service.http.answers import Answer
 from expertd.service.http.asgi_cycle import AsgiCycle
+from expertd.service.http.infer import InferCall
 from expertd.service.http.infer_body import LARGE_BYTES
-from expertd.service.http.infer_ending import InferEnding
 from expertd.service.http.link import Link
 from expertd.service.http.places import shown_peer
 from expertd.service.http.refused import Headers, header_lines
@@ -38,7 +38,7 @@ class Replies(Link):
 
     # Of infer requests.
 
-    def reply(self, call: InferEnding, answer: Answer | None) -> None:
+    def reply(self, call: InferCall, answer: Answer | None) -> None:
         """Send an answer; see `Caller`."""
         if answer is None:
             return
@@ -83,7 +83,7 @@ class Replies(Link):
         ends = self._shuts_down or self._shared.engine.draining
         self._is_last = close or not head.keep_alive or (ends and not self.more_pending)
         # One that is logged when it ends needs no line here.
-        if self._shared.access_log and not (self._shared.logs_ends and isinstance(self._call, InferEnding)):
+        if self._shared.access_log and not (self._shared.logs_ends and isinstance(self._call, InferCall)):
             client = shown_peer(self.transport.get_extra_info("peername"))
             path = head.raw_path.decode()  # without the query: a caller may have put a key there
             who = self._shared.endpoint.gate.name_of(head.headers)

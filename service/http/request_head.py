@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import httptools
 
 from expertd.service.engine.spec import MODEL_VERSION
-from expertd.service.http.infer_head import InferHead
+from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.refused import RefusedError
 from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
@@ -40,7 +40,7 @@ class RequestHead:
     content_length: int | None
     chunked: bool
     expects_continue: bool
-    infer: InferHead | None
+    infer: HttpHead | None
 
 
 class Heads:
@@ -185,10 +185,10 @@ def _invalid(what: str) -> RefusedError:
     return RefusedError(400, f"request: expected HTTP/1.1, got invalid input: {what}")
 
 
-def infer_head(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> InferHead | None:
+def infer_head(method: str, path: str, headers: list[tuple[bytes, bytes]]) -> HttpHead | None:
     """None for all but infer requests."""
     found = _INFER.match(path) if method == "POST" else None
-    return None if found is None else InferHead(found[1], found[2] or MODEL_VERSION, headers)
+    return None if found is None else HttpHead(found[1], found[2] or MODEL_VERSION, headers)
 
 
 def decoded(raw_path: bytes) -> str:

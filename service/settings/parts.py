@@ -111,6 +111,11 @@ class Limits(Frozen):
         "answered 503 and closed; behind a proxy, all callers have its address",
     )
 
+    @property
+    def blames_callers(self) -> bool:
+        """Whether a full queue is said to be the fault of too many requests."""
+        return self.queue_full_status == 429
+
     @model_validator(mode="after")
     def _one_request_fits(self) -> Self:
         check_agreement(

@@ -7,11 +7,14 @@ import zlib
 import pytest
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.grpc.infer_request import UntranslatedError, parts_of
+from expertd.service.grpc.infer_request import MessageHead, split
 from expertd.service.http.framing import ChunkedBody
-from expertd.service.http.protocol import BodyLimit, OipError, decompress, parse_request
+from expertd.service.http.infer_body import Received
+from expertd.service.http.protocol import BodyLimit, OipError, decompress, oip_error, parse_request
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.request_head import HeadParser, Heads
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.places import no_regions
 from expertd.service.memory import host_view
 from expertd.service.settings.parts import Limits
 from tests.fuzz.mutations import cases
@@ -134,11 +137,9 @@ def test_messages() -> None:
         "messages", [b"\x3a\x00", b"\x0a", b"\x2a", b"\xff\xff\xff\xff\x0f", b"FP32", b"\x08\x01"]
     ):
         try:
-            request = parts_of(data, 1000).translate()
-        except UntranslatedError as error:
-            check(error.refusal.status, data)
-            continue
-        try:
-            parse_request(request.header + b"".join(map(bytes, request.tensors)), len(request.header), SPEC)
-        except OipError as error:
-            check(error.status, data)
+            rest, tensors = split(data)
+            head = MessageHead(rest, tuple(map(len, tensors)), ())
+            head.read(Limits())
+            head.parse(Received(b"".join(tensors), None), SPEC, None, no_regions)
+        except RequestError as error:
+            check(oip_error(error).status, data)

@@ -1,28 +1,18 @@
 """The Open Inference Protocol v2 for MoE layers: parses and validates requests, builds responses."""
 
 from expertd.service.http.protocol.compression import accepts_gzip, compress, decompress, requested_encoding
-from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FP8S
-from expertd.service.http.protocol.errors import OipError, error_body
+from expertd.service.http.protocol.errors import OipError, error_body, oip_error
 from expertd.service.http.protocol.json_text import json_of
-from expertd.service.http.protocol.layer_request import SCALE
 from expertd.service.http.protocol.limits import BodyLimit, body_limit
-from expertd.service.http.protocol.places import NewUses, no_regions
-from expertd.service.http.protocol.request import INPUT_DATATYPES, OUTPUT, InferRequest, parse_request
+from expertd.service.http.protocol.request import parse_request
 from expertd.service.http.protocol.response import InferResponse, build_response
 from expertd.service.http.protocol.versions import CLIENT, CLIENT_VERSIONS, check_client
 
 __all__ = [
     "CLIENT",
     "CLIENT_VERSIONS",
-    "ELEMENT_BYTES",
-    "FP8S",
-    "INPUT_DATATYPES",
-    "OUTPUT",
-    "SCALE",
     "BodyLimit",
-    "InferRequest",
     "InferResponse",
-    "NewUses",
     "OipError",
     "accepts_gzip",
     "body_limit",
@@ -32,7 +22,7 @@ __all__ = [
     "decompress",
     "error_body",
     "json_of",
-    "no_regions",
+    "oip_error",
     "parse_request",
     "requested_encoding",
 ]

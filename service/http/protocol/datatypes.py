@@ -1,4 +1,4 @@
-"""The protocol's datatypes: their sizes, and conversion between JSON numbers and little-endian bytes."""
+"""Conversion between JSON numbers and the little-endian bytes of the protocol's datatypes."""
 
 from itertools import chain
 from types import NoneType
@@ -8,12 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from expertd.service.http.protocol.errors import OipError
+from expertd.service.inference.tensors import FLOATS
 from expertd.service.memory import Buffer
 from expertd.service.sentences import shown
 
-ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "FP8": 1, "UINT8": 1, "INT32": 4, "INT64": 8}
-FLOATS = ("BF16", "FP16", "FP32")
-FP8S = ("FP8", "UINT8")  # both e4m3: clients know no FP8
 _KINDS = {
     NoneType: "null",
     bool: "true or false",

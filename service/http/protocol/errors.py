@@ -1,9 +1,10 @@
-"""The error that a request can fail with, and its JSON form."""
+"""Refusals as HTTP has them: with a status, headers, and a JSON body."""
 
 import json
 
 from expertd.service.engine.refusals import Reason
-from expertd.service.sentences import shortened
+from expertd.service.inference.errors import RequestError
+from expertd.service.statuses import STATUSES
 
 _REASONS: dict[int, Reason] = {
     401: "unauthorized",
@@ -15,15 +16,11 @@ _REASONS: dict[int, Reason] = {
     500: "internal_error",
 }
 
-# Longer ids are shortened in errors; UUIDs and trace ids are shorter.
-_ID_CHARACTERS = 200
 
+class OipError(RequestError):
+    """A refused or failed call: a status besides. `reason`: None stands for the default of the status.
 
-class OipError(Exception):
-    """A refused or failed request: a status, and a sentence that says what was expected.
-
-    Metrics count it by `reason`; None stands for the default of the status. `request_id` is the caller's id
-    if it was parsed before the error. `headers` are added to the response.
+    `headers` are added to the response.
     """
 
     def __init__(
@@ -32,21 +29,33 @@ class OipError(Exception):
         message: str,
         *,
         reason: Reason | None = None,
+        retry_after: int = 0,
         request_id: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        found = reason or _REASONS.get(status, "invalid_request")
+        super().__init__(message, reason=found, retry_after=retry_after, request_id=request_id)
         self.status = status
-        self.message = message
-        self.reason: Reason = reason or _REASONS.get(status, "invalid_request")
-        self.request_id = request_id
-        self.headers = headers or {}
+        self.headers = {**(headers or {}), **({"Retry-After": str(retry_after)} if retry_after else {})}
 
     def body(self) -> bytes:
-        """The protocol's error object; the text includes the request id if there is one."""
-        if self.request_id is None:
-            return error_body(self.message)
-        return error_body(f"{self.message} (request id: {shortened(self.request_id, _ID_CHARACTERS)})")
+        """The protocol's error object."""
+        return error_body(self.text)
+
+
+def oip_error(error: RequestError) -> OipError:
+    """`error` with its status."""
+    if isinstance(error, OipError):
+        return error
+    answer = OipError(
+        STATUSES[error.reason],
+        error.message,
+        reason=error.reason,
+        retry_after=error.retry_after,
+        request_id=error.request_id,
+    )
+    answer.__cause__ = error.__cause__
+    return answer
 
 
 def error_body(text: str) -> bytes:

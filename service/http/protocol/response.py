@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.protocol.datatypes import bytes_to_numbers
-from expertd.service.http.protocol.request import OUTPUT, InferRequest
+from expertd.service.inference.request import InferRequest
+from expertd.service.inference.tensors import OUTPUT
 from expertd.service.memory import host_view
 from expertd.service.moe.request import Output
 

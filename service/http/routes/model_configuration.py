@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field
 from expertd.backends import BACKENDS
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol import INPUT_DATATYPES, OUTPUT
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.open_inference import (
     SERVER_NAME,
@@ -18,6 +17,7 @@ from expertd.service.http.routes.open_inference import (
     input_datatypes,
     layer_parameters,
 )
+from expertd.service.inference.tensors import INPUT_DATATYPES, OUTPUT
 
 
 class InputConfiguration(BaseModel):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from expertd.service.channels.layout import REASON_CODES
-from expertd.service.engine.statuses import ANSWERS
+from expertd.service.engine.errors import EngineError
 from tests.service.apps import HIDDEN, MODEL, error_of, hidden_request, output_of, rows
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
 from tests.service.runners import EchoRunner
@@ -134,4 +134,8 @@ async def test_a_drain_accepts_what_was_written_during_a_step(tmp_path: Path) ->
 
 def test_every_reason_of_the_engine_has_a_code() -> None:
     beside = {"internal_error", "memory_full"}  # which no request of a channel can have
-    assert {reason for _, reason in ANSWERS.values()} - beside <= set(REASON_CODES)
+    errors = EngineError.__subclasses__()
+    reasons = {
+        error.reason for error in (*errors, *(other for each in errors for other in each.__subclasses__()))
+    }
+    assert reasons - beside <= set(REASON_CODES)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.refusals import REASONS
-from expertd.service.engine.request_counts import STATUSES
 from expertd.service.http.connection import Connection
+from expertd.service.statuses import STATUSES
 from tests.service.apps import (
     HIDDEN,
     Serving,
@@ -26,7 +26,7 @@ from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, connect, head, read_to_end
 from tests.service.waiting import until
 
-LOGGER = "expertd.service.http.infer_ending"
+LOGGER = "expertd.service.http.infer"
 GOOD = hidden_request(rows(3))
 POISON = 666.0
 
@@ -39,8 +39,8 @@ def refusals(server: Serving) -> dict[str, float]:
 
 def all_refused(server: Serving) -> float:
     """Requests to the model "tiny" that were not counted as 200."""
-    counts = (server.metric("requests_total", model="tiny", status=str(s)) for s in STATUSES if s != 200)
-    return sum(counts)
+    statuses = map(str, set(STATUSES.values()))
+    return sum(server.metric("requests_total", model="tiny", status=status) for status in statuses)
 
 
 @pytest.mark.parametrize(

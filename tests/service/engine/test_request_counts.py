@@ -1,12 +1,14 @@
 """Counts of requests in memory that processes share."""
 
 from bisect import bisect_left
+from functools import partial
 
 import numpy as np
 import pytest
 from prometheus_client.metrics_core import Metric
 
 from expertd.service.engine.metric_family import SECONDS
+from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import (
     CELL_BYTES,
     CONNECTION_STATUSES,
@@ -16,8 +18,10 @@ from expertd.service.engine.request_counts import (
     request_totals,
 )
 from expertd.service.engine.statistics import StepSums, Total
+from expertd.service.statuses import infer_status
 
 MODELS = ("a", "b")
+STATUS_OF = partial(infer_status, queue_full_status=429)
 
 
 def value(metrics: list[Metric], name: str, **labels: str) -> float | None:
@@ -30,17 +34,19 @@ def test_the_counts_of_all_processes_are_summed() -> None:
     rows = shared[: num_cells(len(MODELS))], shared[num_cells(len(MODELS)) :]
     one, two, own = RequestCounts(MODELS, rows[0]), RequestCounts(MODELS, rows[1]), RequestCounts(MODELS)
     for counts, seconds in ((one, 50e-6), (two, 51e-6), (own, 100.0)):
-        counts.request_done("b", 200, seconds)
-    two.request_done("", 404, 0.0)
-    two.refused("", "unknown_model")
-    one.refused("a", "queue_full")
+        counts.request_done("b", None, seconds)
+    two.request_done("", "unknown_model", 0.0)
+    one.request_done("a", "queue_full", 0.0)
+    one.request_done("a", "memory_full", 0.0)
     own.connection_refused(431)
     successor = RequestCounts(MODELS, rows[0])
-    successor.request_done("b", 499, 1.0)
-    metrics = list(request_metrics(own.models, [own.cells, *rows]))
+    successor.request_done("b", "client_gone", 1.0)
+    metrics = list(request_metrics(own.models, [own.cells, *rows], STATUS_OF))
     assert value(metrics, "requests_total", model="b", status="200") == 3
     assert value(metrics, "requests_total", model="b", status="499") == 1
     assert value(metrics, "requests_total", model="a", status="200") == 0
+    assert value(metrics, "requests_total", model="a", status="503") == 1, "not 429"
+    assert value(metrics, "requests_total", model="a", status="429") == 1
     assert value(metrics, "requests_total", model="", status="404") == 1
     assert value(metrics, "requests_total", model="", status="200") is None, "not served, and never counted"
     assert value(metrics, "refusals_total", model="a", reason="queue_full") == 1
@@ -55,14 +61,14 @@ def test_the_counts_of_all_processes_are_summed() -> None:
 
 def test_successes_and_failures_are_summed_over_the_processes() -> None:
     one, two = RequestCounts(MODELS), RequestCounts(MODELS)
-    for status, seconds in ((200, 0.25), (400, 0.5), (499, 1.0), (503, 2.0)):
-        one.request_done("b", status, seconds)
-        two.request_done("b", status, 2 * seconds)
-    one.refused("b", "queue_full")
+    outcomes: tuple[Reason | None, ...] = (None, "invalid_request", "client_gone", "queue_full")
+    for outcome, seconds in zip(outcomes, (0.25, 0.5, 1.0, 2.0), strict=True):
+        one.request_done("b", outcome, seconds)
+        two.request_done("b", outcome, 2 * seconds)
     totals = request_totals(one.models, [one.cells, two.cells])
     success, failure, refused, by_seconds = totals["b"]
     assert (success, failure) == (Total(2, 750_000_000), Total(6, 10_500_000_000))
-    assert refused == {"queue_full": 1}
+    assert refused == {"client_gone": 2, "invalid_request": 2, "queue_full": 2}
     assert sum(by_seconds) == 2
     assert by_seconds[bisect_left(SECONDS, 0.25)] == 1
     assert totals["a"] == (Total(), Total(), {}, [0] * (len(SECONDS) + 1))
@@ -92,7 +98,7 @@ def test_every_refusal_of_a_connection_has_a_cell_of_its_own() -> None:
     for times, status in enumerate(CONNECTION_STATUSES):
         for _ in range(times):
             counts.connection_refused(status)
-    metrics = list(request_metrics(counts.models, [counts.cells]))
+    metrics = list(request_metrics(counts.models, [counts.cells], STATUS_OF))
     for times, status in enumerate(CONNECTION_STATUSES):
         assert value(metrics, "connection_refusals_total", status=str(status)) == times
     assert not any(sample.value for metric in metrics[:3] for sample in metric.samples)

@@ -86,21 +86,26 @@ async def test_a_message_waits_for_a_place_no_longer_than_it_may_take() -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
-    [hidden_message(rows(65, 1)), hidden_message(rows(64), "none")],
+    ("message", "code"),
+    [
+        (hidden_message(rows(65, 1)), grpc.StatusCode.INVALID_ARGUMENT),
+        (hidden_message(rows(64), "none"), grpc.StatusCode.NOT_FOUND),
+    ],
     ids=["too many tokens", "unknown model"],
 )
-async def test_refused_messages_do_not_wait_for_the_garbage_collector(message: Any) -> None:
+async def test_refused_messages_do_not_wait_for_the_garbage_collector(
+    message: Any, code: grpc.StatusCode
+) -> None:
     message.raw_input_contents.append(bytes(900_000))
     data = message.SerializeToString()
     async with grpc_serving(EchoRunner()) as calls:
-        await refusal(calls.call("ModelInfer", data=data), grpc.StatusCode.INVALID_ARGUMENT)
+        await refusal(calls.call("ModelInfer", data=data), code)
         gc.collect()
         gc.disable()
         tracemalloc.start()
         try:
             for _ in range(10):
-                await refusal(calls.call("ModelInfer", data=data), grpc.StatusCode.INVALID_ARGUMENT)
+                await refusal(calls.call("ModelInfer", data=data), code)
             assert tracemalloc.get_traced_memory()[0] < 3 * len(data)
         finally:
             tracemalloc.stop()
@@ -246,31 +251,24 @@ async def test_a_stream_that_is_ended_before_it_begins_to_read() -> None:
     assert stream.is_cut
 
 
-async def test_messages_that_are_translated_in_a_thread_have_places(
+async def test_messages_that_are_parsed_in_a_thread_wait_in_the_line_for_json(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    settings = tiny_settings({"max_body_bytes": 1 << 20, "max_buffered_bytes": 5 << 20}, **ON)
-    async with grpc_serving(EchoRunner(), settings) as calls:
-        infer, goes_on = calls.server._service._infer, threading.Event()
-        in_thread = infer._endpoint.threads._json
+    async with grpc_serving(EchoRunner(), tiny_settings({"max_queue_json": 4}, **ON)) as calls:
+        in_thread, goes_on = calls.server._service._infer._endpoint.threads._json, threading.Event()
         in_thread.submit(goes_on.wait, 30)
         message = hidden_message(rows(1))
         message.inputs[0].contents.bytes_contents.extend([b""] * 50_000)
         sent = [calls.infer(message) for _ in range(4)]
         await until(lambda: in_thread._work_queue.qsize() == 4)
-        sent += [calls.infer(message) for _ in range(8)]
-        await asyncio.sleep(0.1)
-        assert in_thread._work_queue.qsize() == 4
-        left = partial(calls.serving.metric, "requests_total", model="", status="499")
-        sent.pop(0).cancel()  # waits for the thread, where its bytes are
-        await until(lambda: left() == 1)
-        await asyncio.sleep(0.1)
-        assert in_thread._work_queue.qsize() == 4
-        sent.pop().cancel()  # waits for a place
-        await until(lambda: left() == 2)
+        text, _ = await refusal(calls.infer(message), grpc.StatusCode.UNAVAILABLE)
+        assert text.startswith("the line for JSON is full: 4 requests of at most 4 wait to be parsed")
+        sent.pop(0).cancel()
         goes_on.set()
         for call in sent:
             await refusal(call, grpc.StatusCode.INVALID_ARGUMENT)
+        left = partial(calls.serving.metric, "requests_total", model="tiny", status="499")
+        await until(lambda: left() == 1)
         gc.collect()
     assert "never retrieved" not in caplog.text
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from expertd.service.grpc.arrivals import Arrived
-from expertd.service.grpc.infer_request import Parts, Translated
+from expertd.service.grpc.infer_request import MessageHead
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.http.infer import InferCall
+from expertd.service.inference.plan import Plan
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, held, hidden_message, output_of, refusal
 from tests.service.runners import EchoRunner
@@ -115,7 +116,8 @@ WRONG = [
         "name of an input: expected hidden_states, hidden_states_scale, topk_ids or topk_weights",
     ),
     (changed(datatype="INT8"), "datatype of input hidden_states: expected BF16, FP16, FP32, FP8 or UINT8"),
-    (changed(shape=[2, 5]), "raw_input_contents of input hidden_states: expected 40 bytes"),
+    (changed(shape=[2, 5]), "shape of input hidden_states: expected [2, 128], got [2, 5]"),
+    (changed(shape=[3, HIDDEN]), "raw_input_contents of input hidden_states: expected 1536 bytes"),
     (changed(shape=[2]), "shape of input hidden_states: expected two sizes"),
     (changed(shape=[-1, HIDDEN]), "shape of input hidden_states: expected two sizes"),
     (changed(raw=[b"", b""]), "raw_input_contents: expected 1, one for each input with data, got 2"),
@@ -205,14 +207,14 @@ async def test_a_full_queue_says_when_to_try_again() -> None:
 
 
 async def test_a_timeout_begins_when_the_message_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, translate = EchoRunner(), Parts.translate
+    runner, parse = EchoRunner(), MessageHead.parse
 
-    def slowly(parts: Parts) -> Translated:
+    def slowly(head: MessageHead, *arguments: Any) -> Plan:
         time.sleep(0.05)
-        return translate(parts)
+        return parse(head, *arguments)
 
     async with grpc_serving(runner) as calls:
-        monkeypatch.setattr(Parts, "translate", slowly)
+        monkeypatch.setattr(MessageHead, "parse", slowly)
         late = grpc.StatusCode.DEADLINE_EXCEEDED
         text, _ = await refusal(calls.infer(hidden_message(rows(1), timeout=50_000)), late)
         assert text == "the request's timeout of 50000 microseconds expired before it was queued"

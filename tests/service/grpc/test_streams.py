@@ -99,7 +99,7 @@ async def test_the_id_of_a_message_that_is_too_large_to_parse(monkeypatch: pytes
         answer = await stream.read()
         assert answer.infer_response.id == "large"
         assert "request: expected at most 4096 bytes beside raw_input_contents" in answer.error_message
-        await stream.write(request(model_name="other", id="small"))
+        await stream.write(request(model_name="tiny", id="small"))
         assert (await stream.read()).infer_response.id == "small"
     assert parsed
     assert max(parsed) < 4096

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from expertd.service.http.infer_body import LARGE_BYTES, InferBody
-from expertd.service.http.protocol import BodyLimit, OipError
+from expertd.service.http.protocol import BodyLimit, OipError, oip_error
+from expertd.service.inference.errors import RequestError
 from expertd.service.memory import Arena, Span, host_view
 
 MIB = 1 << 20
@@ -75,10 +76,11 @@ def test_without_room_it_is_refused(arena: Arena) -> None:
         lambda: InferBody(arena, BodyLimit(2 * MIB), MIB, 0),
         lambda: growing.write(memoryview(bytes(600_000))),
     ):
-        with pytest.raises(OipError, match="max_buffered_bytes: expected memory") as caught:
+        with pytest.raises(RequestError, match="max_buffered_bytes: expected memory") as caught:
             write()
-        assert (caught.value.status, caught.value.reason) == (503, "memory_full")
-        assert caught.value.headers == {"Retry-After": "1"}
+        refusal = oip_error(caught.value)
+        assert (refusal.status, refusal.reason) == (503, "memory_full")
+        assert refusal.headers == {"Retry-After": "1"}
     growing.release()
     other.release()
 

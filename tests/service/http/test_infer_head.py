@@ -3,7 +3,7 @@
 import pytest
 
 from expertd.service.engine.spec import specs_of
-from expertd.service.http.infer_head import InferHead, least_tokens
+from expertd.service.http.infer_head import HttpHead, least_tokens
 from tests.service.apps import HIDDEN, TOP_K, tiny_settings
 
 FP32_WITH_ROUTING = 4 * HIDDEN + (8 + 4) * TOP_K  # bytes of a token, with 64-bit ids
@@ -31,6 +31,6 @@ FP32_WITH_ROUTING = 4 * HIDDEN + (8 + 4) * TOP_K  # bytes of a token, with 64-bi
 def test_the_least_number_of_tokens(headers: dict[str, object], expected: int) -> None:
     settings = tiny_settings(limits={"max_body_bytes": 1 << 21})
     given = [(name.encode(), str(value).encode()) for name, value in headers.items()]
-    head = InferHead("tiny", "1", given)
+    head = HttpHead("tiny", "1", given)
     head.read(settings.limits)
     assert least_tokens(head, specs_of(settings)["tiny"]) == expected

@@ -13,7 +13,7 @@ from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.steps import caller_number
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.gate import KEY_NAME, Gate, KeyFile
-from expertd.service.http.infer_head import InferHead
+from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.passage import Passage
 from expertd.service.settings.parts import Limits
 from tests.service.apps import error_of
@@ -101,7 +101,7 @@ def test_only_an_engine_behind_http_processes_believes_a_name() -> None:
     headers = [(KEY_NAME, b"infer")]
     assert Gate(None, KeyCounts(), behind=True).caller(headers) == "infer"
     assert Gate(None, KeyCounts()).caller(headers) == ""
-    head = InferHead("tiny", "1", headers)
+    head = HttpHead("tiny", "1", headers)
     Gate(None, KeyCounts(), behind=True).admit_infer(head)
     assert (head.key_name, head.caller) == ("infer", caller_number("infer"))
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
-from expertd.service.http import infer
 from expertd.service.http.connection import Connection
+from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.threads import Threads, Where
 from expertd.service.settings.parts import Limits
 from tests.service.apps import (
@@ -117,7 +117,7 @@ async def test_a_full_line_is_known_from_the_headers(is_packed: bool) -> None:
 async def test_json_of_a_caller_that_left_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[Any] = []
     connections: set[Connection] = set()
-    monkeypatch.setattr(infer, "parse_body", lambda *arguments: parsed.append(arguments))
+    monkeypatch.setattr(HttpHead, "parse", lambda *arguments: parsed.append(arguments))
     body = json_request(json_input(rows(40)), id="x")
     assert len(body) > 64 * 1024
     async with serving(tiny_settings(), serving_runner(EchoRunner()), connections=connections) as server:

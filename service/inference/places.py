@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol.errors import OipError
+from expertd.service.inference.errors import RequestError, memory_full
 from expertd.service.memory import Buffer, NoBlockError, Place, RegionError, RegionUses, Span, is_on_gpu
 from expertd.service.sentences import shown
 
@@ -20,30 +20,30 @@ def no_regions() -> None:
 
 
 def place_of(parameters: dict[str, Any], where: str) -> Place | None:
-    """The place that `parameters` of the tensor `where` name; None if none. Raises OipError (400)."""
+    """The place that `parameters` of the tensor `where` name; None if none. Raises RequestError."""
     name = parameters.get(REGION)
     if name is None:
         if alone := [other for other in (BYTE_SIZE, OFFSET) if other in parameters]:
-            raise OipError(400, f"parameters of {where}: expected {REGION} too, got {alone[0]} alone")
+            raise RequestError(f"parameters of {where}: expected {REGION} too, got {alone[0]} alone")
         return None
     if not isinstance(name, str) or not name:
-        raise OipError(400, f"parameter {REGION} of {where}: expected a name, got {shown(name)}")
+        raise RequestError(f"parameter {REGION} of {where}: expected a name, got {shown(name)}")
     return Place(where, name, _number(parameters, OFFSET, where, 0), _number(parameters, BYTE_SIZE, where))
 
 
 def uses_of(tensors: Iterable[object], new_uses: NewUses) -> RegionUses | None:
-    """What holds the regions of the places among `tensors`; None if there is none. Raises OipError (400)."""
+    """What holds the regions of the places among `tensors`; None if there is none. Raises RequestError."""
     place = next((tensor for tensor in tensors if isinstance(tensor, Place)), None)
     if place is None:
         return None
     if (uses := new_uses()) is None:
         got = f"{shown(place.name)} while the setting shared_memory.enabled is false"
-        raise OipError(400, f"parameter {REGION} of {place.what}: expected none, got {got}")
+        raise RequestError(f"parameter {REGION} of {place.what}: expected none, got {got}")
     return uses
 
 
 def hidden_states_at(place: Place, uses: RegionUses) -> Buffer | Span:
-    """The hidden states at `place`. Raises OipError (400, or 503 without memory for a copy)."""
+    """The hidden states at `place`. Raises RequestError, also without memory for a copy."""
     return _input(place, uses, _ROW_ALIGNMENT, copied=False)
 
 
@@ -58,44 +58,39 @@ def routing_at(place: Place, uses: RegionUses, element_bytes: int) -> Buffer | S
 def check_routing(
     topk_ids: Buffer | Span | None, topk_weights: Buffer | Span | None, spec: LayerSpec
 ) -> None:
-    """Raise OipError (400) if one of the two is in a GPU's memory alone, or the host must see them."""
+    """Raise RequestError if one of the two is in a GPU's memory alone, or the host must see them."""
     ids_on_gpu = is_on_gpu(topk_ids)
+    where = "inputs topk_ids and topk_weights"
     if ids_on_gpu != is_on_gpu(topk_weights):
         got = "topk_ids" if ids_on_gpu else "topk_weights"
-        raise OipError(
-            400, f"inputs topk_ids and topk_weights: expected both in CUDA memory or neither, got {got} alone"
-        )
+        raise RequestError(f"{where}: expected both in CUDA memory or neither, got {got} alone")
     if ids_on_gpu and spec.host_routing:
-        raise OipError(
-            400,
-            f"inputs topk_ids and topk_weights: expected host memory, because model {spec.name} has "
-            "masked_max_tokens, got CUDA memory",
-        )
+        why = f"because model {spec.name} has masked_max_tokens"
+        raise RequestError(f"{where}: expected host memory, {why}, got CUDA memory")
 
 
 def output_at(place: Place, uses: RegionUses, needed: int, later: bool) -> Span | None:
-    """Where the device writes the output of `needed` bytes; None: `uses` stores it. Raises OipError (400).
+    """Where the device writes the output of `needed` bytes; None: `uses` stores it. Raises RequestError.
 
     later  see `RegionUses.output`
     """
     try:
         return uses.output(place, _ROW_ALIGNMENT, needed, later)
     except RegionError as error:
-        raise OipError(400, f"{place.what}: {error}") from error
+        raise RequestError(f"{place.what}: {error}") from error
 
 
 def _input(place: Place, uses: RegionUses, alignment: int, copied: bool) -> Buffer | Span:
     try:
         return uses.input(place, alignment, copied)
     except RegionError as error:
-        raise OipError(400, f"{place.what}: {error}") from error
+        raise RequestError(f"{place.what}: {error}") from error
     except NoBlockError as error:
-        text = "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
-        raise OipError(503, text, reason="memory_full", headers={"Retry-After": "1"}) from error
+        raise memory_full() from error
 
 
 def _number(parameters: dict[str, Any], name: str, where: str, default: int | None = None) -> int:
     value = parameters.get(name, default)
     if type(value) is not int or not 0 <= value < 2**63:
-        raise OipError(400, f"parameter {name} of {where}: expected a number of bytes, got {shown(value)}")
+        raise RequestError(f"parameter {name} of {where}: expected a number of bytes, got {shown(value)}")
     return value

@@ -5,14 +5,23 @@ from dataclasses import dataclass
 
 from expertd.limits import SCALE_BLOCK
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol.datatypes import ELEMENT_BYTES, FLOATS, FP8S
-from expertd.service.http.protocol.errors import OipError
-from expertd.service.http.protocol.places import check_routing, hidden_states_at, output_at, routing_at
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.places import check_routing, hidden_states_at, output_at, routing_at
 from expertd.service.memory import Buffer, Place, RegionUses, Span
 from expertd.service.moe.request import FP8, LayerRequest
 from expertd.service.sentences import any_of
 
+ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "FP8": 1, "UINT8": 1, "INT32": 4, "INT64": 8}
+FLOATS = ("BF16", "FP16", "FP32")
+FP8S = ("FP8", "UINT8")  # both e4m3: clients know no FP8
 SCALE = "hidden_states_scale"
+INPUT_DATATYPES = {
+    "hidden_states": (*FLOATS, *FP8S),
+    SCALE: ("FP32",),
+    "topk_ids": ("INT32", "INT64"),
+    "topk_weights": ("FP32",),
+}
+OUTPUT = "hidden_states"
 
 _NUMBER_BYTES = 24  # of JSON: the longest value of any datatype, such as -1.1754943508222875e-38, and a comma
 
@@ -36,44 +45,44 @@ class Output:
 
 
 def check_shape(name: str, shape: list[int], num_tokens: int, spec: LayerSpec) -> None:
-    """Raise OipError (400) if an input's shape does not fit the tokens, the model or its limit on tokens."""
+    """Raise RequestError if an input's shape does not fit the tokens, the model or its limit on tokens."""
     columns = {"hidden_states": spec.hidden_size, SCALE: spec.hidden_size // SCALE_BLOCK}
     expected = [num_tokens, columns.get(name, spec.top_k)]
     if shape != expected:
-        raise OipError(400, f"shape of input {name}: expected {expected}, got {shape}")
+        raise RequestError(f"shape of input {name}: expected {expected}, got {shape}")
     check_tokens(num_tokens, spec)
 
 
 def check_tokens(num_tokens: int, spec: LayerSpec, at_least: str = "") -> None:
-    """Raise OipError (400) for more tokens than the model's requests may have.
+    """Raise RequestError for more tokens than the model's requests may have.
 
     at_least  "at least " if there may be more than `num_tokens`
     """
     if num_tokens > spec.max_request_tokens:
         text = f"request: expected at most {spec.max_request_tokens} tokens, got {at_least}{num_tokens}"
-        raise OipError(400, text, reason="too_many_tokens")
+        raise RequestError(text, reason="too_many_tokens")
 
 
 def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
-    """Raise OipError (400) if the inputs do not fit each other, the model or its limit on tokens."""
+    """Raise RequestError if the inputs do not fit each other, the model or its limit on tokens."""
     num_tokens = tensors["hidden_states"].shape[0]
     for name, tensor in tensors.items():
         check_shape(name, tensor.shape, num_tokens, spec)
     datatype = tensors["hidden_states"].datatype
     if (SCALE in tensors) != (datatype in FP8S):
         got = f"{datatype} with it" if SCALE in tensors else f"{datatype} without it"
-        raise OipError(400, f"input {SCALE}: expected it with FP8 or UINT8 hidden_states alone, got {got}")
+        raise RequestError(f"input {SCALE}: expected it with FP8 or UINT8 hidden_states alone, got {got}")
     if datatype in FP8S and not spec.takes_fp8:
         why = f"with a hidden_size ({spec.hidden_size}) that is no multiple of {SCALE_BLOCK}"
         text = f"expected {any_of(FLOATS)} {why}, got {datatype}"
-        raise OipError(400, f"datatype of input hidden_states: {text}")
+        raise RequestError(f"datatype of input hidden_states: {text}")
     if ("topk_ids" in tensors) != ("topk_weights" in tensors):
         given = "topk_ids" if "topk_ids" in tensors else "topk_weights"
-        raise OipError(400, f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")
+        raise RequestError(f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")
 
 
 def check_json_output(output: Output, num_tokens: int, spec: LayerSpec) -> None:
-    """Raise OipError (413) if the output is wanted as JSON and may be too large for that."""
+    """Raise RequestError if the output is wanted as JSON and may be too large for that."""
     most = num_tokens * spec.hidden_size * _NUMBER_BYTES
     if output.binary or output.place is not None or most <= spec.max_json_bytes:
         return
@@ -81,7 +90,7 @@ def check_json_output(output: Output, num_tokens: int, spec: LayerSpec) -> None:
         f"output hidden_states: expected at most {spec.max_json_bytes} bytes of JSON, got up to {most} for "
         f"shape {[num_tokens, spec.hidden_size]}; set binary_data_output to get it in binary"
     )
-    raise OipError(413, text, reason="json_too_large")
+    raise RequestError(text, reason="json_too_large")
 
 
 def layer_request(
@@ -95,7 +104,7 @@ def layer_request(
 
     stored_later  an output in a region is stored after the step where possible, because its caller may be
                   answered, and have the region again, before the step ends
-    Raises OipError (400; 503 without memory to copy a region to).
+    Raises RequestError, also without memory to copy a region to.
     """
     data = {name: _data(name, tensor, uses) for name, tensor in tensors.items()}
     hidden_states, ids = tensors["hidden_states"], tensors.get("topk_ids")
