@@ -8,6 +8,11 @@ def part_of(total: int, rank: int, num_ranks: int) -> range:
     return range(start, start + size + (rank < more))
 
 
+def parts_of(total: int, num_ranks: int) -> list[range]:
+    """The `part_of` each rank."""
+    return [part_of(total, rank, num_ranks) for rank in range(num_ranks)]
+
+
 def split_experts(held: range, num_ranks: int) -> list[range]:
     """The experts of each rank: its `part_of` those held.
 
@@ -17,5 +22,4 @@ def split_experts(held: range, num_ranks: int) -> list[range]:
     """
     if not 1 <= num_ranks <= len(held):
         raise ValueError(f"num_ranks: expected 1 to {len(held)}, one expert for each, got {num_ranks}")
-    parts = (part_of(len(held), rank, num_ranks) for rank in range(num_ranks))
-    return [held[part.start : part.stop] for part in parts]
+    return [held[part.start : part.stop] for part in parts_of(len(held), num_ranks)]

@@ -57,8 +57,8 @@ def experts_of(settings: Settings, model: ModelSettings, rank: int) -> Sequence[
     if settings.placement.policy is None:
         return split_experts(model.shape.held_experts, settings.num_ranks)[rank]
     slots = model.num_experts + settings.placement.replicas
-    placement = contiguous_placement(1, model.num_experts, settings.num_ranks, slots)
-    return [int(expert) for expert in placement.experts_of_rank(0, rank)]
+    placement = contiguous_placement(model.num_experts, settings.num_ranks, slots)
+    return [int(expert) for expert in placement.experts_of_rank(rank)]
 
 
 def free_bytes(settings: Settings, capabilities: Capabilities) -> list[int | None]:

@@ -53,7 +53,7 @@ class PlacedExperts:
         )
 
     def begin_step(self, position: int, by_row: bool = True) -> None:
-        """Say where the next call's tokens are, as `choose_replicas` counts positions.
+        """Say where the next call's tokens are, as `ReplicaTables.choose` counts positions.
 
         position  of this rank's first token
         by_row    whether the others follow it; else all have this position, such as the step's number

@@ -6,9 +6,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from expertd.service.moe.placement.replicas import GOLDEN
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import part_of, split_experts
+
+# 2^32 divided by the golden ratio: its multiples spread evenly, however many there are.
+GOLDEN = 2654435769
 
 
 class ReplicaTables:
@@ -53,10 +55,15 @@ class ReplicaTables:
         self.physical = list(physical)
 
     def choose(self, topk_ids: Tensor, positions: Tensor) -> Tensor:
-        """The physical expert of each slot, int32 [T, top_k]; -1: none. See `choose_replicas`.
+        """The physical expert of each slot, int32 [T, top_k]; -1: none.
 
         topk_ids   int32 [T, top_k]
-        positions  int64 [T]
+        positions  int64 [T]: a token's row in its step, or for all tokens the number of the step
+
+        Replica floor(count * h / 2^32) with h = (position + expert) * GOLDEN mod 2^32. It depends on nothing
+        else, so all ranks choose the same one. If the position is the row, a step's tokens are spread over
+        the replicas. If it is the number of the step, all tokens of one step use one replica: then a step
+        activates no more experts than without replicas, which suits decode.
         """
         known = (topk_ids >= 0) & (topk_ids < self.num_experts)
         experts = torch.where(known, topk_ids, self.num_experts).to(torch.int64)

@@ -15,10 +15,9 @@ from expertd.service.moe.placement import Placement
 from expertd.service.moe.placement.rounds import rounds
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights
+from expertd.service.ranks.messages import Kind, MoveCommand
 from expertd.service.ranks.mover import Mover
-from expertd.service.ranks.moves import Kind, MoveCommand
-from expertd.service.ranks.peer_transport import PeerTransport
-from expertd.service.ranks.transport import TorchTransport, Transport
+from expertd.service.ranks.transport import PeerTransport, TorchTransport, Transport
 from tests.service.moe.parallel.cases import part_of, weights_of
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=10, top_k=3)
@@ -34,9 +33,7 @@ def run_moves(
     experts = _experts(exchange, seed, device)
     mover = Mover(exchange.rank, [experts], transport)
     transport.connect()
-    old, new = (
-        Placement(np.array([held]), SHAPE.num_experts, exchange.num_ranks) for held in (BEFORE, AFTER)
-    )
+    old, new = (Placement(np.array(held), SHAPE.num_experts, exchange.num_ranks) for held in (BEFORE, AFTER))
     made = rounds(old, new)
     for each in made:
         commands = [
@@ -50,7 +47,7 @@ def run_moves(
     physical = experts.tables.physical
     for rank in range(exchange.num_ranks):
         held = held_by(rank, exchange.num_ranks, physical)
-        assert sorted(held) == sorted(new.experts_of_rank(0, rank))
+        assert sorted(held) == sorted(new.experts_of_rank(rank))
     weights = weights_of(SHAPE, seed)
     wrong = [slot for slot in experts.slots if not _is(experts.expert_bytes(slot), weights, physical[slot])]
     return len(made), wrong

@@ -131,8 +131,8 @@ def test_ranks_hold_what_the_arithmetic_says(changes: dict[str, Any]) -> None:
     settings = Settings.model_validate({"models": [model], "backend": "reference"} | changes)
     ranks, physical = settings.num_ranks, list(range(8))
     if settings.placement.policy is not None:
-        placement = contiguous_placement(1, 8, ranks, 8 + settings.placement.replicas)
-        physical = placement.physical_to_logical[0].tolist()
+        placement = contiguous_placement(8, ranks, 8 + settings.placement.replicas)
+        physical = placement.physical_to_logical.tolist()
     held = [list(experts_of(settings, settings.models[0], rank)) for rank in range(ranks)]
     assert held == [list(held_by(rank, ranks, physical)) for rank in range(ranks)]
     assert set().union(*held) == set(range(8))

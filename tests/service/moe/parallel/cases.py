@@ -105,8 +105,8 @@ def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
     held = case.shape.held_experts
     own: Sequence[int] = split_experts(held, exchange.num_ranks)[exchange.rank]
     if case.physical is not None:
-        placement = Placement(np.array([case.physical]), case.shape.num_experts, exchange.num_ranks)
-        own = placement.experts_of_rank(0, exchange.rank).tolist()
+        placement = Placement(np.array(case.physical), case.shape.num_experts, exchange.num_ranks)
+        own = placement.experts_of_rank(exchange.rank).tolist()
     whole = weights_of(case.shape, case.seed, case.gated, case.biased)
     weights = part_of(whole, held, own, case.shape.num_shared_experts)
     backend = BACKENDS[case.backend]
