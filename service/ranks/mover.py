@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from expertd.service.device import device_of
-from expertd.service.moe.parallel import PlacedExperts, held_by
-from expertd.service.moe.split import part_of
+from expertd.service.moe.parallel import PlacedExperts
+from expertd.service.moe.split import experts_of_rank, part_of
 from expertd.service.moe.weights import ExpertWeights
 from expertd.service.ranks.messages import ERROR_BYTES, Kind, MoveCommand
 from expertd.service.ranks.placement import read_placements
@@ -49,14 +49,14 @@ class RankPlacements:
     def held(self, model: ModelSettings) -> Sequence[int]:
         """The experts that this rank loads."""
         physical = self.physical(model) or model.shape.held_experts
-        return held_by(self._setup.rank, self._setup.num_ranks, physical)
+        return experts_of_rank(physical, self._setup.rank, self._setup.num_ranks)
 
     def set_layers(self, layers: Sequence[PlacedExperts]) -> None:
         """Say what moves change, once all layers are loaded, in the order of the models. Collective."""
         if self._placements is None:
             return
         self._layers = list(layers)
-        transport = self._transport(layers[0].places.device)
+        transport = self._transport(layers[0].tables.places.device)
         transport.connect()
         self._mover = Mover(self._setup.rank, self._layers, transport)
 
@@ -114,7 +114,7 @@ class Mover:
             case Kind.SWITCH:
                 self._switch(layer, command)
         # Other ranks go on, and so do this one's steps, on whichever stream.
-        device_of(layer.places.device).synchronize()
+        device_of(layer.tables.places.device).synchronize()
         return time.perf_counter() - began
 
     def _exchange(self, layer: PlacedExperts, command: MoveCommand) -> None:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from expertd.kernels import Quantized
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.service.moe.parallel import Exchange, PlacedExperts, held_by
-from expertd.service.moe.parallel.replicas import tables_of
+from expertd.service.moe.parallel import Exchange, PlacedExperts
+from expertd.service.moe.parallel.placed import tables_of
 from expertd.service.moe.placement import Placement
 from expertd.service.moe.placement.rounds import rounds
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.split import experts_of_rank
 from expertd.service.moe.weights import ExpertWeights
 from expertd.service.ranks.messages import Kind, MoveCommand
 from expertd.service.ranks.mover import Mover
@@ -46,7 +47,7 @@ def run_moves(
             dist.barrier()  # the front end waits for all ranks after each command
     physical = experts.tables.physical
     for rank in range(exchange.num_ranks):
-        held = held_by(rank, exchange.num_ranks, physical)
+        held = experts_of_rank(physical, rank, exchange.num_ranks)
         assert sorted(held) == sorted(new.experts_of_rank(rank))
     weights = weights_of(SHAPE, seed)
     wrong = [slot for slot in experts.slots if not _is(experts.expert_bytes(slot), weights, physical[slot])]
@@ -66,7 +67,7 @@ def _experts(exchange: Exchange, seed: int, device: torch.device) -> PlacedExper
     whole, held = weights_of(SHAPE, seed), SHAPE.held_experts
     own, shared = (
         _on(device, part_of(whole, held, experts, 0))
-        for experts in (held_by(exchange.rank, exchange.num_ranks, BEFORE), [])
+        for experts in (experts_of_rank(BEFORE, exchange.rank, exchange.num_ranks), [])
     )
     tables = tables_of(SHAPE, exchange.num_ranks, BEFORE, device)
     return PlacedExperts(tables, exchange.rank, own, shared, ReferenceBackend())

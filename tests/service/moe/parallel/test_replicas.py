@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from expertd.service.moe.parallel import Exchange, ParallelLayer
-from expertd.service.moe.parallel.replicas import ReplicaTables
+from expertd.service.moe.parallel.placed import ReplicaTables
 from expertd.service.moe.placement import Placement
-from expertd.service.moe.split import parts_of
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.parallel.calls import (
     BF16,
@@ -52,7 +51,7 @@ def test_the_replica_is_that_of_the_rule(by_row: bool) -> None:
         ids = torch.randint(-1, 10, (50, 4), generator=generator, dtype=torch.int32)
         first = int(torch.randint(0, 2**40, (), generator=generator))
         positions = first + torch.arange(50) * int(by_row)
-        tables = ReplicaTables(10, sorted(physical), [len(part) for part in parts_of(len(physical), 3)], CPU)
+        tables = ReplicaTables(10, sorted(physical), 3, CPU)
         tables.replace(physical)
         chosen = tables.choose(ids, positions)
         assert np.array_equal(chosen, chosen_replicas(placement, ids, positions))
@@ -63,7 +62,7 @@ def test_the_replica_is_that_of_the_rule(by_row: bool) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 3, 4, 7, 8, 16, 60, 64, 128, 256, 1024])
 def test_tokens_are_spread_evenly_whatever_their_stride(stride: int) -> None:
     for count in range(2, 9):
-        tables = ReplicaTables(2, [0] * count + [1], [count + 1], CPU)
+        tables = ReplicaTables(2, [0] * count + [1], 1, CPU)
         chosen = tables.choose(torch.zeros((2048, 1), dtype=torch.int32), torch.arange(2048) * stride)
         tokens = chosen.flatten().bincount(minlength=count)
         assert int(tokens.max()) <= 1.05 * 2048 / count, tokens
@@ -72,14 +71,12 @@ def test_tokens_are_spread_evenly_whatever_their_stride(stride: int) -> None:
 def test_ids_of_no_expert_have_no_replica() -> None:
     ids = torch.tensor([[-1, 99, 3, -(2**31)]], dtype=torch.int32)
     for physical in ([*range(10)], MIXED):
-        tables = ReplicaTables(10, physical, [len(physical)], CPU)
+        tables = ReplicaTables(10, physical, 1, CPU)
         assert tables.choose(ids, torch.tensor([5])).tolist() == [[-1, -1, physical.index(3), -1]]
 
 
 def test_placements_that_are_no_placements_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^slots: expected 3 in all, got 4$"):
-        ReplicaTables(3, [0, 1, 2], [2, 2], CPU)
-    tables = ReplicaTables(3, [0, 1, 2, 0], [2, 2], CPU)
+    tables = ReplicaTables(3, [0, 1, 2, 0], 2, CPU)
     for physical in ([0, 1, 2], [0, 1, 1, 0]):
         with pytest.raises(ValueError, match=r"^physical: expected 4 replicas of the same experts"):
             tables.replace(physical)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from expertd.service.moe.placement import Placement, contiguous_placement
-from expertd.service.moe.split import split_experts
+from expertd.service.moe.split import experts_of_rank
 
 # Four experts on three ranks, with 3, 2 and 2 slots.
 SLOTS = [0, 1, 2, 3, 0, 1, 0]
@@ -72,7 +72,8 @@ def test_the_static_placement_has_experts_in_order(
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(8, 2), (7, 3), (256, 32), (10, 4)])
 def test_the_static_placement_is_the_contiguous_split_of_layers(num_experts: int, num_ranks: int) -> None:
     placement = contiguous_placement(num_experts, num_ranks)
-    for rank, part in enumerate(split_experts(range(num_experts), num_ranks)):
+    for rank in range(num_ranks):
+        part = experts_of_rank(range(num_experts), rank, num_ranks)
         assert placement.experts_of_rank(rank).tolist() == list(part)
 
 
