@@ -1,7 +1,11 @@
-"""Makes plans from the loads of all models and has them carried out, on a thread of the front end."""
+"""Plans placements from the loads of all models, and carries them out while steps run.
+
+Weights move in slices between steps, then all ranks switch.
+"""
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,9 +16,12 @@ import numpy as np
 from expertd.service.engine.errors import DeviceLostError, PlacementRefusedError, SchedulerClosedError
 from expertd.service.engine.placement import PlacementState, PlanState
 from expertd.service.moe.placement import Placement, global_placement, plan_change
-from expertd.service.ranks.carrying import Carrier
-from expertd.service.ranks.loads import LoadWindow
-from expertd.service.ranks.placements import PlacementStore
+from expertd.service.moe.placement.rounds import Round, rounds
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import MATRICES
+from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.messages import Kind, MoveCommand
+from expertd.service.ranks.placement import LoadWindow, PlacementStore
 from expertd.service.ranks.setup import largest_expert
 from expertd.service.ranks.staging import Staging
 from expertd.service.ranks.supervisor import Supervisor
@@ -25,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 # Plans by themselves wait for as much load for each expert: with less, chance decides.
 _LEAST_LOAD = 16
+
+MOST_SECONDS = 1e-3
+"""What a step may wait for the slice before it."""
+
+_AIMED_SECONDS = 0.5 * MOST_SECONDS
+_FIRST_BYTES = _LEAST_BYTES = 64 * 1024
 
 Job = Callable[[], None]
 
@@ -144,17 +157,17 @@ class Balancer:
         self._pinned -= set(models)
         left = self._settings.placement.max_moves
         for model in sorted(models, key=lambda model: -self._imbalance(model)):  # the worst has most moves
-            old, loads = self._placements.get(model), self._loads[model].loads()[None]
+            old, loads = self._placements.get(model), self._loads[model].loads()
             if left == 0 or not loads.any():
                 continue
             new = global_placement(loads, old.num_ranks, old.num_physical)
             change = plan_change(old, new, loads, max_moves=left)
-            self._plans[model] = PlanState(float(change.before[0]), float(change.after[0]), change.moves)
+            self._plans[model] = PlanState(change.before, change.after, change.moves)
             if change.worthwhile:
                 left -= change.moves
                 self.is_moving = True
                 self._carrier.carry_out(group, model, self._settings.models[model].shape, change.placement)
-                plan = self._names[model], change.moves, change.before[0], change.after[0]
+                plan = self._names[model], change.moves, change.before, change.after
                 logger.info("model %s: moved %d experts, max/mean of ranks from %.3f to %.3f", *plan)
 
     def _pin(self, model: int, target: Placement) -> None:
@@ -167,21 +180,82 @@ class Balancer:
         logger.info("model %s: pinned the placement, moved %d experts", self._names[model], moves)
 
     def _imbalance(self, model: int) -> float:
-        return float(self._placements.get(model).imbalance(self._loads[model].loads()[None])[0])
+        return self._placements.get(model).imbalance(self._loads[model].loads())
 
     def _state(self, model: int) -> PlacementState:
         placement, loads = self._placements.get(model), self._loads[model].loads()
         return PlacementState(
-            ranks=[placement.experts_of_rank(0, rank).tolist() for rank in range(placement.num_ranks)],
+            ranks=[placement.experts_of_rank(rank).tolist() for rank in range(placement.num_ranks)],
             are_up=self._supervisor.are_up(),
             loads=loads.tolist(),
-            rank_loads=placement.load_by_rank(loads[None])[0].tolist(),
-            imbalance=float(placement.imbalance(loads[None])[0]),
+            rank_loads=placement.load_by_rank(loads).tolist(),
+            imbalance=placement.imbalance(loads),
             is_pinned=model in self._pinned,
             last_plan=self._plans[model],
             moves=self._carrier.moves[model],
             move_seconds=self._carrier.seconds[model],
         )
+
+
+class SliceSize:
+    """The bytes that move at once, from the time that slices took."""
+
+    def __init__(self) -> None:
+        self.num_bytes = _FIRST_BYTES
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """Aim at half of the time that is allowed; at most twice as many bytes as before."""
+        fitting = int(num_bytes * _AIMED_SECONDS / max(seconds, 1e-9))
+        self.num_bytes = max(_LEAST_BYTES, min(fitting, 2 * self.num_bytes))
+
+
+class Carrier:
+    """Carries out changes, one at a time. `moves` and `seconds` count over all of a model's.
+
+    region  see `MoveCommand`
+    """
+
+    def __init__(
+        self, placements: PlacementStore, num_models: int, stopped: Callable[[], bool], region: int
+    ) -> None:
+        self.moves = [0] * num_models
+        self.seconds = [0.0] * num_models
+        self._placements, self._stopped = placements, stopped
+        self._region = region
+        self._slice = SliceSize()
+        self._last = 0
+
+    def carry_out(self, group: RankGroup, model: int, shape: LayerShape, target: Placement) -> None:
+        """Go over to `target`, round by round; rounds that ended before an error are kept.
+
+        Raises DeviceLostError if a rank is lost, and SchedulerClosedError once `stopped` is true.
+        """
+        for each in rounds(self._placements.get(model), target):
+            began = time.perf_counter()
+            self._fetch(group, model, shape, each)
+            for matrix in range(len(MATRICES)):  # each of them may take as long as a slice
+                self._command(group, model, Kind.PREPARE, each, matrix)
+            self._command(group, model, Kind.SWITCH, each)
+            self._placements.set(group.generation, model, each.placement)
+            self.moves[model] += len(each.fetches)
+            self.seconds[model] += time.perf_counter() - began
+
+    def _fetch(self, group: RankGroup, model: int, shape: LayerShape, each: Round) -> None:
+        done = 0
+        while done < shape.expert_bytes:
+            end = min(done + self._slice.num_bytes, shape.expert_bytes)
+            seconds = self._command(group, model, Kind.FETCH, each, done, end)
+            self._slice.note(end - done, seconds)
+            done = end
+
+    def _command(
+        self, group: RankGroup, model: int, kind: Kind, each: Round, start: int = 0, end: int = 0
+    ) -> float:
+        if self._stopped():
+            raise SchedulerClosedError("the server is shutting down")
+        self._last += 1
+        command = MoveCommand(self._last, model, kind, each.fetches, start, end, self._region)
+        return group.move(self._last, command.packed())
 
 
 def pinned(present: Placement, ranks: Sequence[Sequence[int]]) -> Placement:
@@ -209,4 +283,4 @@ def pinned(present: Placement, ranks: Sequence[Sequence[int]]) -> Placement:
     if missing.size:
         expected = f"each of {present.num_experts} experts on a rank"
         raise PlacementRefusedError(f"ranks: expected {expected}, got none with expert {missing[0]}")
-    return Placement(held[None], present.num_experts, present.num_ranks)
+    return Placement(held, present.num_experts, present.num_ranks)

@@ -6,9 +6,8 @@ from contextlib import ExitStack
 from expertd.service.engine.layers import Cancelled, LoadCancelledError
 from expertd.service.engine.loading import Loaded
 from expertd.service.ranks.balancer import Balancer
-from expertd.service.ranks.loads import load_windows
 from expertd.service.ranks.partitions import RankPartitions
-from expertd.service.ranks.placements import PlacementStore
+from expertd.service.ranks.placement import PlacementStore, load_windows
 from expertd.service.ranks.recording import RankRecordings
 from expertd.service.ranks.runner import RankRunner, Steps
 from expertd.service.ranks.staging import MAX_SENT, Staging, staging_bytes

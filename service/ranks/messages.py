@@ -1,21 +1,31 @@
-"""What front end and ranks send each other: commands and ends of steps in rings, all else over a socket."""
+"""What front end and ranks send each other: commands and ends of steps in rings, all else over a socket.
+
+A command is a step, or a part of a change of placement, which all ranks carry out between the same two steps.
+What they say about that comes back over the socket, where it delays no step.
+"""
 
 import json
 import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from expertd.layout import Layout
+from expertd.service.moe.placement.rounds import Fetch
 from expertd.service.moe.request import FP8
 
 DATATYPES = ("BF16", "FP16", "FP32", FP8)  # FP8: of hidden states alone
 ID_DATATYPES = ("INT32", "INT64")
 ERROR_BYTES = 512
+NO_STEP = bytes(8)  # a step's command begins with its number, which is never 0
+MOVED = (
+    "moved"  # from a rank: a `MoveCommand`'s number, its seconds, and a sentence instead of "" if it failed
+)
 _MESSAGE_BYTES = 32768  # a set of partitions has the most: 32 names of 64 characters
 _MAX_TEXT = 600  # characters of an error in a message, each of up to 6 bytes
 _MAX_DESCRIPTORS = 4
@@ -27,6 +37,9 @@ _REQUEST = struct.Struct("<IBBBx5I5Q")
 # number, seconds, layout, bytes of the error, experts, empty slots
 _ENDED = struct.Struct("<QdIIII")
 _LAYOUTS = tuple(Layout)
+# 0, number, model, fetches, kind, start and end of the bytes, region
+_MOVE = struct.Struct("<QQIII4xQQQ")
+_FETCH = struct.Struct("<III4x")
 
 
 class Place(NamedTuple):
@@ -158,6 +171,59 @@ class StepEnd:
 def end_bytes(max_experts: int) -> int:
     """The most bytes of a step's end."""
     return _ENDED.size + ERROR_BYTES + 8 * max_experts
+
+
+class Kind(IntEnum):
+    """What ranks do with the experts of a round.
+
+    FETCH    send and receive bytes `start` to `end` of each
+    PREPARE  the matrix number `start` of each, for the switch
+    SWITCH   put them into their slots; all ranks use the new placement from here on
+    """
+
+    FETCH = 0
+    PREPARE = 1
+    SWITCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCommand:
+    """A part of a round.
+
+    region  of the memory that ranks fetch into, if they share it; see `SharedTransport`
+    """
+
+    number: int
+    model: int
+    kind: Kind
+    fetches: Sequence[Fetch]
+    start: int = 0
+    end: int = 0
+    region: int = 0
+
+    def packed(self) -> bytes:
+        count, span = len(self.fetches), (self.start, self.end)
+        head = _MOVE.pack(0, self.number, self.model, count, self.kind, *span, self.region)
+        return head + b"".join([_FETCH.pack(*fetch) for fetch in self.fetches])
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> "MoveCommand":
+        _, number, model, count, kind, start, end, region = _MOVE.unpack_from(data)
+        starts = range(_MOVE.size, _MOVE.size + count * _FETCH.size, _FETCH.size)
+        return cls(
+            number,
+            model,
+            Kind(kind),
+            [Fetch(*_FETCH.unpack_from(data, at)) for at in starts],
+            start,
+            end,
+            region,
+        )
+
+
+def move_bytes(num_ranks: int) -> int:
+    """The most bytes of a command: each rank fetches one expert at a time."""
+    return _MOVE.size + num_ranks * _FETCH.size
 
 
 def send(connection: socket.socket, *message: Any, descriptors: Sequence[int] = ()) -> None:

@@ -29,12 +29,10 @@ from expertd.service.moe.parallel import (
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.exchange_sizes import ExchangeSizes, most_tokens
-from expertd.service.ranks.messages import StepEnd, number_and_body
-from expertd.service.ranks.moves import MOVED, NO_STEP, MoveCommand
+from expertd.service.ranks.messages import MOVED, NO_STEP, MoveCommand, StepEnd, number_and_body
+from expertd.service.ranks.mover import RankPlacements, check_moves
 from expertd.service.ranks.own_steps import OwnStep, OwnSteps
-from expertd.service.ranks.placed import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
-from expertd.service.ranks.rules import check_moves
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
 from expertd.service.ranks.staging import MAX_RUNNING
 from expertd.service.settings.served import ModelSettings

@@ -16,8 +16,7 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.board import Board
 from expertd.service.ranks.link import Kind, Link
-from expertd.service.ranks.messages import StepCommand, StepEnd
-from expertd.service.ranks.moves import NO_STEP
+from expertd.service.ranks.messages import NO_STEP, StepCommand, StepEnd
 from expertd.service.ranks.packing import PackedStep, pack, unpack
 from expertd.service.ranks.recording import said
 from expertd.service.ranks.regions import MappedRegions

@@ -7,8 +7,7 @@ from enum import Enum
 from typing import IO, NamedTuple
 
 from expertd.service.ranks.meeting import Meeting
-from expertd.service.ranks.messages import end_bytes, step_bytes
-from expertd.service.ranks.moves import move_bytes
+from expertd.service.ranks.messages import end_bytes, move_bytes, step_bytes
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
 from expertd.service.ranks.staging import MAX_SENT
 from expertd.service.settings.model import Settings

@@ -13,7 +13,7 @@ from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
 from expertd.service.moe.needs import Needs
 from expertd.service.moe.placement import contiguous_placement
-from expertd.service.moe.split import split_experts
+from expertd.service.moe.split import experts_of_rank
 from expertd.service.ranks.exchange_sizes import exchange_bytes
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -54,11 +54,12 @@ def experts_of(settings: Settings, model: ModelSettings, rank: int) -> Sequence[
     """The routed experts of `model` that a rank holds at first, replicas included."""
     if settings.num_ranks == 1:
         return model.shape.held_experts
-    if settings.placement.policy is None:
-        return split_experts(model.shape.held_experts, settings.num_ranks)[rank]
-    slots = model.num_experts + settings.placement.replicas
-    placement = contiguous_placement(1, model.num_experts, settings.num_ranks, slots)
-    return [int(expert) for expert in placement.experts_of_rank(0, rank)]
+    physical: Sequence[int] = model.shape.held_experts
+    if settings.placement.policy is not None:
+        slots = model.num_experts + settings.placement.replicas
+        placement = contiguous_placement(model.num_experts, settings.num_ranks, slots)
+        physical = placement.physical_to_logical.tolist()
+    return experts_of_rank(physical, rank, settings.num_ranks)
 
 
 def free_bytes(settings: Settings, capabilities: Capabilities) -> list[int | None]:

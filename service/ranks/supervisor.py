@@ -10,7 +10,7 @@ from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.inbox import Inbox
 from expertd.service.ranks.meeting import listen_for_ranks, open_store
 from expertd.service.ranks.nodes import Nodes
-from expertd.service.ranks.placements import PlacementStore, group_store
+from expertd.service.ranks.placement import PlacementStore, group_store
 from expertd.service.ranks.present import PresentRanks
 from expertd.service.ranks.setup import RankSetup, Role
 from expertd.service.ranks.starting import LoadFailedError, share, start_ranks, wait_loaded

@@ -2,7 +2,7 @@
 
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange, ExchangeError
 from expertd.service.moe.parallel.layer import ParallelLayer
-from expertd.service.moe.parallel.placed import PlacedExperts, held_by
+from expertd.service.moe.parallel.placed import PlacedExperts
 from expertd.service.moe.parallel.symmetric_layer import SymmetricLayer
 from expertd.service.moe.parallel.torch_exchange import TorchExchange, join_group
 
@@ -15,6 +15,5 @@ __all__ = [
     "PlacedExperts",
     "SymmetricLayer",
     "TorchExchange",
-    "held_by",
     "join_group",
 ]

@@ -13,8 +13,7 @@ from expertd.kernels import Activation, Backend, HiddenStates, Routing, as_float
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer, tokens_per_expert
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange
-from expertd.service.moe.parallel.placed import PlacedExperts
-from expertd.service.moe.parallel.replicas import tables_of
+from expertd.service.moe.parallel.placed import PlacedExperts, tables_of
 from expertd.service.moe.parallel.shared_gate import gate_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights, cut, without_data
@@ -31,8 +30,8 @@ class ParallelLayer:
     routing   the router's rule; see `MoELayer`
     rule      what the experts compute
     exact     rows come home unreduced, one for each slot, at top_k times the memory and traffic
-    physical  the expert of each physical expert, rank after rank, as in `Placement`; None: those of
-              `split_experts`
+    physical  the expert of each physical expert, rank after rank, as in `Placement`; None: one replica
+              of each, in order
 
     Each rank routes its own tokens, sends each once to every rank that holds one of its experts, runs its
     experts on what arrives, and sends back one row for each of these tokens: the weighted sum over its

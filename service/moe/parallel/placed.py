@@ -1,4 +1,4 @@
-"""The experts of a layer on one rank: which they are, their weights as bytes, and going over to others."""
+"""The experts of a layer on its ranks: which one serves each slot of a token, a rank's weights, and moves."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,89 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import Backend, Quantized
-from expertd.service.moe.parallel.replicas import ReplicaTables
-from expertd.service.moe.split import part_of
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.split import experts_of_rank, parts_of
 from expertd.service.moe.weights import MATRICES, ExpertWeights, without_data
+
+# 2^32 divided by the golden ratio: its multiples spread evenly, however many there are.
+GOLDEN = 2654435769
+
+
+class ReplicaTables:
+    """The physical experts of a layer, rank after rank; their tensors keep their addresses when they change.
+
+    num_experts  E of the layer; an id of another expert, or of one without a physical expert, names none
+    physical     the expert of each physical expert
+    num_ranks    which hold `parts_of` them
+
+    places       int32 [physical experts], rank * 65536 + group there
+    """
+
+    def __init__(
+        self, num_experts: int, physical: Sequence[int], num_ranks: int, device: torch.device
+    ) -> None:
+        self.num_experts = num_experts
+        self.physical = list(physical)
+        self.slots_of_rank = parts_of(len(physical), num_ranks)
+        places = [rank << 16 | at for rank, part in enumerate(self.slots_of_rank) for at in range(len(part))]
+        # Slots that name no expert have number -1, the last of this table: no rank.
+        self._places = torch.tensor([*places, num_ranks << 16], dtype=torch.int32, device=device)
+        self.places = self._places[:-1]
+        most = len(physical) - len(set(physical)) + 1  # an expert has no more, with any placement
+        self._replicas = torch.full((num_experts + 1, most), -1, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+        self.replace(self.physical)
+
+    def replace(self, physical: Sequence[int]) -> None:
+        """Go over to another placement of the same size. Raises ValueError (name, expected, got)."""
+        if len(physical) != len(self.physical) or set(physical) != set(self.physical):
+            expected = f"{len(self.physical)} replicas of the same experts"
+            raise ValueError(f"physical: expected {expected}, got others")
+        replicas: list[list[int]] = [[] for _ in range(self.num_experts + 1)]
+        for number, expert in enumerate(physical):
+            replicas[expert].append(number)
+        most = self._replicas.shape[1]
+        table = [numbers + [-1] * (most - len(numbers)) for numbers in replicas]
+        self._replicas.copy_(torch.tensor(table, dtype=torch.int32))
+        self._counts.copy_(torch.tensor([len(numbers) for numbers in replicas]))
+        self.physical = list(physical)
+
+    def choose(self, topk_ids: Tensor, positions: Tensor) -> Tensor:
+        """The physical expert of each slot, int32 [T, top_k]; -1: none.
+
+        topk_ids   int32 [T, top_k]
+        positions  int64 [T]: a token's row in its step, or for all tokens the number of the step
+
+        Replica floor(count * h / 2^32) with h = (position + expert) * GOLDEN mod 2^32. It depends on nothing
+        else, so all ranks choose the same one. If the position is the row, a step's tokens are spread over
+        the replicas. If it is the number of the step, all tokens of one step use one replica: then a step
+        activates no more experts than without replicas, which suits decode.
+        """
+        known = (topk_ids >= 0) & (topk_ids < self.num_experts)
+        experts = torch.where(known, topk_ids, self.num_experts).to(torch.int64)
+        if self._replicas.shape[1] == 1:
+            return self._replicas[experts, 0]
+        mixed = (positions[:, None] + experts) * GOLDEN & 0xFFFFFFFF  # an overflow leaves these bits alone
+        return self._replicas[experts, mixed * self._counts[experts] >> 32]
+
+    def owners(self, physical: Tensor) -> Tensor:
+        """int64, the rank of each physical expert; the number of ranks for -1."""
+        return self._places[physical.to(torch.int64)].to(torch.int64) >> 16
+
+
+def tables_of(
+    shape: LayerShape, num_ranks: int, physical: Sequence[int] | None, device: torch.device
+) -> ReplicaTables:
+    """Those of a placement of all of the layer's experts; None: of one replica each. Raises ValueError."""
+    held = shape.held_experts
+    physical = held if physical is None else physical
+    if set(physical) != set(held):
+        different = sorted(set(physical) ^ set(held))[:4]
+        raise ValueError(f"physical: expected each expert of the layer and no other, got {different} wrong")
+    most = len(experts_of_rank(physical, 0, num_ranks))
+    if most > shape.num_experts:
+        raise ValueError(f"physical: expected at most {shape.num_experts} on a rank, got {most}")
+    return ReplicaTables(shape.num_experts, physical, num_ranks, device)
 
 
 class PlacedExperts:
@@ -20,7 +100,6 @@ class PlacedExperts:
     shared   the shared experts' part of the same tensors, which never changes
 
     slots    the numbers of the rank's physical experts
-    places   int32 [physical experts], rank * 65536 + group there
     experts  int64 [slots], the expert of each slot
     held     the same on the host
     """
@@ -35,10 +114,6 @@ class PlacedExperts:
     ) -> None:
         device = weights.router.device
         self.tables, self.slots = tables, tables.slots_of_rank[rank]
-        numbers = [at for part in tables.slots_of_rank for at in range(len(part))]
-        ranks = [rank for rank, part in enumerate(tables.slots_of_rank) for _ in part]
-        places = torch.tensor(ranks, dtype=torch.int32) << 16 | torch.tensor(numbers, dtype=torch.int32)
-        self.places = places.to(device)
         self.experts = torch.zeros(len(self.slots), dtype=torch.int64, device=device)
         self._weights, self._shared, self._backend = weights, shared, backend
         self._prepared: list[object] = [None] * len(MATRICES)
@@ -53,7 +128,7 @@ class PlacedExperts:
         )
 
     def begin_step(self, position: int, by_row: bool = True) -> None:
-        """Say where the next call's tokens are, as `choose_replicas` counts positions.
+        """Say where the next call's tokens are, as `ReplicaTables.choose` counts positions.
 
         position  of this rank's first token
         by_row    whether the others follow it; else all have this position, such as the step's number
@@ -107,9 +182,3 @@ class PlacedExperts:
     @staticmethod
     def _matrices(weights: ExpertWeights) -> tuple[Quantized, ...]:
         return tuple(getattr(weights, name) for name in MATRICES)
-
-
-def held_by(rank: int, num_ranks: int, physical: Sequence[int]) -> Sequence[int]:
-    """The experts of one rank's physical experts."""
-    part = part_of(len(physical), rank, num_ranks)
-    return physical[part.start : part.stop]

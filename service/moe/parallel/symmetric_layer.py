@@ -24,8 +24,7 @@ from expertd.kernels import (
 )
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.parallel.placed import PlacedExperts
-from expertd.service.moe.parallel.replicas import tables_of
+from expertd.service.moe.parallel.placed import PlacedExperts, tables_of
 from expertd.service.moe.parallel.shared_gate import gate_of
 from expertd.service.moe.parallel.torch_exchange import all_rows
 from expertd.service.moe.separate import rows_per_token, weighed_rows
@@ -43,7 +42,7 @@ class SymmetricLayer:
               row for each slot of each token, with a top_k of 1
     routing   the router's rule; see `MoELayer`
     rule      what the experts compute
-    physical  the expert of each physical expert, as in `ParallelLayer`; None: those of `split_experts`
+    physical  the expert of each physical expert, as in `ParallelLayer`
     overlap   lanes for calls that overlap, as `overlaps` decides by `overlap_mode`; None: none does. They are
               for layers on the whole GPU, not in a partition of it
 
@@ -106,7 +105,7 @@ class SymmetricLayer:
         """
         rows = tuple(count * self._each for count in counts)
         self.memory.check(rows)
-        self._tokens = RankTokens(rows, self.placed.places)
+        self._tokens = RankTokens(rows, self.placed.tables.places)
         self.rank_tokens = tuple(counts)
 
     def set_equal_token_counts(self, num_tokens: int) -> None:

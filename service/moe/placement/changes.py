@@ -3,13 +3,11 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from expertd.service.moe.placement.bounded import improve
-from expertd.service.moe.placement.checks import checked_loads, require
-from expertd.service.moe.placement.labels import keep_slots, match
-from expertd.service.moe.placement.packing import slot_mask, spread_slots
-from expertd.service.moe.placement.placement import Placement, rank_slots
+from expertd.service.moe.placement.placement import Floats, Ints, Placement, checked_loads, require
+from expertd.service.moe.placement.search import Search
+from expertd.service.moe.split import parts_of
 
 # A layer whose max/mean would fall by less stays as it is.
 LEAST_GAIN = 0.05
@@ -19,118 +17,132 @@ LEAST_GAIN = 0.05
 class Change:
     """A placement to go over to.
 
-    moves   experts that some rank must fetch, over all layers
-    before  max/mean of each layer with the old placement, float64 [num_layers]
+    moves   experts that some rank must fetch
+    before  max/mean with the old placement
     after   the same with the new one
     """
 
     placement: Placement
     moves: int
-    before: NDArray[np.float64]
-    after: NDArray[np.float64]
+    before: float
+    after: float
 
     @property
     def worthwhile(self) -> bool:
-        """Whether any layer changes; all that do gain at least 5%."""
+        """Whether it gains at least 5%; else it is none."""
         return self.moves > 0
 
 
 def count_moves(old: Placement, new: Placement) -> int:
-    """Physical experts, over all layers, whose rank did not hold their expert before."""
-    return int(_moved(old, new).sum())
+    """Physical experts whose rank did not hold their expert before."""
+    require_alike(old, new)
+    return int((~_held(old)[old.rank_of_slot(), new.physical_to_logical]).sum())
 
 
-def relabel(old: Placement, new: Placement, *, num_nodes: int = 1) -> Placement:
-    """`new` with its ranks renumbered, layer by layer, so that as few experts move as possible.
+def relabel(old: Placement, new: Placement) -> Placement:
+    """`new` with its ranks renumbered so that as few experts move as possible.
 
-    Nodes are renumbered as a whole, before the ranks of each, so that the groups of a node stay together.
     Experts that stay on a rank keep their slot. The loads of the ranks are the same, in another order.
     Raises ValueError (name, expected, got).
     """
-    _require_alike(old, new)
-    num_ranks = old.num_ranks
-    require(
-        "num_nodes", num_nodes >= 1 and num_ranks % num_nodes == 0, f"a divisor of {num_ranks}", num_nodes
-    )
-    capacity = rank_slots(old.num_physical, num_ranks)
-    uneven = num_nodes > 1 and old.num_physical % num_ranks
-    require("num_nodes", not uneven, "1 where ranks hold different numbers", num_nodes)
-    before = spread_slots(old.physical_to_logical, capacity)
-    after = spread_slots(new.physical_to_logical, capacity)
-    if num_nodes > 1:
-        shape = (old.num_layers, num_nodes, -1)
-        chosen = match(_kept(before.reshape(shape), after.reshape(shape), old.num_experts))
-        after = np.take_along_axis(after.reshape(shape), chosen[:, :, None], axis=1).reshape(after.shape)
-    shape = (old.num_layers * num_nodes, num_ranks // num_nodes, -1)
-    before, after = before.reshape(shape), after.reshape(shape)
-    kept = _kept(before, after, old.num_experts)
-    if num_nodes == 1:
-        # Ranks with more slots cannot take the place of ranks with fewer.
-        kept = np.where(capacity[:, None] == capacity, kept, -before.size)
-    after = np.take_along_axis(after, match(kept)[:, :, None], axis=1)
-    slots = keep_slots(before, after).reshape(old.num_layers, num_ranks, -1)
-    return replace(new, physical_to_logical=slots[:, slot_mask(capacity)])
+    require_alike(old, new)
+    parts = parts_of(old.num_physical, old.num_ranks)
+    comes = np.zeros((old.num_ranks, old.num_experts), np.int64)
+    np.add.at(comes, (new.rank_of_slot(), new.physical_to_logical), 1)
+    kept = _held(old).astype(np.int64) @ comes.T  # of each old rank, by the new rank in its place
+    # Ranks with more slots cannot take the place of ranks with fewer.
+    sizes = np.array([len(part) for part in parts])
+    chosen = _assign(np.where(sizes[:, None] == sizes, -kept, old.num_physical))
+    order = np.concatenate([np.array(parts[rank], np.int64) for rank in chosen])
+    return keep_slots(old, replace(new, physical_to_logical=new.physical_to_logical[order]))
 
 
-def plan_change(
-    old: Placement, new: Placement, loads: ArrayLike, *, max_moves: int | None = None, num_nodes: int = 1
-) -> Change:
-    """How to go from `old` to `new`, or part of the way: at most `max_moves` experts move, over all layers.
+def keep_slots(old: Placement, new: Placement) -> Placement:
+    """`new`, in which the experts that stay on a rank keep their slots. Raises ValueError."""
+    require_alike(old, new)
+    held = new.physical_to_logical.copy()
+    for part in parts_of(old.num_physical, old.num_ranks):
+        coming = held[part].tolist()
+        placed: list[int | None] = [None] * len(part)
+        for slot, expert in enumerate(old.physical_to_logical[part].tolist()):
+            if expert in coming:
+                coming.remove(expert)
+                placed[slot] = expert
+        held[part] = [coming.pop(0) if expert is None else expert for expert in placed]
+    return replace(new, physical_to_logical=held)
 
-    loads  [num_layers, num_experts], those that `new` was made for
 
-    Layers whose max/mean would fall by less than 5% keep their old placement. If more experts would move
-    than `max_moves` allows, `new` is left aside, and `old` is improved by the moves that gain most, one after
-    another, each within a node. Raises ValueError (name, expected, got).
+def plan_change(old: Placement, new: Placement, loads: ArrayLike, *, max_moves: int | None = None) -> Change:
+    """How to go from `old` to `new`, or part of the way: at most `max_moves` experts move.
+
+    loads  [num_experts], those that `new` was made for
+
+    Nothing changes if max/mean would fall by less than 5%. If more experts would move than `max_moves`
+    allows, `new` is left aside, and `old` is improved by the moves that gain most, one after another.
+    Raises ValueError (name, expected, got).
     """
     require("max_moves", max_moves is None or max_moves >= 0, "at least 0", max_moves)
     checked = checked_loads(loads)
     before = old.imbalance(checked)
-    change = _worthwhile(old, relabel(old, new, num_nodes=num_nodes), checked, before)
+    change = _worthwhile(old, relabel(old, new), checked, before)
     if max_moves is None or change.moves <= max_moves:
         return change
-    gaining = np.flatnonzero(change.after < before)
-    together, moves = improve(old, checked, gaining, max_moves, num_nodes)
-    change = _worthwhile(old, together, checked, before)
-    # Moves of layers that gained too little are left: each of these layers tries them alone.
-    alone = gaining[change.after[gaining] == before[gaining]] if moves == max_moves else gaining[:0]
-    for layer in alone[np.argsort(-before[alone], kind="stable")]:
-        left = max_moves - change.moves
-        improved, _ = improve(change.placement, checked, np.array([layer]), left, num_nodes)
-        change = _worthwhile(old, improved, checked, before)
-    return change
+    search = Search(old.physical_to_logical.copy(), old.rank_of_slot(), checked / (checked.max() or 1.0))
+    search.improve(max_moves)
+    return _worthwhile(old, replace(old, physical_to_logical=search.slots), checked, before)
 
 
-def _worthwhile(
-    old: Placement, new: Placement, loads: NDArray[np.float64], before: NDArray[np.float64]
-) -> Change:
-    """The change to `new` in those layers that gain enough."""
-    gains = new.imbalance(loads) <= before * (1 - LEAST_GAIN)
-    slots = np.where(gains[:, None], new.physical_to_logical, old.physical_to_logical)
-    placement = replace(new, physical_to_logical=slots)
-    return Change(placement, count_moves(old, placement), before, placement.imbalance(loads))
-
-
-def _require_alike(old: Placement, new: Placement) -> None:
-    for name in ("num_layers", "num_experts", "num_ranks", "num_physical"):
+def require_alike(old: Placement, new: Placement) -> None:
+    """Raises ValueError unless both are of one layer and as many ranks and physical experts."""
+    for name in ("num_experts", "num_ranks", "num_physical"):
         require(name, getattr(old, name) == getattr(new, name), f"{getattr(old, name)}", getattr(new, name))
 
 
-def _moved(old: Placement, new: Placement) -> NDArray[np.bool_]:
-    """Which physical experts of `new` their rank must fetch, bool [num_layers, num_physical]."""
-    _require_alike(old, new)
-    layers, ranks = np.arange(old.num_layers)[:, None], old.rank_of_slot()
-    held = np.zeros((old.num_layers, old.num_ranks, old.num_experts), dtype=np.bool_)
-    held[layers, ranks, old.physical_to_logical] = True
-    moved: NDArray[np.bool_] = ~held[layers, ranks, new.physical_to_logical]
-    return moved
+def _worthwhile(old: Placement, new: Placement, loads: Floats, before: float) -> Change:
+    after = new.imbalance(loads)
+    if after > before * (1 - LEAST_GAIN):
+        return Change(old, 0, before, before)
+    return Change(new, count_moves(old, new), before, after)
 
 
-def _kept(before: NDArray[np.int64], after: NDArray[np.int64], num_experts: int) -> NDArray[np.int64]:
-    """Experts that stay if a part of `after` takes the place of one of `before`: [rows, before, after]."""
-    rows, parts, _ = before.shape
-    held = np.zeros((rows, parts, num_experts + 1), dtype=np.float32)  # the last: no slot
-    held[np.arange(rows)[:, None, None], np.arange(parts)[:, None], before] = 1
-    comes = np.zeros_like(held)
-    np.add.at(comes, (np.arange(rows)[:, None, None], np.arange(parts)[:, None], after), 1)
-    return (held @ comes.transpose(0, 2, 1)).astype(np.int64)
+def _held(placement: Placement) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    """Whether each rank holds each expert, bool [num_ranks, num_experts]."""
+    held = np.zeros((placement.num_ranks, placement.num_experts), np.bool_)
+    held[placement.rank_of_slot(), placement.physical_to_logical] = True
+    return held
+
+
+def _assign(cost: Ints) -> Ints:
+    """The column of each row, all different, of least total cost.
+
+    The Hungarian method: shortest augmenting paths with prices.
+    """
+    size, far = len(cost), np.iinfo(np.int64).max
+    column_of, row_of = np.full(size, -1), np.full(size, -1)
+    row_price, column_price = cost.min(axis=1), np.zeros(size, dtype=np.int64)
+    for start in range(size):
+        distance = np.full(size, far)
+        open_distance = distance.copy()  # `far` also where a column is done
+        previous = np.zeros(size, dtype=np.int64)
+        done = np.zeros(size, dtype=np.bool_)
+        row, length, rows = start, 0, [start]
+        while row >= 0:
+            through = length + cost[row] - row_price[row] - column_price
+            shorter = (through < open_distance) & ~done
+            open_distance[shorter] = distance[shorter] = through[shorter]
+            previous[shorter] = row
+            column = int(open_distance.argmin())
+            length = int(distance[column])
+            done[column], open_distance[column] = True, far
+            row = int(row_of[column])
+            rows.append(row)
+        # Prices rise by what each row or column on the way lies below the path's length.
+        column_price[done] += distance[done] - length
+        row_price[start] += length
+        matched = np.array(rows[1:-1], dtype=np.int64)
+        row_price[matched] += length - distance[column_of[matched]]
+        while row != start:
+            row = int(previous[column])
+            row_of[column] = row
+            column_of[row], column = column, int(column_of[row])
+    return column_of

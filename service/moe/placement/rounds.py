@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from expertd.service.moe.placement.checks import require
-from expertd.service.moe.placement.labels import keep_slots
-from expertd.service.moe.placement.packing import slot_mask, spread_slots
-from expertd.service.moe.placement.placement import Placement, rank_slots
+from expertd.service.moe.placement.changes import keep_slots
+from expertd.service.moe.placement.placement import Placement
 
 
 class Fetch(NamedTuple):
@@ -41,25 +39,16 @@ class _Edge(NamedTuple):
     same: bool
 
 
-def keep_places(old: Placement, new: Placement) -> Placement:
-    """`new`, in which the experts that stay on a rank keep their slots. Raises ValueError."""
-    for name in ("num_layers", "num_experts", "num_ranks", "num_physical"):
-        require(name, getattr(old, name) == getattr(new, name), f"{getattr(old, name)}", getattr(new, name))
-    capacity = rank_slots(old.num_physical, old.num_ranks)
-    before, after = (spread_slots(p.physical_to_logical, capacity) for p in (old, new))
-    return replace(new, physical_to_logical=keep_slots(before, after)[:, slot_mask(capacity)])
-
-
 def rounds(old: Placement, new: Placement) -> list[Round]:
-    """The way from `old` to `new`, both of one layer. Each rank's experts are those of `new` at its end,
-    perhaps in other slots. Raises ValueError (name, expected, got).
+    """The way from `old` to `new`. Each rank's experts are those of `new` at its end, perhaps in other slots.
+
+    Raises ValueError (name, expected, got).
 
     In each round some ranks form rings: each gives up one expert and gets one, either what its neighbour
     gives up, or a replica whose like remains elsewhere. So no expert is ever without a replica, and one
     expert's memory beside its own is all that a rank needs.
     """
-    require("num_layers", old.num_layers == 1, "1", old.num_layers)
-    wanted = keep_places(old, new)
+    wanted = keep_slots(old, new)
     packed: list[list[list[_Edge]]] = []
     busy: list[set[int]] = []
     for ring in _rings(_edges(old, wanted)):
@@ -76,7 +65,7 @@ def rounds(old: Placement, new: Placement) -> list[Round]:
         fetches = [fetch for ring in rings for fetch in _fetches(placement, ring)]
         held = placement.physical_to_logical.copy()
         for fetch in fetches:
-            held[0, fetch.slot] = fetch.expert
+            held[fetch.slot] = fetch.expert
         placement = replace(placement, physical_to_logical=held)
         made.append(Round(fetches, placement))
     return made
@@ -84,7 +73,7 @@ def rounds(old: Placement, new: Placement) -> list[Round]:
 
 def _edges(old: Placement, new: Placement) -> dict[int, list[_Edge]]:
     """What each rank gives up, by rank. Every rank gives up as many experts as it gets."""
-    before, after = old.physical_to_logical[0], new.physical_to_logical[0]
+    before, after = old.physical_to_logical, new.physical_to_logical
     rank_of = old.rank_of_slot()
     leaving, coming = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for slot in np.flatnonzero(before != after).tolist():
@@ -124,6 +113,7 @@ def _fetches(placement: Placement, ring: Sequence[_Edge]) -> Iterator[Fetch]:
     """Those of a ring: what an edge brings takes the slot that the next edge frees."""
     rank_of = placement.rank_of_slot()
     freed = {int(rank_of[edge.slot]): edge.slot for edge in ring}
+    held = placement.physical_to_logical.tolist()
     for edge in ring:
-        source = edge.slot if edge.same else int(placement.logical_to_physical[0, edge.expert, 0])
+        source = edge.slot if edge.same else held.index(edge.expert)
         yield Fetch(freed[edge.to], edge.expert, source)

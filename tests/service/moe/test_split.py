@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from expertd.service.moe.split import split_experts
+from expertd.service.moe.split import experts_of_rank
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ from expertd.service.moe.split import split_experts
     ],
 )
 def test_the_first_ranks_have_one_more(held: range, num_ranks: int, expected: list[range]) -> None:
-    assert split_experts(held, num_ranks) == expected
+    assert [experts_of_rank(held, rank, num_ranks) for rank in range(num_ranks)] == expected
 
 
 @pytest.mark.parametrize("num_ranks", [0, 4])
 def test_each_rank_must_hold_an_expert(num_ranks: int) -> None:
     expected = f"num_ranks: expected 1 to 3, one expert for each, got {num_ranks}"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        split_experts(range(4, 7), num_ranks)
+        experts_of_rank(range(4, 7), 0, num_ranks)

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from expertd.kernels import Quantized
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.service.moe.parallel import Exchange, PlacedExperts, held_by
-from expertd.service.moe.parallel.replicas import tables_of
+from expertd.service.moe.parallel import Exchange, PlacedExperts
+from expertd.service.moe.parallel.placed import tables_of
 from expertd.service.moe.placement import Placement
 from expertd.service.moe.placement.rounds import rounds
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.split import experts_of_rank
 from expertd.service.moe.weights import ExpertWeights
+from expertd.service.ranks.messages import Kind, MoveCommand
 from expertd.service.ranks.mover import Mover
-from expertd.service.ranks.moves import Kind, MoveCommand
-from expertd.service.ranks.peer_transport import PeerTransport
-from expertd.service.ranks.transport import TorchTransport, Transport
+from expertd.service.ranks.transport import PeerTransport, TorchTransport, Transport
 from tests.service.moe.parallel.cases import part_of, weights_of
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=10, top_k=3)
@@ -34,9 +34,7 @@ def run_moves(
     experts = _experts(exchange, seed, device)
     mover = Mover(exchange.rank, [experts], transport)
     transport.connect()
-    old, new = (
-        Placement(np.array([held]), SHAPE.num_experts, exchange.num_ranks) for held in (BEFORE, AFTER)
-    )
+    old, new = (Placement(np.array(held), SHAPE.num_experts, exchange.num_ranks) for held in (BEFORE, AFTER))
     made = rounds(old, new)
     for each in made:
         commands = [
@@ -49,8 +47,8 @@ def run_moves(
             dist.barrier()  # the front end waits for all ranks after each command
     physical = experts.tables.physical
     for rank in range(exchange.num_ranks):
-        held = held_by(rank, exchange.num_ranks, physical)
-        assert sorted(held) == sorted(new.experts_of_rank(0, rank))
+        held = experts_of_rank(physical, rank, exchange.num_ranks)
+        assert sorted(held) == sorted(new.experts_of_rank(rank))
     weights = weights_of(SHAPE, seed)
     wrong = [slot for slot in experts.slots if not _is(experts.expert_bytes(slot), weights, physical[slot])]
     return len(made), wrong
@@ -69,7 +67,7 @@ def _experts(exchange: Exchange, seed: int, device: torch.device) -> PlacedExper
     whole, held = weights_of(SHAPE, seed), SHAPE.held_experts
     own, shared = (
         _on(device, part_of(whole, held, experts, 0))
-        for experts in (held_by(exchange.rank, exchange.num_ranks, BEFORE), [])
+        for experts in (experts_of_rank(BEFORE, exchange.rank, exchange.num_ranks), [])
     )
     tables = tables_of(SHAPE, exchange.num_ranks, BEFORE, device)
     return PlacedExperts(tables, exchange.rank, own, shared, ReferenceBackend())

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from expertd.service.engine.layers import weights_of
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.meeting import Meeting
-from expertd.service.ranks.placed import RankPlacements
+from expertd.service.ranks.mover import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup
 from expertd.service.settings.model import Settings

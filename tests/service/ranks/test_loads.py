@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from expertd.service.moe.placement.rounds import Fetch
-from expertd.service.ranks.carrying import SliceSize
-from expertd.service.ranks.loads import LoadWindow
-from expertd.service.ranks.messages import StepCommand
-from expertd.service.ranks.moves import NO_STEP, Kind, MoveCommand, move_bytes
+from expertd.service.ranks.balancer import SliceSize
+from expertd.service.ranks.messages import NO_STEP, Kind, MoveCommand, StepCommand, move_bytes
+from expertd.service.ranks.placement import LoadWindow
 
 
 def tokens(*counts: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -11,12 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.moe.placement import Placement, choose_replicas
+from expertd.service.moe.placement import Placement
 from expertd.service.moe.placement.rounds import Fetch
-from expertd.service.ranks import carrying
+from expertd.service.ranks import balancer
 from expertd.service.ranks.balancer import Balancer
-from expertd.service.ranks.moves import Kind, MoveCommand
+from expertd.service.ranks.messages import Kind, MoveCommand
 from tests.service.apps import Serving, error_of, output_of, rows, tiny_settings
+from tests.service.moe.placement.greedy import chosen_replicas
 from tests.service.ranks.placing import (
     EXPERTS,
     ONE_EACH,
@@ -55,8 +56,8 @@ async def test_answers_keep_their_bits_across_changes_under_traffic() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_rank_that_is_killed_during_a_move(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost or wrong, and the ranks come back with the placement that the server shows."""
-    monkeypatch.setattr(carrying.SliceSize, "note", lambda *_: None)
-    monkeypatch.setattr(carrying, "_FIRST_BYTES", 1024)  # so that there is time to kill
+    monkeypatch.setattr(balancer.SliceSize, "note", lambda *_: None)
+    monkeypatch.setattr(balancer, "_FIRST_BYTES", 1024)  # so that there is time to kill
     settings = tiny_settings(ONE_EACH, ranks=2, models=[{**SMALL, "num_experts": EXPERTS}], placement=STATIC)
     backwards = [[*range(63, 31, -1), *range(4)], [*range(31, -1, -1), *range(4)]]
     pin = {"action": "pin", "model": "tiny", "ranks": backwards}
@@ -93,11 +94,11 @@ async def test_a_move_that_fails_on_one_rank_starts_all_again(caplog: pytest.Log
         assert caplog.messages == ["model tiny: pinned the placement, moved 2 experts"]
         expected = await output_for(server, rows(3))
         assert server.app.engine.loaded is not None
-        balancer = server.app.engine.loaded.placements
-        assert isinstance(balancer, Balancer)
+        changes = server.app.engine.loaded.placements
+        assert isinstance(changes, Balancer)
         wrong = MoveCommand(9, 0, Kind.PREPARE, [Fetch(0, 1, 1)], start=7)  # there is no matrix 7
         with pytest.raises(DeviceLostError, match="rank 0: moving experts failed: "):
-            await asyncio.to_thread(balancer._supervisor.group().move, 9, wrong.packed())
+            await asyncio.to_thread(changes._supervisor.group().move, 9, wrong.packed())
         await until(lambda: server.app.engine.why_not_ready() is not None)
         for body in ({"action": "rebalance"}, {"action": "pin", "model": "tiny", "ranks": halves[::-1]}):
             refused = await server.http.post("/v1/placement", json=body)
@@ -118,8 +119,8 @@ async def check_tokens_of_ranks(server: Serving, ids: NDArray[np.int32], layer: 
         return [server.metric("rank_expert_tokens_total", rank=rank) for rank in "01"]
 
     experts = [expert for rank in layer["ranks"] for expert in rank["experts"]]
-    placed = Placement(np.array([experts]), EXPERTS, 2)
-    chosen = choose_replicas(placed, 0, ids, np.arange(len(ids)))
+    placed = Placement(np.array(experts), EXPERTS, 2)
+    chosen = chosen_replicas(placed, ids, np.arange(len(ids)))
     expected = np.bincount(placed.rank_of_slot()[chosen].ravel(), minlength=2)
     before = counts()
     output_of(await server.infer(*routed(ids)))

@@ -134,12 +134,12 @@ async def test_wrong_requests_change_nothing() -> None:
 
 
 def test_what_a_plan_has_made_can_be_pinned() -> None:
-    made = global_placement([[8.0, 8.0, 2.0]], 2, 4)
-    ranks = [made.experts_of_rank(0, rank).tolist() for rank in range(2)]
+    made = global_placement([8.0, 8.0, 2.0], 2, 4)
+    ranks = [made.experts_of_rank(rank).tolist() for rank in range(2)]
     assert ranks == [[1, 2], [0, 0]], "as DeepSeek's rules have it: the spare replica is beside the first"
-    wanted = pinned(contiguous_placement(1, 3, 2, 4), ranks)
+    wanted = pinned(contiguous_placement(3, 2, 4), ranks)
     assert (wanted.physical_to_logical == made.physical_to_logical).all()
-    assert wanted.load_by_rank([[8.0, 8.0, 2.0]]).tolist() == [[10.0, 8.0]]
+    assert wanted.load_by_rank([8.0, 8.0, 2.0]).tolist() == [10.0, 8.0]
 
 
 async def test_servers_whose_placement_is_fixed_say_so() -> None:

@@ -8,8 +8,8 @@ import pytest
 from expertd.backends import BACKENDS
 from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.moe.needs import weights_bytes
-from expertd.service.moe.parallel.placed import held_by
 from expertd.service.moe.placement import contiguous_placement
+from expertd.service.moe.split import experts_of_rank
 from expertd.service.ranks import shares as module
 from expertd.service.ranks.exchange_sizes import ExchangeSizes, exchange_bytes
 from expertd.service.ranks.shares import (
@@ -131,10 +131,10 @@ def test_ranks_hold_what_the_arithmetic_says(changes: dict[str, Any]) -> None:
     settings = Settings.model_validate({"models": [model], "backend": "reference"} | changes)
     ranks, physical = settings.num_ranks, list(range(8))
     if settings.placement.policy is not None:
-        placement = contiguous_placement(1, 8, ranks, 8 + settings.placement.replicas)
-        physical = placement.physical_to_logical[0].tolist()
+        placement = contiguous_placement(8, ranks, 8 + settings.placement.replicas)
+        physical = placement.physical_to_logical.tolist()
     held = [list(experts_of(settings, settings.models[0], rank)) for rank in range(ranks)]
-    assert held == [list(held_by(rank, ranks, physical)) for rank in range(ranks)]
+    assert held == [list(experts_of_rank(physical, rank, ranks)) for rank in range(ranks)]
     assert set().union(*held) == set(range(8))
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,9 +13,8 @@ from expertd.kernels import Activation, Backend, ExpertBiases, HiddenStates, Qua
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
-from expertd.service.moe.placement import Placement
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.split import split_experts
+from expertd.service.moe.split import experts_of_rank
 from expertd.service.moe.weights import MATRICES, ExpertWeights, random_weights
 
 Given = tuple[Tensor, Tensor]
@@ -103,10 +101,7 @@ def part_of(weights: ExpertWeights, held: range, own: Sequence[int], num_shared:
 def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
     """This rank's part of a case's layer."""
     held = case.shape.held_experts
-    own: Sequence[int] = split_experts(held, exchange.num_ranks)[exchange.rank]
-    if case.physical is not None:
-        placement = Placement(np.array([case.physical]), case.shape.num_experts, exchange.num_ranks)
-        own = placement.experts_of_rank(0, exchange.rank).tolist()
+    own = experts_of_rank(case.physical or held, exchange.rank, exchange.num_ranks)
     whole = weights_of(case.shape, case.seed, case.gated, case.biased)
     weights = part_of(whole, held, own, case.shape.num_shared_experts)
     backend = BACKENDS[case.backend]
@@ -153,7 +148,9 @@ def run_parts(exchange: Exchange, case: Case, num_ranks: int) -> list[Tensor]:
     """float32 outputs for all tokens: of each rank's experts alone, then of each shared expert alone."""
     whole, backend = weights_of(case.shape, case.seed), BACKENDS[case.backend]
     held, outputs = case.shape.held_experts, []
-    for own in split_experts(held, num_ranks):
+    for rank in range(num_ranks):
+        own = experts_of_rank(held, rank, num_ranks)
+        assert isinstance(own, range)
         shape = replace(case.shape, local_experts=own, num_shared_experts=0)
         layer = MoELayer(shape, part_of(whole, held, own, 0), backend)
         outputs.append(layer(case.all_tokens, *case.all_given))

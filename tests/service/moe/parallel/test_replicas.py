@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from expertd.service.moe.parallel import Exchange, ParallelLayer
-from expertd.service.moe.parallel.replicas import ReplicaTables
-from expertd.service.moe.placement import Placement, choose_replicas
-from expertd.service.moe.placement.placement import rank_slots
+from expertd.service.moe.parallel.placed import ReplicaTables
+from expertd.service.moe.placement import Placement
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.parallel.calls import (
     BF16,
@@ -27,6 +26,7 @@ from tests.service.moe.parallel.calls import (
 )
 from tests.service.moe.parallel.cases import BACKENDS, Case, call, parallel_layer, run_case, weights_of
 from tests.service.moe.parallel.ranks import Ranks
+from tests.service.moe.placement.greedy import chosen_replicas
 from tests.service.moe.reference_layer import assert_close
 
 COUNTS = (5, 0, 17)
@@ -47,29 +47,36 @@ def test_the_replica_is_that_of_the_rule(by_row: bool) -> None:
     generator = fresh_generator()
     for seed in range(20):
         physical = random_physical(10 + seed, seed)
-        placement = Placement(np.array([physical]), 10, 3)
+        placement = Placement(np.array(physical), 10, 3)
         ids = torch.randint(-1, 10, (50, 4), generator=generator, dtype=torch.int32)
         first = int(torch.randint(0, 2**40, (), generator=generator))
         positions = first + torch.arange(50) * int(by_row)
-        tables = ReplicaTables(10, sorted(physical), rank_slots(len(physical), 3).tolist(), CPU)
+        tables = ReplicaTables(10, sorted(physical), 3, CPU)
         tables.replace(physical)
         chosen = tables.choose(ids, positions)
-        assert np.array_equal(chosen, choose_replicas(placement, 0, ids.numpy(), positions.numpy()))
+        assert np.array_equal(chosen, chosen_replicas(placement, ids, positions))
         ranks = np.append(placement.rank_of_slot(), 3)
         assert np.array_equal(tables.owners(chosen), ranks[chosen.numpy()])
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4, 7, 8, 16, 60, 64, 128, 256, 1024])
+def test_tokens_are_spread_evenly_whatever_their_stride(stride: int) -> None:
+    for count in range(2, 9):
+        tables = ReplicaTables(2, [0] * count + [1], 1, CPU)
+        chosen = tables.choose(torch.zeros((2048, 1), dtype=torch.int32), torch.arange(2048) * stride)
+        tokens = chosen.flatten().bincount(minlength=count)
+        assert int(tokens.max()) <= 1.05 * 2048 / count, tokens
 
 
 def test_ids_of_no_expert_have_no_replica() -> None:
     ids = torch.tensor([[-1, 99, 3, -(2**31)]], dtype=torch.int32)
     for physical in ([*range(10)], MIXED):
-        tables = ReplicaTables(10, physical, [len(physical)], CPU)
+        tables = ReplicaTables(10, physical, 1, CPU)
         assert tables.choose(ids, torch.tensor([5])).tolist() == [[-1, -1, physical.index(3), -1]]
 
 
 def test_placements_that_are_no_placements_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^slots: expected 3 in all, got 4$"):
-        ReplicaTables(3, [0, 1, 2], [2, 2], CPU)
-    tables = ReplicaTables(3, [0, 1, 2, 0], [2, 2], CPU)
+    tables = ReplicaTables(3, [0, 1, 2, 0], 2, CPU)
     for physical in ([0, 1, 2], [0, 1, 1, 0]):
         with pytest.raises(ValueError, match=r"^physical: expected 4 replicas of the same experts"):
             tables.replace(physical)
@@ -84,9 +91,9 @@ def test_a_placement_with_replicas_computes_the_layer(ranks: Ranks, exact: bool,
     ids = case.all_given[0].numpy()
     counted = np.sum([tokens for _, tokens, _ in results], axis=0)
     assert np.array_equal(counted, np.bincount(ids[ids >= 0], minlength=10)), "each expert's tokens, once"
-    placement = Placement(np.array([MIXED]), 10, 3)
+    placement = Placement(np.array(MIXED), 10, 3)
     positions = np.arange(len(ids)) if by_row else np.full(len(ids), 7)
-    chosen = choose_replicas(placement, 0, ids, positions)
+    chosen = chosen_replicas(placement, ids, positions)
     for rank, (_, tokens, _) in enumerate(results):
         here = ids[(chosen >= 0) & (np.append(placement.rank_of_slot(), -1)[chosen] == rank)]
         assert np.array_equal(tokens, np.bincount(here, minlength=10)), rank

@@ -15,7 +15,7 @@ from expertd.service.moe.parallel import SymmetricLayer, TorchExchange
 from expertd.service.moe.parallel.torch_exchange import all_rows
 from expertd.service.moe.separate import rows_per_token
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.split import split_experts
+from expertd.service.moe.split import experts_of_rank
 from tests.kernels.helpers import diff
 from tests.service.moe.parallel.calls import GROUPS, SHARED, alone, checked, make_case, make_routing
 from tests.service.moe.parallel.cases import Case, part_of, weights_of
@@ -55,7 +55,7 @@ class _Exchanging(ReferenceBackend):
 def _run(exchange: TorchExchange, case: Case) -> tuple[Tensor, list[int]]:
     """This rank's output, and its tokens per expert."""
     whole, held = weights_of(case.shape, case.seed, case.gated, case.biased), case.shape.held_experts
-    own = split_experts(held, exchange.num_ranks)[exchange.rank]
+    own = experts_of_rank(held, exchange.rank, exchange.num_ranks)
     slots = case.shape.top_k // rows_per_token(case.shape.top_k, case.rule)
     memory: Any = SimpleNamespace(
         num_ranks=exchange.num_ranks, rank=exchange.rank, group=exchange._group,

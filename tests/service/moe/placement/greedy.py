@@ -1,9 +1,9 @@
-"""DeepSeek's EPLB by its published description, slow and simple, and loads to compare placements on."""
+"""DeepSeek's EPLB and the rule of replicas by their descriptions, slow and simple; loads to compare on."""
 
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from expertd.service.moe.placement import Placement
 
@@ -22,8 +22,8 @@ LOADS: dict[str, Callable[[np.random.Generator, int], Floats]] = {
 }
 
 
-def draw(name: str, rng: np.random.Generator, num_layers: int, num_experts: int) -> Floats:
-    return np.stack([LOADS[name](rng, num_experts) for _ in range(num_layers)])
+def draw(name: str, rng: np.random.Generator, num_experts: int) -> Floats:
+    return LOADS[name](rng, num_experts)
 
 
 def greedy_global(loads: Floats, num_ranks: int, num_physical: int) -> float:
@@ -34,48 +34,43 @@ def greedy_global(loads: Floats, num_ranks: int, num_physical: int) -> float:
         counts[most] += 1
     replicas = [loads[e] / counts[e] for e in range(len(loads)) for _ in range(counts[e])]
     base, more = divmod(num_physical, num_ranks)
-    return max(sum(rank) for rank in _pack(replicas, [base + (r < more) for r in range(num_ranks)])[1])
+    return max(sum(rank) for rank in _pack(replicas, [base + (r < more) for r in range(num_ranks)]))
 
 
-def greedy_hierarchical(
-    loads: Floats, num_ranks: int, num_physical: int, num_nodes: int, num_groups: int
-) -> float:
-    """The largest load of a rank, for one layer [num_experts]."""
-    groups = loads.reshape(num_groups, -1)
-    nodes, _ = _pack([float(load) for load in groups.sum(axis=1)], [num_groups // num_nodes] * num_nodes)
-    return max(
-        greedy_global(groups[node].ravel(), num_ranks // num_nodes, num_physical // num_nodes)
-        for node in nodes
-    )
-
-
-def _pack(weights: list[float], capacity: list[int]) -> tuple[list[list[int]], list[list[float]]]:
-    """The heaviest first, each to the lightest pack with room: the items of each pack, and their weights."""
-    items: list[list[int]] = [[] for _ in capacity]
+def _pack(weights: list[float], capacity: list[int]) -> list[list[float]]:
+    """The heaviest first, each to the lightest pack with room: the weights of each pack."""
     packed: list[list[float]] = [[] for _ in capacity]
     sums = [0.0] * len(capacity)
-    for item in sorted(range(len(weights)), key=lambda i: -weights[i]):
-        room = [p for p in range(len(capacity)) if len(items[p]) < capacity[p]]
-        pack = min(room, key=lambda p: sums[p])
-        items[pack].append(item)
-        packed[pack].append(weights[item])
-        sums[pack] += weights[item]
-    return items, packed
+    for weight in sorted(weights, reverse=True):
+        pack = min((p for p in range(len(capacity)) if len(packed[p]) < capacity[p]), key=lambda p: sums[p])
+        packed[pack].append(weight)
+        sums[pack] += weight
+    return packed
 
 
 def repeated(placement: Placement) -> int:
     """Physical experts whose rank holds the same expert in another slot."""
-    held = [
-        placement.experts_of_rank(layer, rank)
-        for layer in range(placement.num_layers)
-        for rank in range(placement.num_ranks)
-    ]
+    held = [placement.experts_of_rank(rank) for rank in range(placement.num_ranks)]
     return sum(len(experts) - len(set(experts.tolist())) for experts in held)
 
 
-def by_rank(placement: Placement) -> list[list[list[int]]]:
-    """The sorted experts of each rank of each layer."""
-    return [
-        [sorted(placement.experts_of_rank(layer, rank).tolist()) for rank in range(placement.num_ranks)]
-        for layer in range(placement.num_layers)
+def by_rank(placement: Placement) -> list[list[int]]:
+    """The sorted experts of each rank."""
+    return [sorted(placement.experts_of_rank(rank).tolist()) for rank in range(placement.num_ranks)]
+
+
+def chosen_replicas(placement: Placement, topk_ids: ArrayLike, positions: ArrayLike) -> NDArray[np.int64]:
+    """The physical expert of each pair by the rule of docs/internals/placement.md, in Python's integers."""
+    held = placement.physical_to_logical.tolist()
+    replicas = [
+        [slot for slot, other in enumerate(held) if other == expert]
+        for expert in range(placement.num_experts)
     ]
+
+    def replica(position: int, expert: int) -> int:
+        count, mixed = len(replicas[expert]), (position + expert) * 2654435769 % 2**32
+        return replicas[expert][count * mixed // 2**32]
+
+    rows = zip(np.asarray(topk_ids).tolist(), np.asarray(positions).tolist(), strict=True)
+    chosen = [[replica(position, e) if e >= 0 else -1 for e in experts] for experts, position in rows]
+    return np.array(chosen, np.int64)

@@ -10,15 +10,14 @@ from expertd.service.moe.placement import (
     Placement,
     count_moves,
     global_placement,
-    hierarchical_placement,
     relabel,
 )
 from tests.service.moe.placement.greedy import by_rank, draw
 
 
 def slots(*ranks: list[int], num_experts: int) -> Placement:
-    """One layer by the experts of each rank."""
-    return Placement(np.concatenate(ranks)[None], num_experts, len(ranks))
+    """A placement by the experts of each rank."""
+    return Placement(np.concatenate(ranks), num_experts, len(ranks))
 
 
 def test_only_experts_that_a_rank_lacks_move() -> None:
@@ -33,66 +32,41 @@ def test_renumbered_ranks_keep_their_experts_and_slots() -> None:
     old = slots([0, 1, 2], [3, 4, 5], [6, 7, 0], num_experts=8)
     new = slots([6, 0, 7], [2, 0, 3], [5, 1, 4], num_experts=8)
     found = relabel(old, new)
-    assert found.physical_to_logical.tolist() == [[0, 3, 2, 1, 4, 5, 6, 7, 0]]
+    assert found.physical_to_logical.tolist() == [0, 3, 2, 1, 4, 5, 6, 7, 0]
     assert count_moves(old, found) == 2
 
 
 def test_few_ranks_are_renumbered_as_well_as_possible() -> None:
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        old, new = (global_placement(draw("lognormal", rng, 1, 12), 4, 16) for _ in range(2))
+        old, new = (global_placement(draw("lognormal", rng, 12), 4, 16) for _ in range(2))
         ranks = new.physical_to_logical.reshape(4, 4)
-        every = (ranks[list(order)].reshape(1, -1) for order in permutations(range(4)))
+        every = (ranks[list(order)].ravel() for order in permutations(range(4)))
         best = min(count_moves(old, replace(new, physical_to_logical=order)) for order in every)
         found = relabel(old, new)
         assert count_moves(old, found) == best, f"seed {seed}"
-        assert sorted(by_rank(found)[0]) == sorted(by_rank(new)[0])
+        assert sorted(by_rank(found)) == sorted(by_rank(new))
 
 
 @pytest.mark.parametrize(("num_ranks", "num_physical"), [(32, 288), (7, 290), (1, 260)])
 def test_a_shuffled_placement_is_recognised(num_ranks: int, num_physical: int) -> None:
     rng = np.random.default_rng(0)
-    old = global_placement(draw("lognormal", rng, 6, 256), num_ranks, num_physical)
-    shuffled = old.physical_to_logical.copy()
-    spare = num_physical % num_ranks
-    for layer in shuffled:
-        ranks = [layer[old.slots_of_rank(rank)].copy() for rank in range(num_ranks)]
+    for _ in range(6):
+        old = global_placement(draw("lognormal", rng, 256), num_ranks, num_physical)
+        spare = num_physical % num_ranks
+        ranks = [old.experts_of_rank(rank) for rank in range(num_ranks)]
         # Only ranks of equally many slots can take each other's place.
         order = [*rng.permutation(spare), *(spare + rng.permutation(num_ranks - spare))]
-        layer[:] = np.concatenate([rng.permutation(ranks[rank]) for rank in order])
-    new = replace(old, physical_to_logical=shuffled)
-    found = relabel(old, new)
-    assert count_moves(old, found) == 0
-    assert (found.physical_to_logical == old.physical_to_logical).all()
-
-
-def test_renumbering_keeps_the_groups_of_a_node_together() -> None:
-    rng = np.random.default_rng(0)
-    first, second = (draw("lognormal", rng, 4, 64) for _ in range(2))
-    old = hierarchical_placement(first, 8, 80, num_nodes=4, num_groups=8)
-    new = hierarchical_placement(second, 8, 80, num_nodes=4, num_groups=8)
-    found = relabel(old, new, num_nodes=4)
-    for layer in range(4):
-        nodes = [sorted(set(n.tolist())) for n in found.physical_to_logical[layer].reshape(4, -1)]
-        theirs = [sorted(set(n.tolist())) for n in new.physical_to_logical[layer].reshape(4, -1)]
-        assert sorted(nodes) == sorted(theirs)
-    assert count_moves(old, found) < count_moves(old, new)
-    assert found.imbalance(second) == pytest.approx(new.imbalance(second))
-
-
-def test_whole_nodes_are_recognised() -> None:
-    old = hierarchical_placement(
-        draw("lognormal", np.random.default_rng(0), 3, 64), 8, 80, num_nodes=4, num_groups=8
-    )
-    nodes = old.physical_to_logical.reshape(3, 4, 2, 10)[:, [2, 3, 1, 0], ::-1]
-    new = replace(old, physical_to_logical=nodes.reshape(3, 80))
-    assert (relabel(old, new, num_nodes=4).physical_to_logical == old.physical_to_logical).all()
+        shuffled = np.concatenate([rng.permutation(ranks[rank]) for rank in order])
+        found = relabel(old, replace(old, physical_to_logical=shuffled))
+        assert count_moves(old, found) == 0
+        assert (found.physical_to_logical == old.physical_to_logical).all()
 
 
 def test_ranks_of_different_sizes_keep_them() -> None:
-    for seed in range(20):
+    for seed in range(60):
         rng = np.random.default_rng(seed)
-        old, new = (global_placement(draw("lognormal", rng, 3, 9), 4, 11) for _ in range(2))
-        for ours, theirs in zip(by_rank(relabel(old, new)), by_rank(new), strict=True):
-            assert sorted(ours) == sorted(theirs), f"seed {seed}"
-            assert [len(rank) for rank in ours] == [3, 3, 3, 2]
+        old, new = (global_placement(draw("lognormal", rng, 9), 4, 11) for _ in range(2))
+        ours = by_rank(relabel(old, new))
+        assert sorted(ours) == sorted(by_rank(new)), f"seed {seed}"
+        assert [len(rank) for rank in ours] == [3, 3, 3, 2]

@@ -5,58 +5,48 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.moe.placement import Placement, contiguous_placement, global_placement
-from expertd.service.moe.split import split_experts
-from tests.service.moe.placement.greedy import draw
+from expertd.service.moe.placement import Placement, contiguous_placement
+from expertd.service.moe.split import experts_of_rank
 
-# Two layers of four experts on three ranks, with 3, 2 and 2 slots.
-SLOTS = [[0, 1, 2, 3, 0, 1, 0], [3, 3, 3, 0, 1, 2, 3]]
-
-
-def test_both_maps_name_the_same_replicas() -> None:
-    placement = Placement(np.array(SLOTS), 4, 3)
-    assert placement.num_replicas.tolist() == [[3, 2, 1, 1], [1, 1, 1, 4]]
-    assert placement.logical_to_physical.tolist() == [
-        [[0, 4, 6, -1], [1, 5, -1, -1], [2, -1, -1, -1], [3, -1, -1, -1]],
-        [[3, -1, -1, -1], [4, -1, -1, -1], [5, -1, -1, -1], [0, 1, 2, 6]],
-    ]
-
-
-def test_maps_agree_for_a_whole_model() -> None:
-    placement = global_placement(draw("pareto 1.2", np.random.default_rng(0), 5, 256), 32, 288)
-    for layer, experts in enumerate(placement.logical_to_physical):
-        for expert, replicas in enumerate(experts):
-            held = np.flatnonzero(placement.physical_to_logical[layer] == expert)
-            assert replicas[: placement.num_replicas[layer, expert]].tolist() == held.tolist()
-            assert (replicas[len(held) :] == -1).all()
+# Four experts on three ranks, with 3, 2 and 2 slots.
+SLOTS = [0, 1, 2, 3, 0, 1, 0]
 
 
 def test_ranks_hold_slots_in_order() -> None:
     placement = Placement(np.array(SLOTS), 4, 3)
+    assert placement.num_replicas.tolist() == [3, 2, 1, 1]
     assert [placement.slots_of_rank(rank) for rank in range(3)] == [slice(0, 3), slice(3, 5), slice(5, 7)]
-    assert placement.experts_of_rank(0, 1).tolist() == [3, 0]
-    assert placement.experts_of_rank(1, 2).tolist() == [2, 3]
+    assert [placement.experts_of_rank(rank).tolist() for rank in range(3)] == [[0, 1, 2], [3, 0], [1, 0]]
     assert placement.rank_of_slot().tolist() == [0, 0, 0, 1, 1, 2, 2]
 
 
-def test_replicas_share_an_experts_load_equally() -> None:
-    placement = Placement(np.array(SLOTS), 4, 3)
-    loads = [[9.0, 4.0, 1.0, 1.0], [0.0, 0.0, 0.0, 8.0]]
-    assert placement.load_by_rank(loads).tolist() == [[6.0, 4.0, 5.0], [6.0, 0.0, 2.0]]
-    assert placement.imbalance(loads).tolist() == pytest.approx([6 / 5, 6 / (8 / 3)])
+@pytest.mark.parametrize(
+    ("slots", "loads", "by_rank"),
+    [
+        (SLOTS, [9.0, 4.0, 1.0, 1.0], [6.0, 4.0, 5.0]),
+        ([3, 3, 3, 0, 1, 2, 3], [0.0, 0, 0, 8], [6.0, 0.0, 2.0]),
+    ],
+)
+def test_replicas_share_an_experts_load_equally(
+    slots: list[int], loads: list[float], by_rank: list[float]
+) -> None:
+    placement = Placement(np.array(slots), 4, 3)
+    assert placement.load_by_rank(loads).tolist() == by_rank
+    assert placement.imbalance(loads) == pytest.approx(6 / (sum(by_rank) / 3))
 
 
 def test_imbalance_of_no_load_is_1_and_of_huge_loads_finite() -> None:
-    placement = contiguous_placement(2, 4, 2)
-    assert placement.imbalance([[0.0] * 4, [1e308, 1e308, 1e308, 0.0]]).tolist() == [1.0, 4 / 3]
+    placement = contiguous_placement(4, 2)
+    assert placement.imbalance([0.0] * 4) == 1.0
+    assert placement.imbalance([1e308, 1e308, 1e308, 0.0]) == 4 / 3
 
 
 def test_a_placement_cannot_be_changed() -> None:
     slots = np.array(SLOTS)
     placement = Placement(slots, 4, 3)
-    slots[0, 0] = 3
-    assert placement.physical_to_logical[0, 0] == 0
-    for values in (placement.physical_to_logical, placement.logical_to_physical, placement.num_replicas):
+    slots[0] = 3
+    assert placement.physical_to_logical[0] == 0
+    for values in (placement.physical_to_logical, placement.num_replicas):
         with pytest.raises(ValueError, match="read-only"):
             values[0] = 0
 
@@ -75,30 +65,29 @@ def test_the_static_placement_has_experts_in_order(
     sizes: tuple[int, int, int | None], ranks: list[list[int]]
 ) -> None:
     num_experts, num_ranks, num_physical = sizes
-    placement = contiguous_placement(3, num_experts, num_ranks, num_physical)
-    for layer in range(3):
-        assert [placement.experts_of_rank(layer, r).tolist() for r in range(num_ranks)] == ranks
+    placement = contiguous_placement(num_experts, num_ranks, num_physical)
+    assert [placement.experts_of_rank(rank).tolist() for rank in range(num_ranks)] == ranks
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(8, 2), (7, 3), (256, 32), (10, 4)])
 def test_the_static_placement_is_the_contiguous_split_of_layers(num_experts: int, num_ranks: int) -> None:
-    placement = contiguous_placement(1, num_experts, num_ranks)
-    for rank, part in enumerate(split_experts(range(num_experts), num_ranks)):
-        assert placement.experts_of_rank(0, rank).tolist() == list(part)
+    placement = contiguous_placement(num_experts, num_ranks)
+    for rank in range(num_ranks):
+        part = experts_of_rank(range(num_experts), rank, num_ranks)
+        assert placement.experts_of_rank(rank).tolist() == list(part)
 
 
 @pytest.mark.parametrize(
     ("slots", "sizes", "message"),
     [
-        ([[0, 1, 2]], (4, 1), "physical_to_logical: expected every expert, got no expert 3 in layer 0"),
-        ([[0, 1], [0, 0]], (2, 1), "physical_to_logical: expected every expert, got no expert 1 in layer 1"),
-        ([[0, 4]], (4, 1), "physical_to_logical: expected experts 0 to 3, got 0 to 4"),
-        ([[-1, 1]], (4, 1), "physical_to_logical: expected experts 0 to 3, got -1 to 1"),
-        ([0, 1], (2, 1), r"physical_to_logical: expected integers \[.*\], got int64 \[2\]"),
-        ([[0.0]], (1, 1), r"physical_to_logical: expected integers \[.*\], got float64 \[1, 1\]"),
-        ([[]], (1, 1), r"physical_to_logical: expected integers \[.*\], got float64 \[1, 0\]"),
-        ([[0]], (0, 1), "num_experts: expected at least 1, got 0"),
-        ([[0]], (1, 0), "num_ranks: expected at least 1, got 0"),
+        ([0, 1, 2], (4, 1), "physical_to_logical: expected every expert, got no expert 3"),
+        ([0, 4], (4, 1), "physical_to_logical: expected experts 0 to 3, got 0 to 4"),
+        ([-1, 1], (4, 1), "physical_to_logical: expected experts 0 to 3, got -1 to 1"),
+        ([[0, 1]], (2, 1), r"physical_to_logical: expected integers \[.*\], got int64 \[1, 2\]"),
+        ([0.0], (1, 1), r"physical_to_logical: expected integers \[.*\], got float64 \[1\]"),
+        ([], (1, 1), r"physical_to_logical: expected integers \[.*\], got float64 \[0\]"),
+        ([0], (0, 1), "num_experts: expected at least 1, got 0"),
+        ([0], (1, 0), "num_ranks: expected at least 1, got 0"),
     ],
 )
 def test_impossible_placements_are_refused(slots: Any, sizes: tuple[int, int], message: str) -> None:
@@ -110,24 +99,19 @@ def test_helpers_refuse_what_is_not_there() -> None:
     placement = Placement(np.array(SLOTS), 4, 3)
     with pytest.raises(ValueError, match=r"^rank: expected 0 to 2, got 3$"):
         placement.slots_of_rank(3)
-    with pytest.raises(ValueError, match=r"^layer: expected 0 to 1, got -1$"):
-        placement.experts_of_rank(-1, 0)
-    for wrong in (np.ones((2, 5)), np.ones((1, 4))):
-        with pytest.raises(ValueError, match=r"^loads: expected \[2, 4\], got "):
-            placement.load_by_rank(wrong)
-        with pytest.raises(ValueError, match=r"^loads: expected \[2, 4\], got "):
-            placement.imbalance(wrong)
+    for helper in (placement.load_by_rank, placement.imbalance):
+        with pytest.raises(ValueError, match=r"^loads: expected \[4\], got \[5\]"):
+            helper(np.ones(5))
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((0, 4, 2, None), "num_layers: expected at least 1, got 0"),
-        ((1, 0, 2, None), "num_experts: expected at least 1, got 0"),
-        ((1, 4, 0, None), "num_ranks: expected at least 1, got 0"),
-        ((1, 4, 2, 3), r"num_physical: expected at least num_experts \(4\), got 3"),
+        ((0, 2, None), "num_experts: expected at least 1, got 0"),
+        ((4, 0, None), "num_ranks: expected at least 1, got 0"),
+        ((4, 2, 3), r"num_physical: expected at least num_experts \(4\), got 3"),
     ],
 )
-def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int | None], message: str) -> None:
+def test_impossible_sizes_are_refused(sizes: tuple[int, int, int | None], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         contiguous_placement(*sizes)

@@ -1,9 +1,13 @@
-"""The placements of all models, as the ranks hold them, or will when they are started again."""
+"""The placements of all models, as ranks hold them or will when they start again, and the loads for plans."""
 
 import json
 import threading
+import time
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.distributed_c10d import Store
 
 from expertd.service.moe.placement import Placement, contiguous_placement
@@ -29,7 +33,7 @@ class PlacementStore:
     def __init__(self, settings: Settings) -> None:
         ranks, more = settings.num_ranks, settings.placement.replicas
         self._placements = [
-            contiguous_placement(1, model.num_experts, ranks, model.num_experts + more)
+            contiguous_placement(model.num_experts, ranks, model.num_experts + more)
             for model in settings.models
         ]
         self._generation = 0
@@ -56,4 +60,41 @@ class PlacementStore:
                 self._placements[model] = placement
 
     def _held(self) -> list[list[int]]:
-        return [placement.physical_to_logical[0].tolist() for placement in self._placements]
+        return [placement.physical_to_logical.tolist() for placement in self._placements]
+
+
+class LoadWindow:
+    """Loads of a layer's experts; `note` is for one thread at a time, the rest is safe from any.
+
+    half_life  seconds until a load counts half
+    activated  a load is a step in which the expert got any token; else it is a token
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        half_life: float,
+        activated: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._half_life, self._activated, self._clock = half_life, activated, clock
+        self._noted = clock()
+        self._loads = np.zeros(num_experts)  # replaced as a whole: others read it
+
+    def note(self, tokens_by_rank: Sequence[NDArray[np.int64]]) -> None:
+        """Count a step: the tokens of each expert on each rank."""
+        tokens = np.sum(tokens_by_rank, axis=0)
+        now = self._clock()
+        kept = self._loads * 0.5 ** ((now - self._noted) / self._half_life)
+        self._noted = now
+        self._loads = kept + (tokens > 0 if self._activated else tokens)
+
+    def loads(self) -> NDArray[np.float64]:
+        """float64 [num_experts], as of the last step."""
+        return self._loads
+
+
+def load_windows(settings: Settings) -> list[LoadWindow]:
+    """One for each model."""
+    half_life, activated = settings.placement.interval_seconds, settings.placement.objective == "activated"
+    return [LoadWindow(model.num_experts, half_life, activated) for model in settings.models]
