@@ -19,7 +19,7 @@ from expertd.service.engine.errors import (
     UnknownChannelError,
     UnknownRegionError,
 )
-from expertd.service.engine.refusals import Reason
+from expertd.service.engine.refusals import ConnectionReason, Reason
 
 STATUSES: dict[Reason, int] = {
     "body_timeout": 408,
@@ -42,6 +42,19 @@ STATUSES: dict[Reason, int] = {
 }
 """Of infer requests."""
 
+CONNECTION_REASONS: dict[int, ConnectionReason] = {
+    400: "bad_input",
+    408: "head_timeout",
+    431: "head_too_large",
+    500: "internal_error",
+    501: "not_implemented",
+    503: "too_many_connections",
+    505: "wrong_version",
+}
+"""Of input that is refused before it is a request."""
+_STATUSES: dict[str, int] = {reason: status for status, reason in CONNECTION_REASONS.items()}
+_STATUSES.update(STATUSES.items())
+
 _OTHERS: dict[type[EngineError], int] = {
     ChannelsDisabledError: 403,
     SharedMemoryDisabledError: 403,
@@ -62,11 +75,11 @@ _OTHERS: dict[type[EngineError], int] = {
 }
 
 
-def infer_status(reason: Reason | None, queue_full_status: int) -> int:
-    """The status of an infer request that was refused for `reason`; None: it has an output."""
+def infer_status(reason: Reason | ConnectionReason | None, queue_full_status: int) -> int:
+    """The status of a request or other input that was refused for `reason`; None: it has an output."""
     if reason is None:
         return 200
-    return queue_full_status if reason == "queue_full" else STATUSES[reason]
+    return queue_full_status if reason == "queue_full" else _STATUSES[reason]
 
 
 def status_of(error: EngineError) -> int:

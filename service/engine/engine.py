@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
-from expertd.service.engine import engine_metrics
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     DeviceFailedError,
@@ -97,7 +96,6 @@ class Engine:
         metrics.add_models(shapes, settings.metrics.max_expert_series)
         self._sensors = GpuSensors()
         self._routing = asyncio.Lock()
-        engine_metrics.watch(self, metrics)
 
     def why_not_ready(self, *models: str) -> str | None:
         """Why `models` (none given: all) are not ready; None if they are ready.

@@ -1,11 +1,11 @@
 """Metrics of an engine that are read at each scrape, beside those that are counted as things happen."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
 from expertd.kernels.jit import stats as jit_stats
+from expertd.service.engine.engine import Engine
 from expertd.service.engine.lane_metrics import lane_queue_metrics
 from expertd.service.engine.lanes import Lanes
 from expertd.service.engine.metrics import Metrics
@@ -14,11 +14,8 @@ from expertd.service.engine.queue_metrics import queue_metrics
 from expertd.service.engine.use_metrics import memory_metrics, use_metrics
 from expertd.service.moe.step_counts import NOTHING
 
-if TYPE_CHECKING:
-    from expertd.service.engine.engine import Engine
 
-
-def watch(engine: "Engine", metrics: Metrics) -> None:
+def watch(engine: Engine, metrics: Metrics) -> None:
     """Have `metrics` read them from now on, also while nothing is loaded."""
     metrics.watch_jit(jit_stats)
     metrics.watch_models(lambda: _ready_models(engine))
@@ -33,17 +30,17 @@ def watch(engine: "Engine", metrics: Metrics) -> None:
     metrics.watch(engine.gpu_metrics)
 
 
-def _ready_models(engine: "Engine") -> dict[str, bool]:
+def _ready_models(engine: Engine) -> dict[str, bool]:
     names = [name for name in engine.models if not engine.repository.is_unloaded(name)]
     return {name: engine.why_not_ready(name) is None for name in names}
 
 
-def _lane_metrics(engine: "Engine") -> Iterator[Metric]:
+def _lane_metrics(engine: Engine) -> Iterator[Metric]:
     if isinstance(engine.scheduler, Lanes):
         yield from lane_queue_metrics(engine.scheduler.queue_states(engine.models))
 
 
-def _use_metrics(engine: "Engine") -> Iterator[Metric]:
+def _use_metrics(engine: Engine) -> Iterator[Metric]:
     if engine.settings.num_ranks == 1:
         yield from use_metrics(list(engine.models), engine.loaded.use() if engine.loaded else NOTHING)
     yield from memory_metrics(engine.loaded.memory() if engine.loaded else None)

@@ -10,7 +10,7 @@ from expertd.service.engine.collectors import CallbackCollector
 from expertd.service.engine.key_counts import KeyCounts, key_metrics
 from expertd.service.engine.metric_family import Family, gauges
 from expertd.service.engine.rank_metrics import RankState, rank_metrics
-from expertd.service.engine.refusals import Reason
+from expertd.service.engine.refusals import ConnectionReason, Reason
 from expertd.service.engine.request_counts import (
     RequestCounts,
     RequestTotals,
@@ -117,9 +117,9 @@ class Metrics:
         """Count an answered infer request; see `RequestCounts.request_done`."""
         self.requests.request_done(model, reason, seconds, stages)
 
-    def connection_refused(self, status: int) -> None:
-        """Count input that a connection refused with `status`, before the application received a request."""
-        self.requests.connection_refused(status)
+    def connection_refused(self, reason: ConnectionReason) -> None:
+        """Count input that a connection refused, before the application received a request."""
+        self.requests.connection_refused(reason)
 
     def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
         """Count a step whose requests had waited `queue_seconds`."""

@@ -1,4 +1,4 @@
-"""The reasons why an infer request gets no output: a closed set, so that each has its own counter."""
+"""Why infer requests get no output, and input is no request: closed sets, each with a counter of its own."""
 
 from typing import Literal, get_args
 
@@ -22,3 +22,15 @@ Reason = Literal[
     "unsupported_encoding",
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
+
+ConnectionReason = Literal[
+    "bad_input",
+    "head_timeout",
+    "head_too_large",
+    "internal_error",
+    "not_implemented",
+    "too_many_connections",
+    "wrong_version",
+]
+CONNECTION_REASONS: tuple[ConnectionReason, ...] = get_args(ConnectionReason)
+"""Of input that was refused before it was a request."""

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
 from expertd.service.engine.metric_family import SECONDS, Family
-from expertd.service.engine.refusals import REASONS, Reason
+from expertd.service.engine.refusals import CONNECTION_REASONS, REASONS, ConnectionReason, Reason
 from expertd.service.engine.statistics import Total
 
-CONNECTION_STATUSES = (400, 408, 431, 500, 501, 503, 505)  # of refusals by a connection
 # Where the time of a request with an output went: its body and checks, its queue, its steps, its answer.
 STAGES = ("receive", "queue", "compute", "send")
 Stages = tuple[float, float, float]
@@ -82,8 +81,8 @@ class RequestTotals(NamedTuple):
 CELL_BYTES = 8  # a float64
 _MOST_KEPT = 16  # requests, before they are counted: that takes 10 µs, for which other threads may wait
 _Kept = tuple[int, Reason | None, float, Stages | None]  # where the model's cells begin, and what is counted
-StatusOf = Callable[[Reason | None], object]
-"""What the metric of requests calls those that were refused for a reason, or that have an output (None)."""
+StatusOf = Callable[[Reason | ConnectionReason | None], object]
+"""What metrics call requests and input that were refused for a reason, or requests with an output (None)."""
 # Of one model: requests with an output, refusals by reason, the seconds of those with an output, of all
 # others, seconds by stage, and requests with an output by seconds: with quick refusals, overload would look
 # fast.
@@ -98,7 +97,7 @@ _PLACES = {outcome: place for place, outcome in enumerate(_OUTCOMES)}
 
 def num_cells(num_models: int) -> int:
     """How many cells the requests to `num_models` models take."""
-    return (num_models + 1) * _STRIDE + len(CONNECTION_STATUSES)
+    return (num_models + 1) * _STRIDE + len(CONNECTION_REASONS)
 
 
 class RequestCounts:
@@ -155,9 +154,9 @@ class RequestCounts:
                     cells[first + 2] += compute
                     cells[first + 3] += max(0.0, seconds - receive - queue - compute)
 
-    def connection_refused(self, status: int) -> None:
-        """Count input that a connection refused with `status`, before the application received a request."""
-        self._cells[len(self._starts) * _STRIDE + CONNECTION_STATUSES.index(status)] += 1
+    def connection_refused(self, reason: ConnectionReason) -> None:
+        """Count input that a connection refused, before the application received a request."""
+        self._cells[len(self._starts) * _STRIDE + CONNECTION_REASONS.index(reason)] += 1
 
 
 def request_metrics(
@@ -186,8 +185,8 @@ def request_metrics(
             if model:
                 stages.add_metric([model, stage], float(value))
     connections = CONNECTION_REFUSALS.counter()
-    for status, value in zip(CONNECTION_STATUSES, total[len(models) * _STRIDE :], strict=False):
-        connections.add_metric([str(status)], float(value))
+    for refusal, value in zip(CONNECTION_REASONS, total[len(models) * _STRIDE :], strict=False):
+        connections.add_metric([str(status_of(refusal))], float(value))
     yield from (requests, refusals, seconds, stages, connections)
 
 

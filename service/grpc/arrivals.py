@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from expertd.service.http.protocol import OipError
+from expertd.service.inference.errors import RequestError
 
 _LEAST_SECONDS = 2.0  # that a message may take to arrive while others wait for its place
 
@@ -25,7 +25,7 @@ class Arrivals:
         self._is_stopped = False
 
     async def message(self, messages: AsyncIterator[bytes]) -> "Arrived":
-        """The message of a call, which has a place until it is freed. Raises OipError."""
+        """The message of a call, which has a place until it is freed. Raises RequestError."""
         if self._places.locked():
             self._hurry()
         try:
@@ -46,10 +46,10 @@ class Arrivals:
             if not limit.expired():
                 limit.reschedule(0)
 
-    def full(self, subject: str, what: str) -> OipError:
+    def full(self, subject: str, what: str) -> RequestError:
         """There is no room for one more."""
         text = f"{subject}: expected at most {self.most} {what}, by limits.max_buffered_bytes, got more"
-        return OipError(503, text, reason="memory_full", retry_after=1)
+        return RequestError(text, reason="memory_full", retry_after=1)
 
     def _hurry(self) -> None:
         """Let the message that has taken longest give its place away, unless it is there soon."""
@@ -73,15 +73,15 @@ class Arrivals:
                 finally:
                     self._limits.pop(limit, None)
         except StopAsyncIteration:
-            raise OipError(400, "request: expected a message, got none") from None
+            raise RequestError("request: expected a message, got none") from None
         except TimeoutError:
             seconds = round(asyncio.get_running_loop().time() - began, 2)
             text = f"request: expected the whole message within {seconds:g} s, got a part of it"
-            raise OipError(408, text) from None
+            raise RequestError(text, reason="body_timeout") from None
 
     @asynccontextmanager
     async def _limit(self) -> AsyncIterator[asyncio.Timeout]:
-        """The time for a message to arrive. Raises TimeoutError after it, OipError if the server ends."""
+        """The time for a message to arrive. Raises TimeoutError after it, RequestError if the server ends."""
         if self._is_stopped:
             raise _ending()
         try:
@@ -116,6 +116,6 @@ class Arrived:
             release()
 
 
-def _ending() -> OipError:
+def _ending() -> RequestError:
     text = "the server is shutting down, and the message had not arrived"
-    return OipError(503, text, reason="shutting_down")
+    return RequestError(text, reason="shutting_down")

@@ -11,13 +11,12 @@ from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.statuses import Refusal, code_of
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.grpc.wire import tag
-from expertd.service.http.endpoint import InferEndpoint
-from expertd.service.http.infer import InferCall
-from expertd.service.http.infer_body import InferBody
-from expertd.service.http.protocol import OipError
-from expertd.service.http.refused import Headers
+from expertd.service.inference.body import InferBody
+from expertd.service.inference.call import InferCall
+from expertd.service.inference.endpoint import InferEndpoint
 from expertd.service.inference.errors import RequestError
 from expertd.service.tracing import Rpc
+from expertd.service.tracing.context import Headers
 
 _INFER_RESPONSE = 2  # the number of that field of ModelStreamInferResponse
 _MAX_KEPT = 256
@@ -44,7 +43,7 @@ class Infer:
         self._unnamed(authorization, caller).admit()
         return caller.refusal()
 
-    def refused(self, error: OipError, authorization: Headers, context: Any) -> Refusal:
+    def refused(self, error: RequestError, authorization: Headers, context: Any) -> Refusal:
         """Why a call is refused whose message has not arrived."""
         caller = _Caller()
         self._unnamed(authorization, caller, self._rpc(context, "ModelInfer")).refuse(error)
@@ -164,9 +163,9 @@ def _code_name(status: int, reason: str | None) -> str:
     return str(code_of(status, reason).name)
 
 
-def _late(context: Any) -> OipError | None:
+def _late(context: Any) -> RequestError | None:
     """Why a call was cancelled: by its deadline, or None: by its client."""
     left = context.time_remaining()
     if left is None or left > 0:
         return None
-    return OipError(503, "the call's deadline passed", reason="queue_timeout")
+    return RequestError("the call's deadline passed", reason="queue_timeout")

@@ -11,20 +11,21 @@ from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.statuses import Refusal, refusal_of
 from expertd.service.grpc.wire import split_request, texts_of, with_outputs
-from expertd.service.http.infer_body import Received
-from expertd.service.http.infer_head import InferHead
-from expertd.service.http.protocol import BodyLimit, OipError, check_client
-from expertd.service.http.refused import Headers
-from expertd.service.http.threads import INLINE_BYTES, Where
+from expertd.service.inference.body import Received
 from expertd.service.inference.errors import RequestError
+from expertd.service.inference.head import InferHead
+from expertd.service.inference.limits import BodyLimit
 from expertd.service.inference.places import NewUses
 from expertd.service.inference.plan import Plan, any_body
 from expertd.service.inference.request import GivenInput, GivenOutput, InferRequest, infer_request, refuse
 from expertd.service.inference.tensors import ELEMENT_BYTES, INPUT_DATATYPES, OUTPUT
+from expertd.service.inference.threads import INLINE_BYTES, Where
+from expertd.service.inference.versions import check_client
 from expertd.service.memory import Arena, Buffer, Span, host_view
 from expertd.service.moe.request import Output
 from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
+from expertd.service.tracing.context import Headers
 
 _MODEL, _VERSION, _ID = 1, 2, 3  # the numbers of those fields
 _REGION = "shared_memory_region"
@@ -59,7 +60,8 @@ class MessageHead(InferHead):
         check_client(self.headers)
         if (size := len(self._rest)) > limits.max_json_bytes:
             text = f"expected at most {limits.max_json_bytes} bytes beside raw_input_contents, got {size}"
-            raise OipError(413, f"request: {text}; send tensors as raw_input_contents")
+            text = f"request: {text}; send tensors as raw_input_contents"
+            raise RequestError(text, reason="body_too_large")
         self.limit = BodyLimit(limits.max_body_bytes)
         self.limit.check(self.tensor_bytes)
 
@@ -113,8 +115,8 @@ class MessageHead(InferHead):
         plan.answer_head = response.SerializeToString()
         return with_outputs(plan.answer_head, [host_view(output)])
 
-    def refusal(self, error: OipError) -> Refusal:
-        return refusal_of(error)
+    def refusal(self, error: RequestError, status: int) -> Refusal:
+        return refusal_of(error, status)
 
 
 def split(data: bytes) -> tuple[bytes, list[memoryview]]:

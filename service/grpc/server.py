@@ -10,8 +10,8 @@ from expertd.service.grpc.address import check_address
 from expertd.service.grpc.credentials import credentials
 from expertd.service.grpc.service import Service
 from expertd.service.http.app import ExpertApp
-from expertd.service.http.gate import Gate, KeyFile
 from expertd.service.http.listening import BindError
+from expertd.service.inference.gate import Gate, KeyFile
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,14 @@ from expertd.service.grpc.statuses import Refusal, refusal_of
 from expertd.service.grpc.stream import Stream
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.http.app import ExpertApp
-from expertd.service.http.endpoint import InferEndpoint
-from expertd.service.http.gate import Gate
-from expertd.service.http.protocol import CLIENT, OipError
-from expertd.service.http.refused import Headers
+from expertd.service.http.protocol import OipError
+from expertd.service.http.rights import rights_for
+from expertd.service.inference.endpoint import InferEndpoint
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.gate import Gate
+from expertd.service.inference.versions import CLIENT
 from expertd.service.log_lines import with_fields
+from expertd.service.tracing.context import Headers
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("uvicorn.access")  # as over HTTP
@@ -45,7 +48,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(self, app: ExpertApp, gate: Gate, most_bytes: int) -> None:
         self._app = app
         self._gate = gate
-        self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate, tracing=app.tracing))
+        self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate, app.status_of, tracing=app.tracing))
         settings = app.engine.settings
         self._access_log = settings.access_log
         self._logs_ends = app.infer.logs_requests
@@ -101,7 +104,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             return refusal
         try:
             message = await (self._probes if name == "Check" else self._arrivals).message(messages)
-        except OipError as error:
+        except RequestError as error:
             if name != "ModelInfer":
                 raise
             return self._infer.refused(error, authorization, context)
@@ -162,11 +165,13 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         """The result of `work`, or of the error that it raises, without its internals."""
         try:
             return await work
-        except OipError as error:
+        except RequestError as error:
             return refusal_of(error)
         except Exception:
             logger.exception("a gRPC call failed: %s", name)
-            return refusal_of(OipError(500, "internal server error: see the server's log"))
+            return refusal_of(
+                RequestError("internal server error: see the server's log", reason="internal_error")
+            )
 
     def _log(self, name: str, result: bytes | Refusal | None, context: Any) -> None:
         if self._access_log and not (self._logs_ends and name == "ModelInfer"):
@@ -176,14 +181,14 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             access_logger.info('%s %s "gRPC %s" %s', client, who, name, code, extra=fields)
 
     def _refusal(self, name: str, authorization: Headers, crowded: OipError | None) -> Refusal | None:
-        """Why a call is refused before its message is received; None if it is not. Raises OipError."""
+        """Why a call is refused before its message is received; None if it is not. Raises RequestError."""
         if crowded is not None:
-            self._app.metrics.connection_refused(crowded.status)
+            self._app.metrics.connection_refused("too_many_connections")
             raise crowded
         if name == "ModelInfer":
             return self._infer.refusal_of_unknown(authorization)
         if name not in _HEALTH_CALLS:
-            self._gate.admit(CALLS[name].method, CALLS[name].path, authorization)
+            self._gate.admit(rights_for(CALLS[name].method, CALLS[name].path), authorization)
         return None
 
     async def _control(self, name: str, message: Arrived, authorization: Headers, context: Any) -> bytes:
@@ -199,8 +204,8 @@ def _path(name: str) -> str:
     return f"/{HEALTH if name in _HEALTH_CALLS else SERVICE}/{name}"
 
 
-def _ending() -> OipError:
-    return OipError(503, "the server is shutting down")
+def _ending() -> RequestError:
+    return RequestError("the server is shutting down", reason="shutting_down")
 
 
 def _authorization(context: Any) -> Headers:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import grpc
 
 from expertd.service.http.protocol import OipError
+from expertd.service.inference.errors import RequestError
+from expertd.service.statuses import STATUSES
 
 _CODES = {
     200: grpc.StatusCode.OK,
@@ -32,14 +34,16 @@ class Refusal(NamedTuple):
     status: int
 
 
-def refusal_of(error: OipError) -> Refusal:
-    """`error` as a status."""
-    code = code_of(error.status, error.reason)
+def refusal_of(error: RequestError, status: int | None = None) -> Refusal:
+    """`error` as a status; `status` is that over HTTP, None: the error's own."""
+    if status is None:
+        status = error.status if isinstance(error, OipError) else STATUSES[error.reason]
+    code = code_of(status, error.reason)
     if not error.retry_after:
-        return Refusal(code, error.text, (), error.status)
+        return Refusal(code, error.text, (), status)
     # The second is what gRPC's own retries follow, in milliseconds.
     pushback = ("grpc-retry-pushback-ms", str(1000 * error.retry_after))
-    return Refusal(code, error.text, (("retry-after", str(error.retry_after)), pushback), error.status)
+    return Refusal(code, error.text, (("retry-after", str(error.retry_after)), pushback), status)
 
 
 def code_of(status: int, reason: str | None) -> grpc.StatusCode:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from expertd.service.grpc.arrivals import Arrived
-from expertd.service.http.protocol import OipError
+from expertd.service.inference.errors import RequestError
 
 _MAX_WAITING = 8  # requests of a stream whose answers are not sent yet; further ones are not received
 
@@ -30,12 +30,12 @@ class Stream:
         self._tasks: set[asyncio.Task[bytes]] = set()
         self._room = asyncio.Semaphore(_MAX_WAITING)
         self._limit: asyncio.Timeout | None = None  # of the next message
-        self._error: OipError | None = None
+        self._error: RequestError | None = None
         self._reading = asyncio.get_running_loop().create_task(self._read())
         self._reading.add_done_callback(lambda _: self._answers.put_nowait(None))
 
     async def run(self, write: Callable[[bytes], Awaitable[object]]) -> None:
-        """Write every answer; cancelled, it leaves the requests. Raises OipError (408) for an idle stream."""
+        """Write every answer; cancelled, it leaves the requests. Raises RequestError for an idle stream."""
         try:
             while (task := await self._answers.get()) is not None:
                 await self._written(write, await task)
@@ -67,7 +67,7 @@ class Stream:
             pass
         except TimeoutError:
             text = f"stream: expected the next request within {self._idle_seconds:g} s, got none"
-            self._error = OipError(408, text)
+            self._error = RequestError(text, reason="body_timeout")
 
     async def _result(self, message: Arrived) -> bytes:
         try:
@@ -94,4 +94,4 @@ class Stream:
                 await write(answer)
         except TimeoutError:
             text = f"stream: expected an answer to be received within {self._idle_seconds:g} s, got a part"
-            raise OipError(408, text) from None
+            raise RequestError(text, reason="body_timeout") from None

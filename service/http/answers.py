@@ -1,24 +1,13 @@
 """The answers to infer requests: an output, or an error."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from expertd.service.engine.errors import EngineError
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.bodies import ClientGoneError
-from expertd.service.http.errors import http_error
-from expertd.service.http.protocol import OipError, build_response, compress, oip_error, requested_encoding
+from expertd.service.http.protocol import OipError, build_response, compress, requested_encoding
 from expertd.service.http.refused import Headers, header_lines
-from expertd.service.inference.errors import RequestError
 from expertd.service.inference.plan import Plan
-from expertd.service.memory import RegionError
 from expertd.service.moe.request import Output
-from expertd.service.sentences import shown
-
-logger = logging.getLogger(__name__)
-
-CLIENT_GONE = 499  # as proxies log a client that disconnected; never sent
 
 
 @dataclass(slots=True)
@@ -63,28 +52,6 @@ def error_answer(refusal: OipError, expects: bool) -> Answer:
     close = expects or len(kept) < len(headers)
     fields = _fields(b"application/json", len(body), kept)
     return Answer(refusal.status, fields, [body], close)
-
-
-def refusal_of(error: Exception, model: str) -> OipError:
-    """`error` as an answer; unexpected ones are logged."""
-    if isinstance(error, RequestError):
-        return oip_error(error)
-    if isinstance(error, EngineError):
-        return http_error(error)
-    if isinstance(error, RegionError):
-        return OipError(400, str(error))
-    if isinstance(error, ClientGoneError):
-        refusal = client_gone()
-    else:
-        logger.error("an infer request to model %s failed", shown(model), exc_info=error)
-        refusal = OipError(500, "internal server error: see the server's log")
-    refusal.__cause__ = error
-    return refusal
-
-
-def client_gone() -> OipError:
-    """The outcome of a request that nobody waits for any more."""
-    return OipError(CLIENT_GONE, "the client closed the connection")
 
 
 def _fields(content_type: bytes, length: int, headers: Headers) -> bytes:

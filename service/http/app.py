@@ -17,17 +17,17 @@ from expertd import __version__
 from expertd.service import log_lines
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.listener import ChannelListener
+from expertd.service.engine import engine_metrics
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
 from expertd.service.http.bodies import BodyReader, ClientGoneError
 from expertd.service.http.delivery import delivery
-from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.errors import http_error
-from expertd.service.http.gate import Gate, KeyFile
-from expertd.service.http.protocol import OipError, error_body
+from expertd.service.http.protocol import error_body, oip_error
 from expertd.service.http.request_head import decoded
+from expertd.service.http.rights import rights_for
 from expertd.service.http.routes import (
     channels_router,
     configuration_router,
@@ -45,6 +45,9 @@ from expertd.service.http.routes import (
     swagger_router,
 )
 from expertd.service.http.routes.documentation import document
+from expertd.service.inference.endpoint import InferEndpoint
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.gate import Gate, KeyFile
 from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
 from expertd.service.statuses import infer_status
@@ -86,9 +89,10 @@ class ExpertApp(FastAPI):
             redoc_url=None,
             swagger_ui_oauth2_redirect_url=None,
         )
-        full = settings.limits.queue_full_status
-        self.metrics = Metrics(__version__, partial(infer_status, queue_full_status=full))
+        self.status_of = partial(infer_status, queue_full_status=settings.limits.queue_full_status)
+        self.metrics = Metrics(__version__, self.status_of)
         self.engine = Engine(settings, self.metrics, loader)
+        engine_metrics.watch(self.engine, self.metrics)
         self.channels = ChannelHub(settings.channels, self.engine, self.metrics)
         self.listener: ChannelListener | None = None  # of channels
         self.beside: Beside | None = None
@@ -97,7 +101,7 @@ class ExpertApp(FastAPI):
         file = None if settings.keys is None else KeyFile(settings.keys)
         self.gate = Gate(file, self.metrics.keys, behind=settings.http_workers > 1)
         self.tracing = tracing_of(settings.tracing)
-        self.infer = InferEndpoint(self.engine, self.metrics, self.gate, tracing=self.tracing)
+        self.infer = InferEndpoint(self.engine, self.metrics, self.gate, self.status_of, tracing=self.tracing)
         page, self._feed = page_router(self.engine, self.metrics)
         protocol = protocol_router(self.engine)
         routers = (
@@ -121,7 +125,7 @@ class ExpertApp(FastAPI):
         routes = [route for route in protocol.routes if isinstance(route, APIRoute)]
         self._health = [route for route in routes if _HEALTH.search(route.path)]
         self.add_exception_handler(EngineError, _engine_error)
-        self.add_exception_handler(OipError, _oip_error)
+        self.add_exception_handler(RequestError, _refused)
         self.add_exception_handler(ClientGoneError, _client_gone)
         self.add_exception_handler(HTTPException, _http_error)
         self.add_exception_handler(Exception, _unexpected_error)
@@ -157,8 +161,8 @@ class ExpertApp(FastAPI):
             if scope["method"] == "HEAD" and "GET" in self.methods_of(scope):
                 scope, send = {**scope, "method": "GET"}, _without_body(send)
             try:
-                self.gate.admit(scope["method"], scope["path"], scope["headers"])
-            except OipError as error:
+                self.gate.admit(rights_for(scope["method"], scope["path"]), scope["headers"])
+            except RequestError as error:
                 await _response_of(error)(scope, receive, send)
                 return
             if scope["method"] == "OPTIONS" and (methods := self.methods_of(scope)):
@@ -238,16 +242,17 @@ def _without_body(send: Send) -> Send:
 
 async def _engine_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, EngineError)
-    return await _oip_error(request, http_error(error))
+    return _response_of(http_error(error))
 
 
-async def _oip_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, OipError)
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
     return _response_of(error)
 
 
-def _response_of(error: OipError) -> Response:
-    return Response(error.body(), error.status, error.headers, "application/json")
+def _response_of(error: RequestError) -> Response:
+    answer = oip_error(error)
+    return Response(answer.body(), answer.status, answer.headers, "application/json")
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

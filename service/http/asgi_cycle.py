@@ -7,9 +7,10 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from expertd.service.http.bodies import BYTES_AHEAD
-from expertd.service.http.protocol import OipError, error_body
+from expertd.service.http.protocol import error_body
 from expertd.service.http.refused import Headers
 from expertd.service.http.request_head import RequestHead, decoded
+from expertd.service.inference.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class AsgiCycle:
         self._more_body = False
         self._changed.set()
 
-    def leave(self, error: OipError | None = None) -> None:
+    def leave(self, error: RequestError | None = None) -> None:
         """The client has disconnected, or its body was refused."""
         self._gone = True
         self._changed.set()

@@ -5,7 +5,8 @@ import asyncio
 from starlette.requests import Request
 from starlette.types import Receive
 
-from expertd.service.http.protocol import BodyLimit, OipError
+from expertd.service.http.protocol import OipError
+from expertd.service.inference.limits import BodyLimit
 from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
 
@@ -36,7 +37,7 @@ class BodyReader:
     async def read(self, receive: Receive, content_length: int | None) -> bytes:
         """The whole body of a control call.
 
-        Raises OipError (408; 413 as soon as the body is known to be too long; 503), ClientGoneError.
+        Raises RequestError (also as soon as the body is known to be too long), ClientGoneError.
         """
         try:
             async with asyncio.timeout(0 if self._stopped else self._seconds) as reading:

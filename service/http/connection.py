@@ -9,7 +9,6 @@ from typing import Any
 
 from expertd.service.http.asgi_cycle import AsgiCycle
 from expertd.service.http.framing import FixedBody
-from expertd.service.http.infer import InferCall
 from expertd.service.http.link import LAST_INPUT_SECONDS
 from expertd.service.http.paced_transport import TURN_BYTES
 from expertd.service.http.protocol import OipError
@@ -17,6 +16,7 @@ from expertd.service.http.receiving import Receiving
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.request_head import HeadParser
 from expertd.service.http.shared import ServerState, Shared
+from expertd.service.inference.call import InferCall
 
 _MAX_UNREAD_BYTES = 64 * 1024  # of pipelined requests; further ones stay in the socket
 _TURN = 16  # pipelined requests that are handled before other connections have their turn

@@ -1,92 +1,28 @@
-"""The head of an infer request: its model, and what the way that it came says of it. Equal heads are kept."""
+"""The head of an infer request over HTTP. Equal heads are kept."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.answers import Answer, error_answer, output_answer
 from expertd.service.http.bodies import number_of_bytes
-from expertd.service.http.infer_body import InferBody, Received
 from expertd.service.http.plans import Plans
-from expertd.service.http.protocol import BodyLimit, OipError, body_limit, check_client, decompress
+from expertd.service.http.protocol import decompress, oip_error
 from expertd.service.http.refused import Headers
-from expertd.service.http.threads import INLINE_BYTES, Where, thread_from
+from expertd.service.inference.body import InferBody, Received
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.head import InferHead
+from expertd.service.inference.limits import BodyLimit, body_limit
 from expertd.service.inference.places import NewUses
 from expertd.service.inference.plan import Plan
+from expertd.service.inference.threads import INLINE_BYTES, Where, thread_from
+from expertd.service.inference.versions import check_client
 from expertd.service.memory import Arena, Buffer, Span, host_view
 from expertd.service.moe.request import Output
-from expertd.service.settings.keys import Keys
 from expertd.service.settings.parts import Limits
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _INLINE_COMPRESSED_BYTES = 1024  # which may become a thousand times as many
 _INLINE_NUMBERS = 2048  # that are written as JSON in about a millisecond
-
-
-class InferHead(ABC):
-    """`model` and `version` as the caller names them, served or not; one for each way that requests come.
-
-    headers     names are in lower case; with the caller's key
-    keys        by which a request with this head was admitted, as that of `key_name`; set by the gate
-    caller      the number of `key_name`, for the queue
-    request_id  the caller's own, if the head has it
-    limit       of the body; set by `read`
-    """
-
-    __slots__ = ("caller", "headers", "key_name", "keys", "limit", "model", "request_id", "version")
-
-    def __init__(self, model: str, version: str, headers: Headers, request_id: str | None = None) -> None:
-        self.model = model
-        self.version = version
-        self.headers = headers
-        self.request_id = request_id
-        self.keys: Keys | None = None
-        self.key_name = ""
-        self.caller = 0
-        self.limit = BodyLimit(0)
-
-    @abstractmethod
-    def read(self, limits: Limits) -> None:
-        """Check what the head says. Raises RequestError."""
-
-    @property
-    @abstractmethod
-    def tensor_bytes(self) -> int:
-        """Of all inputs, as far as the head tells: the tokens follow from them."""
-
-    @property
-    @abstractmethod
-    def has_large_text(self) -> bool:
-        """Whether what is parsed is large, or may become so."""
-
-    @abstractmethod
-    def find(self, content: Buffer | Span) -> Plan | None:
-        """The plan of an earlier request that had another body with the same head."""
-
-    @abstractmethod
-    def where_to_parse(self, received: Received) -> Where:
-        """Where a body is parsed."""
-
-    @abstractmethod
-    def parse(self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses) -> Plan:
-        """Parse a body, and give it back unless tensors are its parts. Raises RequestError."""
-
-    @abstractmethod
-    def kept_answer(self, plan: Plan, output: Output) -> Any:
-        """The answer to a request with a plan that had one like it; None without."""
-
-    @abstractmethod
-    def where_to_answer(self, plan: Plan, spec: LayerSpec) -> Where:
-        """Where its answer is written."""
-
-    @abstractmethod
-    def answer(self, plan: Plan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> Any:
-        """The answer; `pause` is called while much text is written. Raises RequestError."""
-
-    @abstractmethod
-    def refusal(self, error: OipError) -> Any:
-        """The answer to a request that is refused."""
 
 
 class HttpHead(InferHead):
@@ -113,7 +49,7 @@ class HttpHead(InferHead):
         self._is_read = False
 
     def read(self, limits: Limits) -> None:
-        """Read the headers and check what they say, unless that is done. Raises OipError (400, 413)."""
+        """Read the headers and check what they say, unless that is done. Raises RequestError."""
         if self._is_read:
             return
         check_client(self.headers)
@@ -186,8 +122,8 @@ class HttpHead(InferHead):
     def answer(self, plan: Plan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> Answer:
         return output_answer(plan, output, spec, self.accept_encoding, pause)
 
-    def refusal(self, error: OipError) -> Answer:
-        return error_answer(error, self.expects)
+    def refusal(self, error: RequestError, status: int) -> Answer:
+        return error_answer(oip_error(error, status), self.expects)
 
     def _check_sizes(self, limits: Limits) -> None:
         length, json_bytes = self.content_length, self.header_length
@@ -198,12 +134,6 @@ class HttpHead(InferHead):
             if length is not None and self.content_encoding is None:
                 json_bytes = min(json_bytes, length)  # that it is longer than the body is another error
             BodyLimit(limits.max_json_bytes, is_json=True).check(json_bytes)
-
-
-def least_tokens(head: InferHead, spec: LayerSpec) -> int:
-    """The tokens that a request has at least, as far as its head tells."""
-    most_bytes = 4 * spec.hidden_size + 12 * spec.top_k  # of a token: FP32, and ids of 64 bits with weights
-    return max(1, head.tensor_bytes // most_bytes)
 
 
 def _joined(earlier: str | None, value: bytes) -> str:

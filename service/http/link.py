@@ -7,11 +7,11 @@ from typing import Protocol
 
 from expertd.service.http.paced_transport import PacedTransport, PlainTransport
 from expertd.service.http.places import shown_peer
-from expertd.service.http.protocol import OipError
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.sender import Sender
 from expertd.service.http.shared import ServerState, Shared
 from expertd.service.http.timer import Timer
+from expertd.service.inference.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ LAST_INPUT_SECONDS = 0.05
 class Call(Protocol):
     """A request, from the connection's side."""
 
-    def leave(self, error: OipError | None = None) -> None:
+    def leave(self, error: RequestError | None = None) -> None:
         """The client has disconnected before the answer; or its body was refused with `error`."""
 
     def sent(self, delivered: bool) -> None:
@@ -68,7 +68,7 @@ class Link(asyncio.BufferedProtocol):
         """Handle the next request, or wait for it."""
 
     @abstractmethod
-    def _drop_incomplete(self, error: OipError | None = None) -> None:
+    def _drop_incomplete(self, error: RequestError | None = None) -> None:
         """End a request whose body will not arrive, or is refused with `error`."""
 
     @abstractmethod

@@ -12,10 +12,13 @@ from starlette.types import Receive, Scope, Send
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.answers import Answer
 from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
-from expertd.service.http.gate import KEY_ADMIN, KEY_NAME, Gate
-from expertd.service.http.infer_head import HttpHead, InferHead
-from expertd.service.http.protocol import OipError
+from expertd.service.http.infer_head import HttpHead
+from expertd.service.http.protocol import OipError, oip_error
 from expertd.service.http.refused import BROWSER_HEADERS, Headers, header_lines
+from expertd.service.http.rights import rights_for
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.gate import KEY_ADMIN, KEY_NAME, Gate
+from expertd.service.inference.head import InferHead
 
 T = TypeVar("T")
 
@@ -43,7 +46,7 @@ class Passage:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on."""
         try:
-            self._gate.admit(scope["method"], scope["path"], scope["headers"])
+            self._gate.admit(rights_for(scope["method"], scope["path"]), scope["headers"])
             body = await self._body(scope, receive)
             told = self._gate.told(scope["headers"])
             target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
@@ -55,9 +58,10 @@ class Passage:
             )
         except ClientGoneError:
             return
-        except OipError as error:
-            status, content = error.status, error.body()
-            headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+        except RequestError as error:
+            refusal = oip_error(error)
+            status, content = refusal.status, refusal.body()
+            headers = [(name.lower().encode(), value.encode()) for name, value in refusal.headers.items()]
             length = str(len(content)).encode()
             headers += [(b"content-type", b"application/json"), (b"content-length", length)]
         await send({"type": "http.response.start", "status": status, "headers": headers})

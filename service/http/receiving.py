@@ -9,13 +9,13 @@ from typing import Any
 from expertd.service.http.asgi_cycle import AsgiCycle, scope_of
 from expertd.service.http.delivery import CONNECTION
 from expertd.service.http.framing import ChunkedBody, FixedBody, Sink, end_of
-from expertd.service.http.infer import InferCall
-from expertd.service.http.infer_body import LARGE_BYTES, InferBody
 from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.protocol import OipError
 from expertd.service.http.replies import Replies
 from expertd.service.http.request_head import RequestHead
 from expertd.service.http.shared import ServerState, Shared
+from expertd.service.inference.body import LARGE_BYTES, InferBody
+from expertd.service.inference.call import InferCall
 from expertd.service.inference.errors import RequestError
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -77,7 +77,7 @@ class Receiving(Replies):
         begin, end = self._position, self._position + length
         if not head.chunked and length < LARGE_BYTES and end <= len(self._data):
             self._position = end
-            if call.admit():
+            if call.admit(is_whole=True):
                 call.receive(self._data[begin:end])
             return
         self._body = self._framing(head, None)
@@ -176,7 +176,7 @@ class Receiving(Replies):
         # Else the rest of the body would be parsed as a request.
         self._refuse_body(OipError(408, text, headers={"Connection": "close"}))
 
-    def _drop_incomplete(self, error: OipError | None = None) -> None:
+    def _drop_incomplete(self, error: RequestError | None = None) -> None:
         if self._body is None:
             return
         self._timer.clear()

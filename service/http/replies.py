@@ -5,13 +5,13 @@ from abc import abstractmethod
 
 from expertd.service.http.answers import Answer
 from expertd.service.http.asgi_cycle import AsgiCycle
-from expertd.service.http.infer import InferCall
-from expertd.service.http.infer_body import LARGE_BYTES
 from expertd.service.http.link import Link
 from expertd.service.http.places import shown_peer
 from expertd.service.http.refused import Headers, header_lines
 from expertd.service.http.request_head import RequestHead
 from expertd.service.http.shared import ServerState, Shared
+from expertd.service.inference.body import LARGE_BYTES
+from expertd.service.inference.call import InferCall
 from expertd.service.log_lines import with_fields
 
 access_logger = logging.getLogger("uvicorn.access")

@@ -6,11 +6,13 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
-from expertd.service.http.endpoint import Counts, InferEndpoint, logs_ends
+from expertd.service.engine.refusals import ConnectionReason
 from expertd.service.http.places import CrowdedError, Places
 from expertd.service.http.refused import Headers, first_lines
 from expertd.service.http.request_head import Heads
+from expertd.service.inference.endpoint import InferEndpoint, logs_ends
 from expertd.service.settings.model import Settings
+from expertd.service.statuses import CONNECTION_REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,12 @@ class ServerState(Protocol):
     default_headers: list[tuple[bytes, bytes]]
 
 
+class ConnectionCounts(Protocol):
+    """Where refused connections are counted; implemented by `RequestCounts` and `Metrics`."""
+
+    def connection_refused(self, reason: ConnectionReason) -> None: ...
+
+
 class Shared:
     """State shared by all connections of a server, on one event loop.
 
@@ -36,7 +44,10 @@ class Shared:
     cut_off           connections whose client did not read its response in time, up to now
     """
 
-    def __init__(self, app: ASGIApp, endpoint: InferEndpoint, metrics: Counts, settings: Settings) -> None:
+    def __init__(
+        self, app: ASGIApp, endpoint: InferEndpoint, metrics: ConnectionCounts, settings: Settings
+    ) -> None:
+        self._metrics = metrics
         self.app = app
         self.endpoint = endpoint
         self.engine = endpoint.engine
@@ -45,7 +56,6 @@ class Shared:
         self.least_read_bytes = max(1, seconds * settings.limits.min_response_bytes_per_second)
         self.access_log = settings.access_log
         self.logs_ends = logs_ends(settings)
-        self.count_refusal = metrics.connection_refused
         self.heads = Heads(settings.limits)
         self.places = Places(settings.limits)
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
@@ -64,6 +74,10 @@ class Shared:
         if lines is None:
             lines = self._first_lines[status] = first_lines(status, default_headers)
         return lines
+
+    def count_refusal(self, status: int) -> None:
+        """Count input that was refused with `status`."""
+        self._metrics.connection_refused(CONNECTION_REASONS[status])
 
     def warn(self, refusal: CrowdedError) -> None:
         """Log that clients are being refused, at most once a minute for each limit."""

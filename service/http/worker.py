@@ -22,8 +22,6 @@ from expertd.service.heap import share_heap
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.certificates import Certificates
-from expertd.service.http.endpoint import InferEndpoint
-from expertd.service.http.gate import Gate, KeyFile
 from expertd.service.http.passage import Passage
 from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
 from expertd.service.http.shared import Shared
@@ -36,8 +34,11 @@ from expertd.service.http.worker_setup import (
     WorkerSetup,
     channel_cells,
 )
+from expertd.service.inference.endpoint import InferEndpoint
+from expertd.service.inference.gate import Gate, KeyFile
 from expertd.service.log_lines import set_level
 from expertd.service.settings.keys import Keys
+from expertd.service.statuses import infer_status
 from expertd.service.terminal import configure_logging
 from expertd.service.tracing import tracing_of
 
@@ -78,7 +79,8 @@ class _WorkerServer(ConnectionServer):
         passage = Passage(setup.engine, bodies, gate)
         counts = RequestCounts(self._engine.models, self._counts.requests(setup.index))
         self._tracing = tracing_of(settings.tracing)
-        endpoint = InferEndpoint(self._engine, counts, gate, passage.forward, self._tracing)
+        status_of = partial(infer_status, queue_full_status=settings.limits.queue_full_status)
+        endpoint = InferEndpoint(self._engine, counts, gate, status_of, passage.forward, self._tracing)
         shared = Shared(passage, endpoint, counts, settings)
         super().__init__(passage, shared, bodies.stop, lifespan=False, certificates=certificates)
 

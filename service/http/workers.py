@@ -18,7 +18,6 @@ from expertd.service.channels.listener import hand_over
 from expertd.service.channels.opening import Opening
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.certificates import Certificates
-from expertd.service.http.gate import KeyFile
 from expertd.service.http.listening import Listener, engine_socket
 from expertd.service.http.worker_setup import (
     DRAIN,
@@ -30,6 +29,7 @@ from expertd.service.http.worker_setup import (
     channel_sizes,
     shares,
 )
+from expertd.service.inference.gate import KeyFile
 from expertd.service.settings.keys import Keys
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import TlsSettings

@@ -9,11 +9,12 @@ import pytest
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.grpc.infer_request import MessageHead, split
 from expertd.service.http.framing import ChunkedBody
-from expertd.service.http.infer_body import Received
-from expertd.service.http.protocol import BodyLimit, OipError, decompress, oip_error, parse_request
+from expertd.service.http.protocol import OipError, decompress, oip_error, parse_request
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.request_head import HeadParser, Heads
+from expertd.service.inference.body import Received
 from expertd.service.inference.errors import RequestError
+from expertd.service.inference.limits import BodyLimit
 from expertd.service.inference.places import no_regions
 from expertd.service.memory import host_view
 from expertd.service.settings.parts import Limits
@@ -74,8 +75,8 @@ def test_compressed_bodies() -> None:
         for encoding, packed in (("deflate", zlib.compress(data)), ("gzip", data), ("deflate", data)):
             try:
                 assert len(decompress(packed, encoding, limit)) <= limit.num_bytes
-            except OipError as error:
-                check(error.status, data)
+            except RequestError as error:
+                check(oip_error(error).status, data)
 
 
 def test_heads() -> None:

@@ -3,21 +3,14 @@
 from expertd.service.http.protocol.compression import accepts_gzip, compress, decompress, requested_encoding
 from expertd.service.http.protocol.errors import OipError, error_body, oip_error
 from expertd.service.http.protocol.json_text import json_of
-from expertd.service.http.protocol.limits import BodyLimit, body_limit
 from expertd.service.http.protocol.request import parse_request
 from expertd.service.http.protocol.response import InferResponse, build_response
-from expertd.service.http.protocol.versions import CLIENT, CLIENT_VERSIONS, check_client
 
 __all__ = [
-    "CLIENT",
-    "CLIENT_VERSIONS",
-    "BodyLimit",
     "InferResponse",
     "OipError",
     "accepts_gzip",
-    "body_limit",
     "build_response",
-    "check_client",
     "compress",
     "decompress",
     "error_body",

@@ -3,7 +3,7 @@
 import zlib
 
 from expertd.service.http.protocol.errors import OipError
-from expertd.service.http.protocol.limits import BodyLimit
+from expertd.service.inference.limits import BodyLimit
 from expertd.service.memory import Buffer
 from expertd.service.sentences import shown
 

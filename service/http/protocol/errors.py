@@ -15,6 +15,7 @@ _REASONS: dict[int, Reason] = {
     499: "client_gone",
     500: "internal_error",
 }
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
 
 
 class OipError(RequestError):
@@ -36,19 +37,21 @@ class OipError(RequestError):
         found = reason or _REASONS.get(status, "invalid_request")
         super().__init__(message, reason=found, retry_after=retry_after, request_id=request_id)
         self.status = status
-        self.headers = {**(headers or {}), **({"Retry-After": str(retry_after)} if retry_after else {})}
+        self.headers = {**_HEADERS.get(status, {}), **(headers or {})}
+        if retry_after:
+            self.headers["Retry-After"] = str(retry_after)
 
     def body(self) -> bytes:
         """The protocol's error object."""
         return error_body(self.text)
 
 
-def oip_error(error: RequestError) -> OipError:
-    """`error` with its status."""
+def oip_error(error: RequestError, status: int | None = None) -> OipError:
+    """`error` with its status; None: that of its reason."""
     if isinstance(error, OipError):
         return error
     answer = OipError(
-        STATUSES[error.reason],
+        STATUSES[error.reason] if status is None else status,
         error.message,
         reason=error.reason,
         retry_after=error.retry_after,

@@ -9,7 +9,6 @@ from expertd.service.channels.hub import ChannelHub, Entry
 from expertd.service.channels.layout import VERSION
 from expertd.service.channels.opening import CudaMemory, Opening
 from expertd.service.http.bodies import BodyReader, control_body
-from expertd.service.http.gate import Gate
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.parsing import parsed
@@ -20,6 +19,7 @@ from expertd.service.http.routes.schemas import (
     ChannelsResponse,
     SystemMemory,
 )
+from expertd.service.inference.gate import Gate
 from expertd.service.sentences import shown
 
 ChannelId = Annotated[str, Path(description="id of an open channel")]

@@ -9,7 +9,6 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.layers import rule_of
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
-from expertd.service.http.protocol import CLIENT_VERSIONS
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from expertd.service.http.routes.schemas import (
     LiveResponse,
@@ -20,6 +19,7 @@ from expertd.service.http.routes.schemas import (
     TensorMetadata,
 )
 from expertd.service.inference.tensors import FP8S, INPUT_DATATYPES, OUTPUT, SCALE
+from expertd.service.inference.versions import CLIENT_VERSIONS
 
 SERVER_NAME = "expertd"
 _EXTENSIONS = ("binary_tensor_data", "parameters", "statistics", "model_configuration", "model_repository")

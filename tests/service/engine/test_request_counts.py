@@ -11,14 +11,13 @@ from expertd.service.engine.metric_family import SECONDS
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.request_counts import (
     CELL_BYTES,
-    CONNECTION_STATUSES,
     RequestCounts,
     num_cells,
     request_metrics,
     request_totals,
 )
 from expertd.service.engine.statistics import StepSums, Total
-from expertd.service.statuses import infer_status
+from expertd.service.statuses import CONNECTION_REASONS, infer_status
 
 MODELS = ("a", "b")
 STATUS_OF = partial(infer_status, queue_full_status=429)
@@ -38,7 +37,7 @@ def test_the_counts_of_all_processes_are_summed() -> None:
     two.request_done("", "unknown_model", 0.0)
     one.request_done("a", "queue_full", 0.0)
     one.request_done("a", "memory_full", 0.0)
-    own.connection_refused(431)
+    own.connection_refused("head_too_large")
     successor = RequestCounts(MODELS, rows[0])
     successor.request_done("b", "client_gone", 1.0)
     metrics = list(request_metrics(own.models, [own.cells, *rows], STATUS_OF))
@@ -95,10 +94,10 @@ def test_steps_are_grouped_by_powers_of_two() -> None:
 
 def test_every_refusal_of_a_connection_has_a_cell_of_its_own() -> None:
     counts = RequestCounts(MODELS)
-    for times, status in enumerate(CONNECTION_STATUSES):
+    for times, reason in enumerate(CONNECTION_REASONS.values()):
         for _ in range(times):
-            counts.connection_refused(status)
+            counts.connection_refused(reason)
     metrics = list(request_metrics(counts.models, [counts.cells], STATUS_OF))
-    for times, status in enumerate(CONNECTION_STATUSES):
+    for times, status in enumerate(CONNECTION_REASONS):
         assert value(metrics, "connection_refusals_total", status=str(status)) == times
     assert not any(sample.value for metric in metrics[:3] for sample in metric.samples)

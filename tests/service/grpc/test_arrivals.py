@@ -14,7 +14,7 @@ import pytest
 from expertd.service.grpc.arrivals import Arrivals, Arrived
 from expertd.service.grpc.stream import Stream
 from expertd.service.grpc.tables import SERVICE
-from expertd.service.http.protocol import OipError
+from expertd.service.inference.errors import RequestError
 from tests.service.apps import rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
 from tests.service.runners import EchoRunner
@@ -62,7 +62,7 @@ async def test_the_slowest_gives_way_to_one_that_waits(monkeypatch: pytest.Monke
     message = await asyncio.wait_for(arrivals.message(new.messages()), 5)
     assert message.take() == b"new"
     with pytest.raises(
-        OipError, match=r"request: expected the whole message within 0.\d+ s, got a part of it"
+        RequestError, match=r"request: expected the whole message within 0.\d+ s, got a part of it"
     ):
         await receiving[0]
     slow.sent.set_result(b"slow")
@@ -74,11 +74,13 @@ async def test_a_message_waits_for_a_place_no_longer_than_it_may_take() -> None:
     first = asyncio.ensure_future(Arrivals.message(arrivals, Sender().messages()))
     await asyncio.sleep(0.03)
     waiting = [asyncio.ensure_future(arrivals.message(Sender().messages())) for _ in range(3)]
-    with pytest.raises(OipError) as late:
+    with pytest.raises(RequestError) as late:
         await first
-    assert late.value.status == 408
+    assert late.value.reason == "body_timeout"
     errors = await asyncio.gather(*waiting, return_exceptions=True)
-    texts = [str(error) for error in errors if isinstance(error, OipError) and error.status == 503]
+    texts = [
+        str(error) for error in errors if isinstance(error, RequestError) and error.reason == "memory_full"
+    ]
     assert texts
     assert set(texts) == {
         "request: expected at most 1 messages that arrive, by limits.max_buffered_bytes, got more"
@@ -152,9 +154,11 @@ async def test_an_idle_stream_ends_after_its_answers() -> None:
         return message.take()
 
     began = asyncio.get_running_loop().time()
-    with pytest.raises(OipError, match=r"stream: expected the next request within 0.05 s, got none") as ended:
+    with pytest.raises(
+        RequestError, match=r"stream: expected the next request within 0.05 s, got none"
+    ) as ended:
         await _answered(written, slowly, b"a", b"b")
-    assert ended.value.status == 408
+    assert ended.value.reason == "body_timeout"
     assert written == [b"a", b"b"], "the time in which they are computed does not count"
     assert asyncio.get_running_loop().time() - began >= 0.25
 
@@ -171,7 +175,7 @@ async def test_a_stream_ends_whose_answers_nobody_receives() -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(
-        OipError, match=r"stream: expected an answer to be received within 0.05 s, got a part"
+        RequestError, match=r"stream: expected an answer to be received within 0.05 s, got a part"
     ):
         await Stream(messages(), at_once, 0.05).run(never)
 

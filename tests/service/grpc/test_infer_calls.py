@@ -11,7 +11,7 @@ import pytest
 from expertd.service.grpc.arrivals import Arrived
 from expertd.service.grpc.infer_request import MessageHead
 from expertd.service.grpc.messages import CLASSES
-from expertd.service.http.infer import InferCall
+from expertd.service.inference.call import InferCall
 from expertd.service.inference.plan import Plan
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, held, hidden_message, output_of, refusal

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.grpc.infer_request import MessageHead, own_id, split
-from expertd.service.http.infer_body import Received
 from expertd.service.http.protocol import parse_request
+from expertd.service.inference.body import Received
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.places import no_regions
 from expertd.service.memory import host_view

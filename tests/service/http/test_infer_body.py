@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from expertd.service.http.infer_body import LARGE_BYTES, InferBody
-from expertd.service.http.protocol import BodyLimit, OipError, oip_error
+from expertd.service.http.protocol import oip_error
+from expertd.service.inference.body import LARGE_BYTES, InferBody
 from expertd.service.inference.errors import RequestError
+from expertd.service.inference.limits import BodyLimit
 from expertd.service.memory import Arena, Span, host_view
 
 MIB = 1 << 20
@@ -60,10 +61,10 @@ def test_a_body_of_unknown_length_grows(arena: Arena, piece: int) -> None:
     assert isinstance(content, Span)
     assert host_view(content) == data
     with pytest.raises(
-        OipError, match=f"body: expected at most {MIB} bytes, got at least {MIB + 1}"
+        RequestError, match=f"body: expected at most {MIB} bytes, got at least {MIB + 1}"
     ) as caught:
         body.write(memoryview(b"x"))
-    assert caught.value.status == 413
+    assert caught.value.reason == "body_too_large"
     body.release()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from expertd.service.engine.spec import specs_of
-from expertd.service.http.infer_head import HttpHead, least_tokens
+from expertd.service.http.infer_head import HttpHead
 from tests.service.apps import HIDDEN, TOP_K, tiny_settings
 
 FP32_WITH_ROUTING = 4 * HIDDEN + (8 + 4) * TOP_K  # bytes of a token, with 64-bit ids
@@ -33,4 +33,4 @@ def test_the_least_number_of_tokens(headers: dict[str, object], expected: int) -
     given = [(name.encode(), str(value).encode()) for name, value in headers.items()]
     head = HttpHead("tiny", "1", given)
     head.read(settings.limits)
-    assert least_tokens(head, specs_of(settings)["tiny"]) == expected
+    assert head.min_tokens(specs_of(settings)["tiny"]) == expected

@@ -8,8 +8,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from expertd.service.http.protocol import BodyLimit, OipError, compress, decompress
+from expertd.service.http.protocol import compress, decompress
 from expertd.service.http.protocol.datatypes import bytes_to_numbers
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.limits import BodyLimit
 from tests.service.apps import (
     HIDDEN,
     binary_request,
@@ -105,7 +107,7 @@ def test_a_bomb_is_stopped_while_it_is_inflated(is_json: bool) -> None:
     bomb = gzip.compress(bytes(100_000_000))
     tracemalloc.start()
     try:
-        with pytest.raises(OipError, match="when decompressed, got at least 100001"):
+        with pytest.raises(RequestError, match="when decompressed, got at least 100001"):
             decompress(bomb, "gzip", BodyLimit(100_000, is_json))
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertd.service.http import gate
+from expertd.service.inference import gate
 from tests.service.apps import (
     HIDDEN,
     Serving,
@@ -144,7 +144,7 @@ async def test_keys_change_while_a_connection_is_open(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with guarded(keys) as server:
-        caplog.set_level(logging.INFO, "expertd.service.http.gate")
+        caplog.set_level(logging.INFO, "expertd.service.inference.gate")
         with closing(connect(server.port)) as sock:
             assert await statuses(sock, "infer", "new") == [200, 401]
             write_keys(keys, infer=["infer"], new=["infer"])
@@ -274,7 +274,7 @@ async def test_a_key_that_was_removed_is_not_in_the_log(
 ) -> None:
     settings = tiny_settings(keys=keys, access_log=True, log_format="json")
     async with serving(settings, serving_runner(EchoRunner())) as server:
-        caplog.set_level(logging.INFO, "expertd.service.http.infer")
+        caplog.set_level(logging.INFO, "expertd.service.inference.call")
         with closing(connect(server.port)) as sock:
             assert await statuses(sock, "infer") == [200]
             write_keys(keys, other=["infer"])
@@ -291,7 +291,7 @@ async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refu
     runner = EchoRunner()
     runner.gate.clear()
     async with serving(settings, serving_runner(runner)) as server:
-        caplog.set_level(logging.INFO, "expertd.service.http.infer")
+        caplog.set_level(logging.INFO, "expertd.service.inference.call")
         with closing(connect(server.port)) as first, closing(connect(server.port)) as second:
             waiting = asyncio.ensure_future(statuses(first, "infer"))
             assert await asyncio.to_thread(runner.entered.acquire, True, 10)

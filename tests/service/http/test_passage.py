@@ -12,9 +12,9 @@ from starlette.types import Message
 from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.steps import caller_number
 from expertd.service.http.bodies import BodyReader
-from expertd.service.http.gate import KEY_NAME, Gate, KeyFile
 from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.passage import Passage
+from expertd.service.inference.gate import KEY_NAME, Gate, KeyFile
 from expertd.service.settings.parts import Limits
 from tests.service.apps import error_of
 from tests.service.keys import all_keys, bearer

@@ -2,9 +2,9 @@
 
 import pytest
 
-from expertd.service.http.infer_head import InferHead
 from expertd.service.http.refused import RefusedError
 from expertd.service.http.request_head import HeadParser, Heads, RequestHead
+from expertd.service.inference.head import InferHead
 from expertd.service.settings.parts import Limits
 from tests.service.sockets import INFER, head
 

@@ -15,7 +15,7 @@ import pytest
 from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from expertd.service.http.connection import Connection
 from expertd.service.http.infer_head import HttpHead
-from expertd.service.http.threads import Threads, Where
+from expertd.service.inference.threads import Threads, Where
 from expertd.service.settings.parts import Limits
 from tests.service.apps import (
     json_input,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from expertd.service.http.infer_body import LARGE_BYTES
+from expertd.service.inference.body import LARGE_BYTES
 from tests.service.apps import (
     HIDDEN,
     Serving,

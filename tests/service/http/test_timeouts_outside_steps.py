@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.http import answers, infer
-from expertd.service.http.threads import INLINE_BYTES, Where
+from expertd.service.http import answers
+from expertd.service.inference import call
+from expertd.service.inference.threads import INLINE_BYTES, Where
 from expertd.service.memory import RegionUses
 from tests.service.apps import (
     HIDDEN,
@@ -107,7 +108,7 @@ async def test_a_request_that_is_validated_when_its_timeout_passes_is_not_comput
 ) -> None:
     runner, values = EchoRunner(), rows(TOKENS)
     held = hold(monkeypatch, runner, "validate")
-    monkeypatch.setattr(infer, "thread_from", lambda num_bytes: Where.ANY_THREAD)
+    monkeypatch.setattr(call, "thread_from", lambda num_bytes: Where.ANY_THREAD)
     routing = (
         json_input(np.tile(np.arange(2, dtype=np.int32), (TOKENS, 1)), "topk_ids", "INT32"),
         json_input(np.zeros((TOKENS, 2), np.float32), "topk_weights"),
@@ -127,7 +128,7 @@ async def test_an_output_that_is_being_stored_in_a_region_is_waited_for(
 ) -> None:
     device, size = Device(), 4 * HIDDEN * TOKENS
     held = hold(monkeypatch, RegionUses, "store")
-    monkeypatch.setattr(infer, "thread_from", lambda num_bytes: Where.ANY_THREAD)
+    monkeypatch.setattr(call, "thread_from", lambda num_bytes: Where.ANY_THREAD)
     async with serving(enabled(LIMITS), device.loader()) as server:
         with shm_file(2 * size) as file:
             file.write(rows(TOKENS), 0)

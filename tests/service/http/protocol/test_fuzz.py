@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol import BodyLimit, OipError, decompress, parse_request
+from expertd.service.http.protocol import OipError, decompress, parse_request
+from expertd.service.inference.limits import BodyLimit
 from expertd.service.memory import host_view
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import (
-    BodyLimit,
     OipError,
     accepts_gzip,
     build_response,
@@ -24,6 +23,8 @@ from expertd.service.http.protocol import (
     requested_encoding,
 )
 from expertd.service.http.protocol.datatypes import bytes_to_numbers, numbers_to_bytes
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.limits import BodyLimit
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
 ONE_ROW = {"name": "hidden_states", "shape": [1, 4], "datatype": "FP32", "data": [1, 2.5, -3, 0]}
@@ -85,9 +86,9 @@ def test_compression_round_trips(encoding: str) -> None:
     assert len(packed) < len(body)
     assert (gzip.decompress(packed) if encoding == "gzip" else zlib.decompress(packed)) == body
     assert decompress(packed, encoding, BodyLimit(len(body))) == body
-    with pytest.raises(OipError, match="at most 599 bytes when decompressed") as caught:
+    with pytest.raises(RequestError, match="at most 599 bytes when decompressed") as caught:
         decompress(packed, encoding, BodyLimit(len(body) - 1))
-    assert caught.value.status == 413
+    assert caught.value.reason == "body_too_large"
     after = "bytes after its end" if encoding == "deflate" else "expected gzip data"
     for broken, expected in (
         (b"", "a part of it"),
@@ -103,9 +104,9 @@ def test_gzip_may_have_several_members() -> None:
     packed = b"".join(map(gzip.compress, parts))
     whole = b"".join(parts)
     assert decompress(packed, "gzip", BodyLimit(len(whole))) == whole
-    with pytest.raises(OipError, match=f"at most {len(whole) - 1} bytes") as caught:
+    with pytest.raises(RequestError, match=f"at most {len(whole) - 1} bytes") as caught:
         decompress(packed, "gzip", BodyLimit(len(whole) - 1))
-    assert caught.value.status == 413
+    assert caught.value.reason == "body_too_large"
     for broken in (packed[:-1], packed + packed[:5]):
         with pytest.raises(OipError, match="a part of it"):
             decompress(broken, "gzip", BodyLimit(2 * len(whole)))
@@ -142,9 +143,9 @@ def test_several_codings_are_refused(content_encoding: str) -> None:
 
 def test_a_decompression_bomb_is_refused() -> None:
     bomb = gzip.compress(bytes(50_000_000))
-    with pytest.raises(OipError) as caught:
+    with pytest.raises(RequestError) as caught:
         decompress(bomb, "gzip", BodyLimit(1000))
-    assert caught.value.status == 413
+    assert caught.value.reason == "body_too_large"
 
 
 @pytest.mark.parametrize(

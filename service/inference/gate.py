@@ -7,13 +7,13 @@ from time import monotonic
 
 from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.steps import caller_number
-from expertd.service.http.infer_head import InferHead
-from expertd.service.http.protocol import OipError, check_client
-from expertd.service.http.refused import Headers
-from expertd.service.http.rights import rights_for
+from expertd.service.inference.errors import RequestError
+from expertd.service.inference.head import InferHead
+from expertd.service.inference.versions import check_client
 from expertd.service.sentences import all_of, any_of
 from expertd.service.settings.keys import Key, Keys, Right, load_keys
 from expertd.service.settings.values import SettingsError
+from expertd.service.tracing.context import Headers
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Gate:
         return self._keys
 
     def admit_infer(self, head: InferHead) -> None:
-        """Check an infer request, before its body is read. Raises OipError (401, 403)."""
+        """Check an infer request, before its body is read. Raises RequestError."""
         if (keys := self.refresh()) is None:
             if self._behind:
                 head.key_name = self.caller(head.headers)
@@ -105,10 +105,10 @@ class Gate:
         head.caller = caller_number(head.key_name)
         head.keys = keys
 
-    def admit(self, method: str, path: str, headers: Headers) -> None:
-        """Check any call, by its method and decoded path, before its body is read. Raises OipError."""
+    def admit(self, rights: Collection[Right], headers: Headers) -> None:
+        """Check a call that needs one of these rights, before its body is read. Raises RequestError."""
         keys = self.refresh()
-        if keys is not None and (rights := rights_for(method, path)):
+        if keys is not None and rights:
             self._check(keys, headers, rights)
         check_client(headers)
 
@@ -134,26 +134,26 @@ class Gate:
         return [(KEY_NAME, key.name.encode("ascii")), *admin]
 
     def check_own(self, what: str, owner: str, headers: Headers) -> None:
-        """Raise OipError (403) unless an admitted call has the key `owner`, or one with the right admin."""
+        """Raise RequestError unless an admitted call has the key `owner`, or one with the right admin."""
         told = headers if self._behind else self.told(headers)
         if (caller := self.caller(headers)) != owner and not any(name == KEY_ADMIN for name, _ in told):
             expected = "the key that opened it, or one with the right admin"
-            raise OipError(403, f"{what}: expected {expected}, got key {caller}")
+            raise RequestError(f"{what}: expected {expected}, got key {caller}", reason="forbidden")
 
     def _known(self, headers: Headers) -> Key | None:
         keys = self.refresh()
         try:
             return None if keys is None else keys.find(_secret(headers))
-        except OipError:
+        except RequestError:
             return None
 
     def _check(self, keys: Keys, headers: Headers, rights: Collection[Right]) -> str:
-        """The name of the key. Raises OipError."""
+        """The name of the key. Raises RequestError."""
         try:
             key = keys.find(_secret(headers))
             if key is None:
                 raise _unauthorized("Authorization: expected a key of this server, got an unknown one")
-        except OipError:
+        except RequestError:
             self._counts.unauthorized()
             raise
         if not any(right in key.rights for right in rights):
@@ -172,7 +172,7 @@ def _version(path: Path) -> _Version:
 
 
 def _secret(headers: Headers) -> bytes:
-    """The key in the headers, whose names are in lower case. Raises OipError (401); never shows a value."""
+    """The key in the headers, whose names are in lower case. Raises RequestError; never shows a value."""
     given = [value for name, value in headers if name == b"authorization"]
     if len(given) > 1:
         raise _unauthorized(f"Authorization: expected one header, got {len(given)}")
@@ -184,9 +184,10 @@ def _secret(headers: Headers) -> bytes:
     return secret.strip()
 
 
-def _unauthorized(text: str) -> OipError:
-    return OipError(401, text, headers={"WWW-Authenticate": "Bearer"})
+def _unauthorized(text: str) -> RequestError:
+    return RequestError(text, reason="unauthorized")
 
 
-def _forbidden(key: Key, rights: Collection[Right]) -> OipError:
-    return OipError(403, f"key {key.name}: expected the right {any_of(rights)}, got {all_of(key.rights)}")
+def _forbidden(key: Key, rights: Collection[Right]) -> RequestError:
+    text = f"key {key.name}: expected the right {any_of(rights)}, got {all_of(key.rights)}"
+    return RequestError(text, reason="forbidden")

@@ -1,4 +1,4 @@
-"""POST /v2/models/{name}/infer: one coroutine from a request's body to its reply.
+"""An infer request: one coroutine from its body to its reply.
 
 It has no task: what it waits for resumes it, because a task's overhead would be a part of every request.
 Bodies stay where they arrived: tensors are views or spans of them. Work that grows with the body
@@ -12,26 +12,24 @@ from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from expertd.service.engine.errors import RegionsElsewhereError
+from expertd.service.engine.errors import EngineError, RegionsElsewhereError
 from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import StepTimes
-from expertd.service.http.answers import client_gone, refusal_of
-from expertd.service.http.deadline import Deadline
-from expertd.service.http.endpoint import InferEndpoint
-from expertd.service.http.infer_body import LARGE_BYTES, InferBody, Received, take
-from expertd.service.http.infer_head import InferHead, least_tokens
-from expertd.service.http.protocol import OipError
-from expertd.service.http.refused import Headers
-from expertd.service.http.threads import Where, pause_for_others, thread_from
+from expertd.service.inference.body import LARGE_BYTES, InferBody, Received, take
+from expertd.service.inference.deadline import Deadline
+from expertd.service.inference.endpoint import InferEndpoint
 from expertd.service.inference.errors import RequestError
+from expertd.service.inference.head import InferHead
 from expertd.service.inference.plan import Plan
 from expertd.service.inference.tensors import ELEMENT_BYTES, check_tokens
+from expertd.service.inference.threads import Where, pause_for_others, thread_from
 from expertd.service.log_lines import with_fields
 from expertd.service.memory import (
     Arena,
     Block,
     Buffer,
+    RegionError,
     RegionUses,
     Span,
     host_view,
@@ -42,6 +40,7 @@ from expertd.service.moe.request import LayerRequest, Output, fp8_rows
 from expertd.service.moe.stages import TimedStep
 from expertd.service.sentences import shortened, shown
 from expertd.service.tracing import Rpc, TraceContext, TracedRequest, Tracing, trace_context
+from expertd.service.tracing.context import Headers
 
 logger = logging.getLogger(__name__)
 
@@ -128,25 +127,28 @@ class InferCall:
         self._forwarding: asyncio.Future[Any] | None = None
         self._life: Coroutine[Any, Any, None] | None = None  # from the whole body on
         self._deadline: Deadline | None = None  # of a request with a timeout, once that is known
-        self._left: OipError | None = None
-        self._refusal: OipError | None = None
+        self._left: RequestError | None = None
+        self._refusal: RequestError | None = None
         self._working = False  # in a thread
         self._is_responding = False  # there: its output is stored or encoded
         self._is_overdue = False  # answered, while a step or a thread still uses its memory
 
-    def admit(self) -> bool:
-        """Check all that is known before the body; False if the request is refused."""
+    def admit(self, is_whole: bool = False) -> bool:
+        """Check all that is known before the body; False if the request is refused.
+
+        is_whole  the body is here: of binary tensors, the queue alone then checks its capacity
+        """
         head, engine = self._head, self._endpoint.engine
         try:
             self._endpoint.gate.admit_infer(head)
             self._key_name, self._caller_number = head.key_name, head.caller
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            engine.check_capacity(head.model, head.caller)  # first: one that shuts down refuses all sizes
             head.read(engine.settings.limits)
-            if (least := least_tokens(head, self._spec)) > 1:
-                check_tokens(least, self._spec, at_least="at least ")
-                engine.check_capacity(head.model, head.caller, least)
+            if not (is_whole and head.tensor_bytes):
+                num_tokens = head.min_tokens(self._spec)
+                check_tokens(num_tokens, self._spec, at_least="at least ")
+                engine.check_capacity(head.model, head.caller, num_tokens)
             if head.has_large_text:
                 self._endpoint.threads.check_json(engine.settings.limits, head.caller)
         except Exception as error:
@@ -399,7 +401,7 @@ class InferCall:
         _forget_frames(refusal)
         self._release()
         if self._left is None:
-            self._caller.reply(self, self._head.refusal(refusal))
+            self._caller.reply(self, self._answer_to(refusal))
         else:
             self._count()
             self._caller.reply(self, None)
@@ -408,9 +410,9 @@ class InferCall:
         """Answer with `error` while a step or a thread uses the request: its memory is given back later."""
         self._is_overdue = True
         refusal = self._refusal = self._refusal_of(error)
-        self._caller.reply(self, self._head.refusal(refusal))
+        self._caller.reply(self, self._answer_to(refusal))
 
-    def leave(self, error: OipError | None = None) -> None:
+    def leave(self, error: RequestError | None = None) -> None:
         """Nobody is left to answer: the client disconnected, or its body was refused with `error`."""
         self._left = left = error or client_gone()
         if self._is_overdue:  # and the answer is not sent
@@ -430,8 +432,11 @@ class InferCall:
             self._release()
         self._count()
 
-    def _refusal_of(self, error: Exception) -> OipError:
-        refusal = refusal_of(error, self._head.model)
+    def _answer_to(self, refusal: RequestError) -> Any:
+        return self._head.refusal(refusal, self._endpoint.status_of(refusal.reason))
+
+    def _refusal_of(self, error: Exception) -> RequestError:
+        refusal = _refusal_of(error, self._head.model)
         refusal.request_id = self._id_of(refusal)
         _forget_frames(refusal)
         return refusal
@@ -450,9 +455,9 @@ class InferCall:
             return  # the engine's process does
         head, metrics, refusal = self._head, self._endpoint.metrics, self._refusal
         known = head.model if head.model in self._endpoint.engine.models else ""
-        status = 200
+        status = self._endpoint.status_of(None if refusal is None else refusal.reason)
         if refusal is not None:
-            status, self._stages = refusal.status, None
+            self._stages = None
             what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
             logger.debug("%d %s: model %s, id %s: %s", *what)
         seconds = time.perf_counter() - self._started
@@ -467,7 +472,7 @@ class InferCall:
         """Where the caller's trace context is."""
         return self._head.headers if self._rpc is None else self._rpc.headers
 
-    def _id_of(self, refusal: OipError | None) -> str | None:
+    def _id_of(self, refusal: RequestError | None) -> str | None:
         """The caller's own id of the request, as far as it is known."""
         if refusal is not None and refusal.request_id is not None:
             return refusal.request_id
@@ -478,10 +483,10 @@ class InferCall:
         if self._pending is not None:
             self._times = self._pending.times(time.perf_counter())
 
-    def _remote_stages(self, status: int) -> Stages | None:
+    def _remote_stages(self) -> Stages | None:
         """As `_stages`, of a request that was computed in the engine's process."""
         times = self._times
-        if status != 200 or times is None or times.began is None:
+        if self._refusal is not None or times is None or times.began is None:
             return None
         return times.arrived - self._started, times.began - times.arrived, times.ended - times.began
 
@@ -492,7 +497,7 @@ class InferCall:
             self._sampled = tracing.samples(self._trace_context)
         return self._sampled
 
-    def _trace(self, tracing: Tracing, status: int, refusal: OipError | None, seconds: float) -> None:
+    def _trace(self, tracing: Tracing, status: int, refusal: RequestError | None, seconds: float) -> None:
         """Have spans of the request made, if it is sampled."""
         if not self._is_sampled(tracing):
             return
@@ -516,10 +521,10 @@ class InferCall:
             )
         )
 
-    def _log(self, status: int, refusal: OipError | None, seconds: float) -> None:
+    def _log(self, status: int, refusal: RequestError | None, seconds: float) -> None:
         """The line of the request."""
         head, plan, trace = self._head, self._plan, trace_context(self._metadata)
-        receive, queue, compute = self._stages or self._remote_stages(status) or (None, None, None)
+        receive, queue, compute = self._stages or self._remote_stages() or (None, None, None)
         fields = with_fields(
             model=shortened(head.model),
             status=status,
@@ -536,6 +541,26 @@ class InferCall:
             parent_span_id=None if trace is None else trace.span_id,
         )
         logger.info("infer %d", status, extra=fields)
+
+
+def _refusal_of(error: Exception, model: str) -> RequestError:
+    """`error` as a refusal; unexpected ones are logged."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, EngineError):
+        refusal = RequestError(str(error), reason=error.reason, retry_after=error.retry_after)
+    elif isinstance(error, RegionError):
+        refusal = RequestError(str(error))
+    else:
+        logger.error("an infer request to model %s failed", shown(model), exc_info=error)
+        refusal = RequestError("internal server error: see the server's log", reason="internal_error")
+    refusal.__cause__ = error
+    return refusal
+
+
+def client_gone() -> RequestError:
+    """The outcome of a request that nobody waits for any more."""
+    return RequestError("the client closed the connection", reason="client_gone")
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from expertd.service.http.protocol import BodyLimit
 from expertd.service.inference.errors import memory_full
+from expertd.service.inference.limits import BodyLimit
 from expertd.service.memory import Arena, Block, Buffer, Span
 
 LARGE_BYTES = 64 * 1024  # from this size on, bodies and outputs lie in the arena
@@ -47,7 +47,7 @@ class InferBody:
             self._move(length)
 
     def expect(self, num_bytes: int) -> None:
-        """Raise OipError (413) if this many more bytes exceed the limit."""
+        """Raise RequestError if this many more bytes exceed the limit."""
         self._limit.check(self._size + num_bytes)
 
     def write(self, piece: memoryview) -> None:

@@ -1,14 +1,22 @@
-"""What computes infer requests: the engine in this process, or in the one that owns the device."""
+"""What all infer requests of a process share, and the engine that computes them."""
 
-from collections.abc import Awaitable, Mapping
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from expertd.service.engine.refusals import Reason
+from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import Done
-from expertd.service.http.infer_head import InferHead
+from expertd.service.inference.gate import Gate
+from expertd.service.inference.head import InferHead
+from expertd.service.inference.threads import Threads
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.model import Settings
+from expertd.service.tracing import Tracing
+
+_ALONE = 8  # requests of one caller in a row
 
 
 class InferEngine(Protocol):
@@ -67,3 +75,53 @@ class Forward(Protocol):
     """Has the engine's process answer a whole infer request."""
 
     def __call__(self, head: InferHead, key_name: str, content: bytes) -> Awaitable[Any]: ...
+
+
+class Counts(Protocol):
+    """Where requests are counted; implemented by `RequestCounts` and `Metrics`."""
+
+    def request_done(
+        self, model: str, reason: Reason | None, seconds: float, stages: Stages | None = None
+    ) -> None: ...
+
+
+def logs_ends(settings: Settings) -> bool:
+    """Whether each infer request is one line in the log when it ends, rather than when its answer begins."""
+    return settings.access_log and settings.log_format == "json"
+
+
+class InferEndpoint:
+    """What all infer requests share.
+
+    status_of  what logs, spans and answers call a reason of a refusal, and an output (None)
+    forward    for an engine that raises RegionsElsewhereError
+    tracing    makes spans of requests; None: there are none
+    """
+
+    def __init__(
+        self,
+        engine: InferEngine,
+        metrics: Counts,
+        gate: Gate,
+        status_of: Callable[[Reason | None], int],
+        forward: Forward | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.gate = gate
+        self.status_of = status_of
+        self.forward = forward
+        self.tracing = tracing
+        self.threads = Threads()
+        self.logs_requests = logs_ends(engine.settings)
+        self._last_caller: weakref.ref[object] = weakref.ref(self)  # which may have an answer in memory
+        self._in_a_row = 0  # requests of the last caller
+
+    def is_alone(self, caller: object) -> bool:
+        """Whether a new request's caller has sent the last ones, too: others have no requests meanwhile."""
+        if caller is self._last_caller():
+            self._in_a_row += 1
+        else:
+            self._last_caller, self._in_a_row = weakref.ref(caller), 0
+        return self._in_a_row >= _ALONE

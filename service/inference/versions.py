@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from expertd import __version__
-from expertd.service.http.protocol.errors import OipError
+from expertd.service.inference.errors import RequestError
 from expertd.service.sentences import shown
 
 CLIENT = b"expertd-client"
@@ -13,8 +13,8 @@ CLIENT_VERSIONS = "0.1"
 
 
 def check_client(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise OipError (400), with both versions, if a client says one with which this server does not work."""
+    """Raise RequestError, with both versions, if a client says one with which this server does not work."""
     for name, value in headers:
         if name == CLIENT and not value.startswith(CLIENT_VERSIONS.encode() + b"."):
             expected = f"version {CLIENT_VERSIONS}.x with expertd {__version__}"
-            raise OipError(400, f"expertd-client: expected {expected}, got {shown(value.decode('latin-1'))}")
+            raise RequestError(f"expertd-client: expected {expected}, got {shown(value.decode('latin-1'))}")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from expertd.service.http.protocol.errors import OipError
+from expertd.service.inference.errors import RequestError
 
 _HINT = "send tensors in binary, with Inference-Header-Content-Length"
 
@@ -15,15 +15,16 @@ class BodyLimit:
     is_json: bool = False
 
     def check(self, num_bytes: int, *, is_whole: bool = False, decompressed: bool = False) -> None:
-        """Raise OipError (413) if a body of `num_bytes`, or more unless it `is_whole`, is too large."""
+        """Raise RequestError if a body of `num_bytes`, or more unless it `is_whole`, is too large."""
         if num_bytes <= self.num_bytes:
             return
         what = " when decompressed" if decompressed else ""
         got = f"{num_bytes}" if is_whole else f"at least {num_bytes}"
         if not self.is_json:
-            raise OipError(413, f"body: expected at most {self.num_bytes} bytes{what}, got {got}")
+            text = f"body: expected at most {self.num_bytes} bytes{what}, got {got}"
+            raise RequestError(text, reason="body_too_large")
         text = f"JSON: expected at most {self.num_bytes} bytes{what}, got {got}; {_HINT}"
-        raise OipError(413, text, reason="json_too_large")
+        raise RequestError(text, reason="json_too_large")
 
 
 def body_limit(max_body_bytes: int, max_json_bytes: int, header_length: int | None) -> BodyLimit:
