@@ -22,8 +22,10 @@ class Layer(Protocol):
     """Whether its calls can be captured in CUDA graphs."""
     needs_floats: bool
     """Whether more than the router and products with experts reads hidden states."""
-    rank_tokens: tuple[int, ...]
-    """The tokens of the next calls on each rank, on which their launches depend; (): there are no ranks."""
+
+    @property
+    def rank_tokens(self) -> tuple[int, ...]:
+        """Tokens of the next calls on each rank, on which their launches depend; (): there are no ranks."""
 
     def layout(self, num_tokens: int) -> Layout: ...
 

@@ -20,9 +20,9 @@ from expertd.service.files import temporary_directory
 from expertd.service.moe.base import Layer
 from expertd.service.moe.parallel import (
     ExchangeError,
+    JointExchange,
     ParallelLayer,
     PlacedExperts,
-    SymmetricLayer,
     TorchExchange,
     join_group,
 )
@@ -78,7 +78,7 @@ class RankWorker:
         join_group(store, setup.rank, setup.num_ranks, timeout_seconds=_JOIN_SECONDS, backend=transport)
         self._memories: dict[object, RankMemory] = {}
         self._device: Device  # of all layers
-        self._symmetric: dict[str, SymmetricLayer] = {}
+        self._joint: dict[str, ParallelLayer] = {}  # whose ranks launch together
         self._overlap: Overlap | None = None  # one for all layers: their steps run one after another
         self._placements = RankPlacements(setup, store, regions)
         self._placed: list[PlacedExperts] = []  # of the models, in their order
@@ -138,27 +138,25 @@ class RankWorker:
         weights = weights_of(model, device, cancelled, self._placements.held(model))
         moves = self._setup.settings.placement.policy is not None
         check_moves(model, weights, moves)
-        if self._setup.settings.nnodes > 1 or not backend.capabilities.joint_exchange:
-            layer = ParallelLayer(
-                model.shape, weights, backend, TorchExchange(), routing=model.routing.rule,
-                rule=rule_of(model),
-                exact=self._setup.settings.combines_exactly, physical=self._placements.physical(model),
-            )  # fmt: skip
-            if backend.capabilities.weight_bytes == 2 and not moves:
-                del weights  # so that each matrix is freed when it is packed
-                for name in MATRICES:
-                    layer.pack(name)
-            self._placed.append(layer.placed)
-            return layer
-        memory = self._memory(model, device)
-        symmetric = SymmetricLayer(
-            model.shape, weights, backend, memory,
-            routing=model.routing.rule, rule=rule_of(model), physical=self._placements.physical(model),
-            overlap=self._lanes(model, device), overlap_mode=self._setup.settings.overlap.mode,
+        settings = self._setup.settings
+        exchange: TorchExchange | JointExchange
+        if settings.nnodes == 1 and backend.capabilities.joint_exchange:
+            memory, lanes = self._memory(model, device), self._lanes(model, device)
+            exchange = JointExchange(memory, lanes, settings.overlap.mode)
+        else:
+            exchange = TorchExchange()
+        layer = ParallelLayer(
+            model.shape, weights, backend, exchange, routing=model.routing.rule, rule=rule_of(model),
+            exact=settings.combines_exactly, physical=self._placements.physical(model),
         )  # fmt: skip
-        self._placed.append(symmetric.placed)
-        self._symmetric[model.name] = symmetric
-        return symmetric
+        self._placed.append(layer.placed)
+        if isinstance(exchange, JointExchange):
+            self._joint[model.name] = layer
+        elif backend.capabilities.weight_bytes == 2 and not moves:
+            del weights  # so that each matrix is freed when it is packed
+            for name in MATRICES:
+                layer.pack(name)
+        return layer
 
     def _barrier(self) -> None:
         """Wait for all ranks if launches do: not for one that is still loading."""
@@ -206,7 +204,7 @@ class RankWorker:
     def _step(self, number: int, own: OwnStep, rings: Rings) -> Step:
         """Begin a step. On GPUs the ranks must make the same launches, so the whole step decides how."""
         model, runner = self._models[own.model]
-        layer = self._symmetric.get(model.name)
+        layer = self._joint.get(model.name)
         if layer is None:
             self._begin_placed(number, own)
             return runner.begin(own.requests)

@@ -87,8 +87,8 @@ def tables_of(
         different = sorted(set(physical) ^ set(held))[:4]
         raise ValueError(f"physical: expected each expert of the layer and no other, got {different} wrong")
     most = len(experts_of_rank(physical, 0, num_ranks))
-    if most > shape.num_experts:
-        raise ValueError(f"physical: expected at most {shape.num_experts} on a rank, got {most}")
+    if most > len(held):
+        raise ValueError(f"physical: expected at most {len(held)} on a rank, got {most}")
     return ReplicaTables(shape.num_experts, physical, num_ranks, device)
 
 
@@ -100,8 +100,7 @@ class PlacedExperts:
     shared   the shared experts' part of the same tensors, which never changes
 
     slots    the numbers of the rank's physical experts
-    experts  int64 [slots], the expert of each slot
-    held     the same on the host
+    held     int64 [slots] on the host, the expert of each
     """
 
     def __init__(
@@ -114,7 +113,6 @@ class PlacedExperts:
     ) -> None:
         device = weights.router.device
         self.tables, self.slots = tables, tables.slots_of_rank[rank]
-        self.experts = torch.zeros(len(self.slots), dtype=torch.int64, device=device)
         self._weights, self._shared, self._backend = weights, shared, backend
         self._prepared: list[object] = [None] * len(MATRICES)
         self._position = torch.zeros((), dtype=torch.int64, device=device)
@@ -148,7 +146,6 @@ class PlacedExperts:
         """
         self.tables.replace(physical)
         self.held = np.array(self.tables.physical[self.slots.start : self.slots.stop], np.int64)
-        self.experts.copy_(torch.from_numpy(self.held))
 
     def expert_bytes(self, slot: int) -> list[Tensor]:
         """Data and scales of each of an expert's MATRICES: views of their memory, uint8 [n] each."""

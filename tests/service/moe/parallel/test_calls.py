@@ -44,8 +44,6 @@ def test_each_rank_counts_the_tokens_of_its_own_experts(ranks: Ranks, exact: boo
     assert [tokens for _, tokens, _ in results] == [
         [*parts[0], *[0] * 6], [*[0] * 4, *parts[1], *[0] * 3], [*[0] * 7, *parts[2]]
     ]  # fmt: skip
-    shared = [offsets[-3:].diff().tolist() for *_, offsets in results]
-    assert shared == [[count, count] for count in counts]
 
 
 def test_a_layer_that_holds_a_part_of_the_experts_is_split(ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expertd.kernels import ExpertBiases, RankTokens
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.service.moe.parallel import SymmetricLayer, TorchExchange
+from expertd.service.moe.parallel import JointExchange, ParallelLayer, TorchExchange
 from expertd.service.moe.parallel.torch_exchange import all_rows
 from expertd.service.moe.separate import rows_per_token
 from expertd.service.moe.shape import LayerShape
@@ -62,7 +62,7 @@ def _run(exchange: TorchExchange, case: Case) -> tuple[Tensor, list[int]]:
         hidden_size=case.shape.hidden_size, top_k=slots, check=lambda counts: None,
     )  # fmt: skip
     weights = part_of(whole, held, own, case.shape.num_shared_experts)
-    layer = SymmetricLayer(case.shape, weights, _Exchanging(), memory, rule=case.rule)
+    layer = ParallelLayer(case.shape, weights, _Exchanging(), JointExchange(memory), rule=case.rule)
     layer.set_token_counts([len(part) for part in case.tokens])
     tokens = case.tokens[exchange.rank]
     ids, topk_weights = (None, None) if case.given is None else case.given[exchange.rank]
@@ -96,4 +96,6 @@ def test_memory_for_tokens_instead_of_slots_is_refused() -> None:
     memory: Any = SimpleNamespace(num_ranks=1, rank=0, hidden_size=256, top_k=3)
     expected = r"^memory: expected hidden_size and top_k \(256, 1\), got \(256, 3\)$"
     with pytest.raises(ValueError, match=expected):
-        SymmetricLayer(SHARED, weights_of(SHARED, 0), _Exchanging(), memory, rule=RULES["weighed input"])
+        ParallelLayer(
+            SHARED, weights_of(SHARED, 0), _Exchanging(), JointExchange(memory), rule=RULES["weighed input"]
+        )
