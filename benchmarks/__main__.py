@@ -7,11 +7,8 @@ from importlib import import_module
 BENCHMARKS = {
     "gemm": ("grouped_gemm", "gemm_sweep", "host_cost"),
     "layer": ("moe_layer", "cpu_layer", "numerics", "weights"),
-    "ranks": ("parallel", "overlap", "placement", "moves"),
-    "serving": (
-        *("serving", "serving_cpu", "steps", "stream_steps", "lanes", "lanes_floor", "open_loop"),
-        *("deadlines", "metrics_cost"),
-    ),
+    "ranks": ("parallel", "placement"),
+    "serving": ("serving", "serving_cpu", "steps", "stream_steps", "lanes", "open_loop", "deadlines"),
 }
 """Their names, by the package that has a module of each name."""
 PACKAGES = {name: package for package, names in BENCHMARKS.items() for name in names}

@@ -13,11 +13,14 @@ import matplotlib.pyplot as plt
 from benchmarks.gemm import heat_map
 from benchmarks.gemm.grouped_gemm import PEAK_TFLOPS
 from benchmarks.layer.moe_layer import STAGES
-from benchmarks.ranks.overlap_timeline import LANES, NAMES
 
 OURS, THEIRS, ROOF = "#0b6e4f", "#c1666b", "#555555"
 COLOURS = dict(zip(STAGES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#4d9078"), strict=True))
-LAUNCH_COLOURS = dict(zip(NAMES, ("#f2c14e", "#f78154", "#0b6e4f", "#5fad56", "#3d5a80"), strict=True))
+LANES = "all SMs", "gemms", "communication"
+LAUNCH_COLOURS = {
+    "permutation": "#f2c14e", "dispatch": "#f78154", "gate/up GEMM": "#0b6e4f", "down GEMM": "#5fad56",
+    "combine": "#3d5a80",
+}  # fmt: skip
 MARK = "#555555"
 Draw = Callable[[Path, Path], None]
 SERVING_STYLES = {
@@ -199,7 +202,7 @@ def draw_overlap(content: dict[str, Any]) -> Any:
         f"gemms on {step['gemm_sms']} SMs, communication on {step['communication_sms']}",
         fontsize=9,
     )
-    figure.legend(frameon=False, fontsize=8, ncols=len(NAMES), loc="outside lower center")
+    figure.legend(frameon=False, fontsize=8, ncols=len(LAUNCH_COLOURS), loc="outside lower center")
     return figure
 
 

@@ -21,7 +21,7 @@ from benchmarks.gemm.problem import Pool
 from benchmarks.gemm.shapes import Shape
 from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.markdown import by, mean, span, table
-from benchmarks.lib.run import Result, earlier, new_parser
+from benchmarks.lib.run import Result, earlier, line_of, new_parser
 from benchmarks.lib.timing import best_of_turns, copy_bandwidth, expect_gpu, header
 from expertd import kernels
 from expertd.layout import Layout
@@ -80,8 +80,8 @@ def batches(point: Point, coarse: bool = False) -> list[list[Shape]]:
     """The point's shapes, those of one layout and number of groups together: DeepGEMM's share kernels."""
     rows, groups = (COARSE_ROWS, COARSE_GROUPS) if coarse else (ROWS, GROUPS)
     return [
-        [_shape(layout, num_groups, height, point) for height in rows if height <= most]
-        for layout, most in ((Layout.CONTIGUOUS, max(rows)), (Layout.MASKED, MASKED_MAX_ROWS))
+        [_shape(layout, num_groups, height, point) for height in rows if height <= max_rows]
+        for layout, max_rows in ((Layout.CONTIGUOUS, max(rows)), (Layout.MASKED, MASKED_MAX_ROWS))
         for num_groups in groups
     ]
 
@@ -126,14 +126,6 @@ def by_kind(rows: Sequence[Row]) -> str:
     return table(columns, cells)
 
 
-def line_of(row: Row) -> str:
-    """A row as a line of text."""
-    return (
-        "{layout:<10} g{groups} m{rows:<4} {n}x{k:<5} {us:>8.1f} us  DeepGEMM {deep_gemm_us:>8.1f} us  "
-        "speed {speed:.3f}  diff {diff:.1e}".format(**row)
-    )
-
-
 def main() -> None:
     """Run the sweep."""
     options = _options()
@@ -152,7 +144,6 @@ def main() -> None:
     pool = Pool(max(s.num_groups * s.n * s.k for batch in every for s in batch) + (1 << 28))
     old, rows = earlier(options.json), list[Row]()
     result = Result(options.json, about)
-    print(result)
     for of_point in work.values():
         new = [row for batch in of_point for row in measure(batch, pool)]
         rows += new

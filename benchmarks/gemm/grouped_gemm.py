@@ -22,7 +22,7 @@ from benchmarks.gemm.shapes import SEED, Shape, all_shapes
 from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.markdown import by, mean, span, table
 from benchmarks.lib.nvml import Nvml, Sensor
-from benchmarks.lib.run import Result, new_parser
+from benchmarks.lib.run import Result, line_of, new_parser
 from benchmarks.lib.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
 from benchmarks.peers import Peer, available_peers
 from expertd import kernels
@@ -68,17 +68,6 @@ def measure_peers(problem: Problem, others: Sequence[Peer]) -> dict[str, float]:
     return times
 
 
-def print_row(row: Row) -> None:
-    line = "{shape:<28} {us:>8.1f} us {tflops:>6.0f} TF {tbps:>5.2f} TB/s  x{over_floor:.2f} of floor".format(
-        **row
-    )
-    if "speed" in row:
-        line += "  DeepGEMM {deep_gemm_us:>8.1f} us  speed {speed:.3f}  diff {diff:.1e}".format(**row)
-    for name, us in row.get("peers_us", {}).items():
-        line += f"  {name} {us:.1f} us"
-    print(line, flush=True)
-
-
 def by_band(rows: Sequence[Row]) -> str:
     """A table with a line for each band of shapes; without DeepGEMM, it has no speeds."""
     cells = []
@@ -110,7 +99,6 @@ def main() -> None:
         "seed": options.seed,
     }
     result = Result(options.json, about)
-    print(result)
     pool = Pool(max(s.num_groups * s.n * s.k for s in shapes) + (1 << 28))
     rows = result.rows
     for shape in shapes:
@@ -118,12 +106,11 @@ def main() -> None:
         if others:
             row["peers_us"] = measure_peers(pool.problem(shape), others)
         result.put(row)
-        print_row(row)
     print(by_band(rows))
     if sensor:
         for index in largest(shapes, options.power):
             rows[index]["power"] = measure_power(shapes[index], pool, with_peer, sensor)
-            print_power(rows[index])
+            print(line_of({"shape": rows[index]["shape"], **rows[index]["power"]}), flush=True)
             result.write()
     if options.compare:
         again = lambda index: measure(shapes[index], pool, with_peer, about["copy_tbps"])  # noqa: E731
@@ -143,12 +130,6 @@ def measure_power(shape: Shape, pool: Pool, with_peer: bool, sensor: Sensor) -> 
     problem = pool.problem(shape)
     theirs = deep_gemm_peer.prepare(problem)[0] if with_peer else None
     return power.measure(problem.run, theirs, shape.flops, sensor)
-
-
-def print_power(row: Row) -> None:
-    for name, case in row["power"].items():
-        entries = "  ".join(power.line_of(who, figures) for who, figures in case.items())
-        print(f"{row['shape']:<28} {name}: {entries}", flush=True)
 
 
 def committed_rows(file: Path, shapes: Sequence[Shape]) -> Mapping[compare.Key, Row]:

@@ -73,11 +73,6 @@ def measure(problem: Problem, given: bool, fresh: bool) -> Row:
     }  # fmt: skip
 
 
-def print_row(row: Row) -> None:
-    line = "{shape:<24} {tensors:<7} out {out:<10} {us:>7.2f} us a call  ({min_us:.2f} to {max_us:.2f})"
-    print(line.format(**row), flush=True)
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = new_parser(__doc__)
@@ -93,11 +88,9 @@ def main() -> None:
             "method": f"host clock, median of {BATCHES} batches of {CALLS} calls",
         },
     )
-    print(result)
     pool = Pool(1 << 24)
     for shape in SHAPES:
         problem = pool.problem(shape)
         for fresh in (False, True):
             for given in (True, False):
                 result.put(measure(problem, given, fresh))
-                print_row(result.rows[-1])

@@ -112,11 +112,6 @@ def entry(of_call: Figures, flops: int, around: Figures | None = None) -> dict[s
     }  # fmt: skip
 
 
-def line_of(name: str, of_call: dict[str, float]) -> str:
-    """An entry as text."""
-    return f"{name} {of_call['watts']:.0f} W {of_call['mhz']:.0f} MHz {of_call['pj_per_flop']:.3f} pJ/FLOP"
-
-
 def _flush() -> Call:
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     return lambda: flush.fill_(1)

@@ -1,12 +1,11 @@
 """Times the MoE layer on a CPU against transformers' block of the same family, on the same weights."""
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.layer.families import FAMILIES, Family, make_family, transformers_block
-from benchmarks.lib.run import new_parser
+from benchmarks.lib.run import Result, Row, new_parser
 from benchmarks.lib.timing import cpu_name
 from expertd.kernels import dequantize_blocks, quantize_blocks, resolve_backend
 from expertd.service.moe.layer import MoELayer
@@ -47,7 +46,7 @@ class Method:
 
 
 def main() -> None:
-    """Print the machine, the method, and a table for each family."""
+    """Measure all families."""
     arguments = _arguments()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -56,35 +55,26 @@ def main() -> None:
     )
     method = Method(arguments.seconds, arguments.same_input)
     header = _header(shape, method)
-    for name, value in header.items():
-        print(f"{name}: {value}")
-    results = {}
+    result = Result(arguments.json, header)
     with torch.no_grad():  # weights made in inference mode would be packed again in every call
         for name in arguments.families:
-            results[name] = _time_family(name, shape, arguments.tokens, method)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"about": header, "families": results}, indent=1) + "\n")
+            for row in _time_family(name, shape, arguments.tokens, method):
+                result.put(row)
 
 
-def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method) -> list[dict[str, float]]:
+def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method) -> Iterator[Row]:
+    """A row for each number of tokens, in milliseconds."""
     family = make_family(name, shape)
     generator = torch.Generator().manual_seed(0)
     layer = _layer(family, generator)
     calls: dict[str, Callable[[Tensor], Tensor]] = {"ours": layer}
     for implementation in IMPLEMENTATIONS:
         calls[implementation] = _theirs(family, layer, implementation)
-    difference = _check(name, calls, shape.hidden_size, generator)
-    print(f"\n{name}: outputs differ by at most {difference:.1e} (1 - 2xy / (xx + yy)); milliseconds")
-    columns = [*calls, "ours / best of theirs"]
-    print(f"{'tokens':>8}" + "".join(f"{column:>{max(12, len(column) + 3)}}" for column in columns))
-    rows = []
+    _check(name, calls, shape.hidden_size, generator)
     for num_tokens in tokens:
         times = _interleaved(calls, num_tokens, shape.hidden_size, method, generator)
         ratio = times["ours"] / min(times[implementation] for implementation in IMPLEMENTATIONS)
-        cells = "".join(f"{milliseconds:>12.3f}" for milliseconds in times.values())
-        print(f"{num_tokens:>8}{cells}{ratio:>24.2f}", flush=True)
-        rows.append({"tokens": num_tokens, **times, "ratio": ratio})
-    return rows
+        yield {"family": name, "tokens": num_tokens, **times, "ratio": ratio}
 
 
 def _layer(family: Family, generator: torch.Generator) -> MoELayer:

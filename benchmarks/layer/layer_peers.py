@@ -41,16 +41,16 @@ def has_mega_moe() -> bool:
     return hasattr(deep_gemm, "get_symm_buffer_for_sm90_mega_moe")
 
 
-def mega_moe(problem: LayerProblem, most_tokens: int | None = None) -> Callable[[], Tensor]:
+def mega_moe(problem: LayerProblem, max_tokens: int | None = None) -> Callable[[], Tensor]:
     """SM90 Mega MoE, routing given: quantize and dispatch, then all the rest in one kernel.
 
     It runs on the GPUs of the default group, of which this one has the problem's weights and tokens.
-    most_tokens  of a GPU; None: as many as here
+    max_tokens  of a GPU; None: as many as here
     """
     import deep_gemm
 
     (num_tokens, h), layer = problem.hidden_states.shape, problem.layer
-    capacity = -(-(most_tokens or num_tokens) // 128) * 128
+    capacity = -(-(max_tokens or num_tokens) // 128) * 128
     buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(
         _group(), layer.num_experts, capacity, layer.top_k, h, layer.intermediate_size
     )

@@ -24,7 +24,7 @@ import torch
 from benchmarks.gemm import deep_gemm_peer
 from benchmarks.layer import layer_peers
 from benchmarks.layer.problem import LAYERS, MODELS, Layer, LayerProblem, make_problem, make_weights
-from benchmarks.lib.run import Result, new_parser
+from benchmarks.lib.run import Result, line_of, new_parser
 from benchmarks.lib.timing import copy_bandwidth, expect_gpu, header, profiled
 from benchmarks.peers import LayerPeer, available_layer_peers
 from expertd.kernels import Routing, resolve_backend
@@ -199,18 +199,6 @@ def means(rows: Sequence[Row], key: str) -> dict[str, float]:
     return {name: statistics.geometric_mean(ratios) for name, ratios in bands.items() if ratios}
 
 
-def print_row(row: Row) -> None:
-    line = "{layer:<16} {tokens:>5} tokens {us:>8.1f} us (eager {eager_us:>7.1f})".format(**row)
-    if "over_two_gemms" in row:
-        line += "  two GEMMs {two_gemms_us:>7.1f} us x{over_two_gemms:.3f}".format(**row)
-    if "over_mega_moe" in row:
-        line += "  Mega MoE {mega_moe_us:>7.1f} us x{over_mega_moe:.3f}  diff {diff:.1e}".format(**row)
-    for name, us in row.get("peers_us", {}).items():
-        diff = row["peers_diff"][name]
-        line += f"  {name} {us:.1f} us x{row['us'] / us:.3f}  diff {diff:.1e}"
-    print(line + "  " + " ".join(f"{stage} {us:.1f}" for stage, us in row["stages_us"].items()), flush=True)
-
-
 def main() -> None:
     """Run the benchmark."""
     options = _options()
@@ -232,13 +220,11 @@ def main() -> None:
     if others:
         about["peers"] = about_peers(others, layers)
     result = Result(options.json, about)
-    print(result)
     rows = result.rows
     for layer in layers:
         weights = make_weights(layer)
         for num_tokens in options.tokens:
             result.put(measure(make_problem(layer, weights, num_tokens), with_peer, others))
-            print_row(rows[-1])
         del weights
     for key in (f"over_{peer}" for peer in PEERS):
         compared = [row for row in rows if key in row]
@@ -247,9 +233,7 @@ def main() -> None:
             print(f"{key}, geometric mean: {cells}")
     router = [] if options.no_router else measure_router()
     for row in router:
-        print(
-            "router in front, {tokens:>4} tokens: {router_us:.1f} us more than {given_us:.1f}".format(**row)
-        )
+        print(line_of(row))
     result.write(router=router)
 
 

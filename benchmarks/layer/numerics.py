@@ -1,8 +1,7 @@
 """The error of every rounding in a layer, against the layer in float64, and that of transformers' paths."""
 
 import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.layer.families import FAMILIES, Family, make_family, quiet_transformers, transformers_block
-from benchmarks.lib.run import new_parser
+from benchmarks.lib.markdown import table
+from benchmarks.lib.run import Result, Row, new_parser
 from benchmarks.lib.timing import cpu_name
 from expertd.kernels import (
     Backend,
@@ -89,14 +89,16 @@ def main() -> None:
         "data": "weights normal with variance 1 / fan-in, tokens normal, both bf16; seed 0",
         "figures": "per cent, root mean square of the difference over that of the float64 output",
     }
-    for name, value in header.items():
-        print(f"{name}: {value}")
-    results = {name: measure(make_case(make_family(name, shape), arguments.tokens)) for name in FAMILIES}
-    print(f"\n{'':<52}" + "".join(f"{name:>13}" for name in results))
-    for row in next(iter(results.values())):
-        print(f"{row:<52}" + "".join(f"{figures[row]:>13.4f}" for figures in results.values()))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"about": header, "families": results}, indent=1) + "\n")
+    result = Result(arguments.json, header)
+    for name in FAMILIES:
+        case = make_case(make_family(name, shape), arguments.tokens)
+        result.put({"family": name, "errors": measure(case)})
+    print(table(("", *FAMILIES), by_step(result.rows)))
+
+
+def by_step(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A line for each step of the layer, with a cell for each family."""
+    return [(step, *(f"{row['errors'][step]:.2f}" for row in rows)) for step in rows[0]["errors"]]
 
 
 def make_case(family: Family, num_tokens: int) -> Case:

@@ -5,12 +5,14 @@ from typing import Any
 
 from benchmarks.gemm.grouped_gemm import PEAK_TFLOPS
 from benchmarks.layer.moe_layer import BANDS, means
+from benchmarks.layer.numerics import by_step
 from benchmarks.layer.problem import LAYERS, Layer
 from benchmarks.lib.markdown import (
     Cell,
     Row,
     Section,
     about,
+    by,
     lines,
     machine,
     mean,
@@ -133,8 +135,8 @@ def cpu_layer(name: str) -> Section:
     """Our time over the better of transformers', by tokens and family."""
 
     def write(results: Path) -> str:
-        families = read(results, name)["families"]
-        rows = [{"family": family, **row} for family, of in families.items() for row in of]
+        rows = read(results, name)["rows"]
+        families = [family for (family,) in by(rows, "family")]
         return table(("tokens", *families), pivot(rows, ["tokens"], ["family"], "{ratio:.2f}"))
 
     return write
@@ -151,14 +153,11 @@ def numerics_machine(results: Path) -> str:
 
 def numerics(results: Path) -> str:
     """The error of every step, by family; one step was measured on a GPU."""
-    families, on_h200 = (read(results, f"{name}.json")["families"] for name in ("numerics", "numerics-h200"))
-    hopper, before = "expertd on Hopper", "expertd, Hopper's steps in PyTorch"
-    steps = list(next(iter(families.values())))
-    steps.insert(steps.index(before) + 1, hopper)
-    figures = {name: of | {hopper: on_h200[name][hopper]} for name, of in families.items()}
-    return table(
-        ("step", *families), [(step, *(f"{of[step]:.2f}" for of in figures.values())) for step in steps]
-    )
+    on_cpu, on_h200 = (read(results, f"{name}.json")["rows"] for name in ("numerics", "numerics-h200"))
+    lines = by_step(on_cpu)
+    before = [line[0] for line in lines].index("expertd, Hopper's steps in PyTorch")
+    lines[before + 1 : before + 1] = [line for line in by_step(on_h200) if line[0] == "expertd on Hopper"]
+    return table(("step", *(row["family"] for row in on_cpu)), lines)
 
 
 def weights_machine(results: Path) -> str:

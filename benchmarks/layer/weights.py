@@ -184,12 +184,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row as text."""
-    speed = f"{row['GB/s']:.2f} GB/s ({row['low']:.2f} to {row['high']:.2f})"
-    return f"{row['sizes']}, {row['cache']}, {row['way']}: {speed}, {row['cpu']:.2f} s of processor"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every row, and write all of them to a file if asked to."""
     parser = new_parser(__doc__)
@@ -200,7 +194,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     header = {**about(given.directory, given.device), "rounds": given.rounds}
     result = Result(given.json, header)
-    print(result)
     for sizes in given.sizes:
         with tempfile.TemporaryDirectory(prefix="weights-", dir=given.directory) as folder:
             file = make(Path(folder), SIZES[sizes])
@@ -208,5 +201,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for cache in ("cold", "warm"):
                 for way, row in measure(ways, file, given.rounds, cache == "warm").items():
                     result.put({"sizes": sizes, "cache": cache, "way": way, **row})
-                    print(line(result.rows[-1]), flush=True)
     return 0

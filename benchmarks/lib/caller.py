@@ -3,7 +3,8 @@
 It reads a line of JSON from stdin, prepares, and answers with a line when it is ready. Then it reads {start,
 seconds}, and sends requests until `seconds` after `start`: each of `connections` callers as soon as one of
 its `slots` is free. It prints the stamps [sent, answered] of each request, in nanoseconds of the machine's
-monotonic clock, which all processes share. Then it reads the next line, which has:
+monotonic clock, which all processes share. Then it reads the next line. `start_callers` and `call_together`
+are for the programs that start it. A line has:
 
 way          http, region or channel
 url, models  of the server; over HTTP, the first model only; of channels, each caller calls all in turn
@@ -35,8 +36,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.lib.processes import Program
 from expertd_client import ExpertClient
 
+CALLER = "benchmarks.lib.caller"
+POWER_SECONDS = 2.0  # that a GPU takes to reach the clock that its power limit allows
 SPIN_SECONDS = 0.02  # longer than a step: a caller that sleeps is woken 0.05 to 0.2 ms late
 WARM_REQUESTS = 24  # among them those that a server captures as CUDA graphs
 Stamps = list[tuple[int, int]]
@@ -296,7 +300,7 @@ def loops_of(given: dict[str, Any], stack: ExitStack) -> list[Loop]:
     return loops
 
 
-def together(loops: Sequence[Loop], until: int) -> Stamps:
+def run_loops(loops: Sequence[Loop], until: int) -> Stamps:
     """The stamps of all loops."""
     if len(loops) == 1:
         return loops[0](until)
@@ -319,6 +323,34 @@ def together(loops: Sequence[Loop], until: int) -> Stamps:
     return stamps
 
 
+def start_callers(
+    callers: Sequence[Program], given: Sequence[dict[str, Any]], seconds: float, lead: float
+) -> float:
+    """Have callers call as they are given, once all are ready; when that begins, by time.perf_counter.
+
+    lead  seconds for which they keep the server busy before
+    """
+    for caller, each in zip(callers, given, strict=True):
+        caller.write(each)
+    for caller in callers:
+        caller.read()
+    start = time.perf_counter() + lead
+    for caller in callers:
+        caller.write({"start": start, "seconds": seconds})
+    return start
+
+
+def call_together(
+    given: dict[str, Any], seconds: float, processes: int = 1, lead: float = 0.0, module: str = CALLER
+) -> list[float]:
+    """What requests took in these seconds that processes with the same callers have sent, sorted."""
+    with ExitStack() as stack:
+        callers = [stack.enter_context(Program(module)) for _ in range(processes)]
+        start = start_callers(callers, [given] * processes, seconds, lead)
+        stamps = [stamp for caller in callers for stamp in caller.read()["stamps"]]
+    return sorted((answered - sent) / 1e9 for sent, answered in stamps if sent >= 1e9 * start)
+
+
 def main() -> None:
     """Call servers until stdin ends."""
     for line in sys.stdin:
@@ -327,11 +359,11 @@ def main() -> None:
             loops = loops_of(given, stack)
             at_once = given.get("connections", 1) * given.get("slots", 1)
             for _ in range(max(1, WARM_REQUESTS // at_once)):
-                together(loops, 0)
+                run_loops(loops, 0)
             print(json.dumps("ready"), flush=True)
             window = json.loads(sys.stdin.readline())
             until = round(1e9 * (window["start"] + window["seconds"]))
-            print(json.dumps({"stamps": together(loops, until)}), flush=True)
+            print(json.dumps({"stamps": run_loops(loops, until)}), flush=True)
 
 
 if __name__ == "__main__":

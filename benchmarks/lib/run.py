@@ -25,7 +25,7 @@ def earlier(file: Path | None) -> list[Row]:
 
 @dataclass
 class Result:
-    """What was measured where. It is in the file after each row, so that an interrupted run leaves some.
+    """What was measured where. Each row is printed and in the file at once: an interrupted run leaves some.
 
     file   None: it is not written
     about  the machine, the versions and the method
@@ -39,8 +39,11 @@ class Result:
     keys: Sequence[str] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        print(line_of(self.about), flush=True)
+
     def put(self, row: Row) -> None:
-        """Add a row, or replace one."""
+        """Add a row, or replace one, and print it."""
         same = (
             place
             for place, old in enumerate(self.rows)
@@ -48,6 +51,7 @@ class Result:
         )
         place = next(same, len(self.rows))
         self.rows[place : place + 1] = [row]
+        print(line_of(row), flush=True)
         self.write()
 
     def write(self, **more: Any) -> None:
@@ -56,5 +60,15 @@ class Result:
             content = {"about": self.about, "rows": self.rows, **more}
             self.file.write_text(json.dumps(content, indent=1) + "\n")
 
-    def __str__(self) -> str:
-        return "  ".join(f"{key}: {value}" for key, value in self.about.items())
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """A row as text: its keys and values, floats rounded."""
+    return "  ".join(f"{key} {_text(value)}" for key, value in row.items())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{key} {_text(each)}' for key, each in value.items())})"
+    return f"[{', '.join(map(_text, value))}]" if isinstance(value, list | tuple) else str(value)

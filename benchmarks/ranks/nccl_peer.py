@@ -32,17 +32,17 @@ class NcclExchange:
         wanted = torch.stack([(owners == rank).any(dim=1) for rank in range(ranks.count)])
         self._hidden_states = hidden_states
         self._tokens = wanted.nonzero()[:, 1]  # rank by rank
-        self._sent: Sequence[int] = wanted.sum(dim=1).tolist()
-        self._arriving = [counts[ranks.rank] for counts in gathered(self._sent, ranks)]
-        self._arrived = hidden_states.new_empty(sum(self._arriving), hidden_states.shape[1])
-        self._back = hidden_states.new_empty(sum(self._sent), hidden_states.shape[1])
+        self._send_counts: Sequence[int] = wanted.sum(dim=1).tolist()
+        self._recv_counts = [counts[ranks.rank] for counts in gathered(self._send_counts, ranks)]
+        self._received = hidden_states.new_empty(sum(self._recv_counts), hidden_states.shape[1])
+        self._returned = hidden_states.new_empty(sum(self._send_counts), hidden_states.shape[1])
         self.out = torch.empty_like(hidden_states)
 
     def __call__(self, times: int = 1) -> None:
-        """Send tokens, send back what arrived as it is, and add it up in `out`, which is sent next."""
+        """Send tokens, send back what was received as it is, and add it up in `out`, which is sent next."""
         hidden_states = self._hidden_states
         for _ in range(times):
             rows = hidden_states.index_select(0, self._tokens)
-            dist.all_to_all_single(self._arrived, rows, self._arriving, self._sent)
-            dist.all_to_all_single(self._back, self._arrived, self._sent, self._arriving)
-            hidden_states = self.out.zero_().index_add_(0, self._tokens, self._back)
+            dist.all_to_all_single(self._received, rows, self._recv_counts, self._send_counts)
+            dist.all_to_all_single(self._returned, self._received, self._send_counts, self._recv_counts)
+            hidden_states = self.out.zero_().index_add_(0, self._tokens, self._returned)

@@ -58,7 +58,6 @@ from expertd.kernels.backends.hopper.layer import Layer as HopperLayer
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.plans import choose
 from expertd.kernels.ops.activation import SILU
-from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 Row = dict[str, Any]
@@ -88,12 +87,12 @@ class RankProblem:
         pairs = sum(counts) * layer.top_k
         self._rows = torch.randn(pairs, layer.hidden_size, dtype=torch.bfloat16, device=own.out.device)
 
-    def layer(self, overlap: Overlap | None = None) -> None:
-        """The whole layer, with combine under the down GEMM where `overlap` says."""
+    def layer(self) -> None:
+        """The whole layer."""
         own, on = self._own, current_stream(self._own.out.device.index)
         self._layer.parallel_experts(
             on, self._memory, self._tokens, own.hidden_states, self.topk_ids, own.topk_weights,
-            own.weights.gate_up, own.weights.down, own.out, SILU, None, None, overlap,
+            own.weights.gate_up, own.weights.down, own.out, SILU, None, None, None,
         )  # fmt: skip
 
     def exchange(self, times: int = 1) -> None:
@@ -116,7 +115,7 @@ class RankProblem:
 
 def measure_call(call: Callable[[], object], problem: RankProblem, ranks: Ranks) -> float:
     """The time of a call of the problem's ranks, in us, as a CUDA graph; collective."""
-    ranks.meet()  # a launch does not wait long for the others
+    ranks.host_barrier()  # a launch does not wait long for the others
     us = microseconds(graph_of(call), ranks)
     problem.check()
     return us
@@ -151,7 +150,7 @@ def measure(
         row["two_gemms_us"] = microseconds(graph_of(layer_peers.two_gemms(same, masked)), ranks)
         row["over_two_gemms"] = row["layer_us"] / row["two_gemms_us"]
     if "mega_moe" in peers and min(counts) > 0:
-        ranks.meet()
+        ranks.host_barrier()
         mega_moe = layer_peers.mega_moe(spread(own, topk_ids, ranks.count), max(counts))
         row["mega_moe_us"] = microseconds(graph_of(mega_moe), ranks)
         row["over_mega_moe"] = row["layer_us"] / row["mega_moe_us"]
@@ -213,14 +212,14 @@ def enter(rank: int, num_ranks: int, device: int, port: int | None) -> Ranks:
     for first in (True, False):  # the others find the kernels that rank 0 has compiled
         if (rank == 0) is first:
             resolve_backend("hopper").warm_up()
-        ranks.meet()
+        ranks.host_barrier()
     return ranks
 
 
 def leave(ranks: Ranks) -> None:
     """End the group when all ranks are done; collective."""
     torch.cuda.synchronize()
-    ranks.meet()
+    ranks.host_barrier()
     dist.destroy_process_group()
 
 

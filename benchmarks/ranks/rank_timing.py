@@ -28,12 +28,12 @@ _LIMIT = timedelta(seconds=300)  # for ranks that compile, or have nothing to me
 class Ranks:
     """Ranks that measure together: the first ones of the program.
 
-    group    for the host: gloo
-    barrier  of these ranks, on the current stream
+    group           for the host: gloo
+    device_barrier  of these ranks, on the current stream
     """
 
     group: dist.ProcessGroup
-    barrier: Callable[[], object]
+    device_barrier: Callable[[], object]
 
     @property
     def count(self) -> int:
@@ -43,7 +43,7 @@ class Ranks:
     def rank(self) -> int:
         return self.group.rank()
 
-    def meet(self) -> None:
+    def host_barrier(self) -> None:
         """Wait on the host until all are here."""
         dist.barrier(self.group)
 
@@ -103,7 +103,7 @@ def graph_or_call(call: Callable[[], object], ranks: Ranks) -> tuple[Callable[[]
     """
     call()
     torch.cuda.synchronize()
-    ranks.meet()
+    ranks.host_barrier()
     graph, captured = torch.cuda.CUDAGraph(), True
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -125,24 +125,15 @@ def of_next(in_a_row: float, alone: float) -> float:
     return (in_a_row - alone) / (IN_A_ROW - 1)
 
 
-def begin_together(flush: torch.Tensor, ranks: Ranks, sleep_cycles: int) -> None:
-    """Let what is enqueued next begin at the same time on all ranks, with a cold L2 cache; collective.
-
-    flush         as large as FLUSH_BYTES
-    sleep_cycles  of the GPU, in which the host has to enqueue it
-    """
-    flush.fill_(1)
-    ranks.meet()
-    torch.cuda._sleep(sleep_cycles)  # type: ignore[no-untyped-call]
-    ranks.barrier()
-
-
 def microseconds(call: Callable[[], object], ranks: Ranks) -> float:
     """The median of the slowest rank's times; collective."""
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     times = torch.empty(REPEATS)
     for repeat in range(-WARM_UP, REPEATS):
-        begin_together(flush, ranks, SLEEP_CYCLES)
+        flush.fill_(1)
+        ranks.host_barrier()
+        torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+        ranks.device_barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         call()

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.lib import cpus
-from benchmarks.lib.caller import Connection, infer_request, tokens_of
-from benchmarks.lib.callers import CALLER, begin
+from benchmarks.lib.caller import CALLER, Connection, infer_request, start_callers, tokens_of
 from benchmarks.lib.markdown import lines
 from benchmarks.lib.processes import Program, demo_server
 from benchmarks.lib.run import Result, new_parser
@@ -64,13 +63,13 @@ def measure(port: int, pid: int, milliseconds: float, seconds: float) -> Measure
 
 
 @contextmanager
-def beside(port: int, connections: int, num_tokens: int, seconds: float) -> Iterator[None]:
+def background_load(port: int, connections: int, num_tokens: int, seconds: float) -> Iterator[None]:
     """Long requests of these connections, each of a process, until these seconds are over."""
     given = {"way": "http", "url": f"http://127.0.0.1:{port}", "models": [MODEL], "tokens": num_tokens}
     given |= {"hidden_size": HIDDEN, "datatype": "FP32"}
     with ExitStack() as stack:
         callers = [stack.enter_context(Program(CALLER)) for _ in range(connections)]
-        begin(callers, [given] * connections, seconds, 0.0)
+        start_callers(callers, [given] * connections, seconds, 0.0)
         yield
         for caller in callers:
             caller.read()
@@ -101,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with demo_server(cpus=of_server) as (port, pid):
         for milliseconds in given.timeout:
             for connections, num_tokens in CASES:
-                with beside(port, connections, num_tokens, given.seconds):
+                with background_load(port, connections, num_tokens, given.seconds):
                     found = measure(port, pid, milliseconds, given.seconds)
                 name = f"{connections} x {num_tokens}" if connections else "nothing"
                 result.put(row(milliseconds, name, found))

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from benchmarks.lib.caller import SPIN_SECONDS
-from benchmarks.lib.callers import CALLER, POWER_SECONDS, begin
-from benchmarks.lib.markdown import table
+from benchmarks.lib.caller import CALLER, POWER_SECONDS, SPIN_SECONDS, start_callers
+from benchmarks.lib.markdown import pivot, table
 from benchmarks.lib.processes import Program
 from benchmarks.lib.run import Result, earlier, new_parser
 from benchmarks.lib.timing import cpu_name, header
@@ -135,7 +134,7 @@ def settings_of(layer: Layer, way: Way, folder: Path, spin: int | None = None) -
 class Callers(NamedTuple):
     """The two callers, and what they share.
 
-    lead  seconds for which prefill is under way before what is measured; None: as `steady_after`
+    lead  seconds for which prefill is under way before what is measured; None: until times are steady
     """
 
     decode: Program
@@ -152,11 +151,11 @@ class Callers(NamedTuple):
 
     def lead_of(self, beside: bool) -> float:
         """Seconds for which the callers have been busy before what is measured."""
-        return steady_after(self.device is not None, self.lead) if beside else LEAD_SECONDS
+        if beside and self.lead is not None:
+            return self.lead
+        return POWER_SECONDS if beside and self.device is not None else LEAD_SECONDS
 
-    def measure(
-        self, url: str, layer: Layer, decode: int, beside: bool, lead: float
-    ) -> tuple[list[float], float]:
+    def measure(self, url: str, layer: Layer, decode: int, beside: bool) -> tuple[list[float], float]:
         """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
         common: dict[str, Any] = {"way": "http" if self.http else "channel", "url": url, "models": [MODEL]}
         common |= {"hidden_size": layer.hidden, "device": self.device}
@@ -167,18 +166,12 @@ class Callers(NamedTuple):
             self.prefill: {"tokens": layer.prefill, at_once: self.slots},
         }
         busy = [caller for caller, is_busy in zip(loads, (decode, beside), strict=True) if is_busy]
-        start = 1e9 * begin(busy, [common | loads[caller] for caller in busy], self.seconds, lead)
+        given, lead = [common | loads[caller] for caller in busy], self.lead_of(beside)
+        start = 1e9 * start_callers(busy, given, self.seconds, lead)
         end = start + 1e9 * self.seconds
         found = [[stamp for stamp in caller.read()["stamps"] if start <= stamp[1] <= end] for caller in busy]
         steps = [(answered - sent) / 1e9 for sent, answered in found[0] if start <= sent] if decode else []
         return sorted(steps), len(found[-1]) * layer.prefill / self.seconds if beside else 0.0
-
-
-def steady_after(on_gpu: bool, lead: float | None = None) -> float:
-    """Seconds after which the times of steps beside prefill, or of prefill, are steady; or `lead`."""
-    if lead is not None:
-        return lead
-    return POWER_SECONDS if on_gpu else LEAD_SECONDS
 
 
 def split_sms(url: str, split: int) -> None:
@@ -207,8 +200,7 @@ def measured(
                 url = running.enter_context(server.running(settings))
             if way.split is not None:
                 split_sms(url, way.split)
-            beside = way is not ALONE or not tokens
-            steps, rate = callers.measure(url, layer, tokens, beside, callers.lead_of(beside))
+            steps, rate = callers.measure(url, layer, tokens, way is not ALONE or not tokens)
             alone = alone or rate
             yield row_of(name, way, tokens, steps, rate, alone)
 
@@ -227,25 +219,14 @@ def row_of(name: str, way: Way, tokens: int, steps: Sequence[float], rate: float
     return {"layer": name, "decode_tokens": tokens, "way": way.name, **times, **prefill}
 
 
-def shown(rows: Sequence[Row], name: str) -> str:
-    """The table of one layer."""
-
-    def cell(value: float | None, digits: int) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
-
-    cells = [
-        (
-            row["way"],
-            row["decode_tokens"] or "none",
-            row["steps"],
-            cell(row["p50_us"], 0),
-            cell(row["p99_us"], 0),
-            cell(row["prefill_share"], 2),
-        )
-        for row in rows
-        if row["layer"] == name
-    ]
-    return table((name, "decode tokens", "steps", "p50, µs", "p99, µs", "prefill's share"), cells)
+def by_way(rows: Sequence[Row]) -> str:
+    """A line for each way of one layer: p50, p99 and the prefill's share, by decode tokens."""
+    rows = [row for row in rows if row["decode_tokens"]]
+    tokens = sorted({row["decode_tokens"] for row in rows}, reverse=True)
+    formats = "{p50_us:.0f}", "{p99_us:.0f}", "{prefill_share:.2f}"
+    cells = pivot(rows, ["way"], ["decode_tokens"], *formats, order=[(count,) for count in tokens])
+    columns = [name for count in tokens for name in (f"{count}: p50, µs", "p99, µs", "prefill")]
+    return table((f"{rows[0]['layer']}, decode tokens", *columns), cells)
 
 
 def suiting(
@@ -305,8 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in measured(title, layer, wanted, steps, callers, given.spin):
                 found.append(row)
                 result.put(row)
-                print(json.dumps(row), file=sys.stderr, flush=True)
-            print(shown(result.rows, title), flush=True)
+            print(by_way([row for row in result.rows if row["layer"] == title]), flush=True)
             if splits := [way for way in wanted if way.split is not None]:
                 sms = torch.cuda.get_device_properties(0).multi_processor_count
                 print(suiting(found, layer, splits, given.target, sms), flush=True)

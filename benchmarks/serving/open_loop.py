@@ -131,8 +131,8 @@ def summary(
     }
 
 
-async def measure(port: int, deadline: float, seconds: float) -> dict[str, Any]:
-    """All rows, and the capacity."""
+async def measure(port: int, deadline: float, seconds: float, result: Result) -> float:
+    """All rows, and the capacity, which is returned."""
     async with (
         AsyncExpertClient(f"http://127.0.0.1:{port}") as client,
         await client.open_channel(
@@ -143,13 +143,11 @@ async def measure(port: int, deadline: float, seconds: float) -> dict[str, Any]:
         await load.closed(1.0)
         capacity = await load.closed(seconds)
         print(f"capacity: {capacity:.0f} requests/s", flush=True)
-        rows = []
         for part in LOADS:
             rate = part * capacity
             found = await load.open(rate, deadline, seconds)
-            rows.append(summary(part, rate, seconds, deadline, found))
-            print(rows[-1], flush=True)
-    return {"capacity": capacity, "rows": rows}
+            result.put(summary(part, rate, seconds, deadline, found))
+    return capacity
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,13 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     of_server, header = cpus.split(given.server_cpus)
     os.environ["OMP_NUM_THREADS"] = "1"
+    header |= {"tokens": TOKENS, "shares": SHARES, "deadline_ms": given.deadline, "seconds": given.seconds}
+    result = Result(given.json, header)
     with (
         tempfile.TemporaryDirectory() as folder,
         demo_server(f"channels.socket={folder}/channels", cpus=of_server) as (port, _),
     ):
-        found = asyncio.run(measure(port, given.deadline / 1e3, given.seconds))
-    header |= {"tokens": TOKENS, "shares": SHARES, "deadline_ms": given.deadline, "seconds": given.seconds}
-    Result(given.json, header, found.pop("rows")).write(**found)
+        result.write(capacity=asyncio.run(measure(port, given.deadline / 1e3, given.seconds, result)))
     return 0
 
 

@@ -22,6 +22,7 @@ from benchmarks.lib.markdown import (
 )
 from benchmarks.ranks.report import compared
 from benchmarks.serving import deadlines
+from benchmarks.serving.lanes import by_way
 from examples.afd.intervals import read_timeline, times
 
 ONE_GPU = "serving-h200.json"
@@ -148,16 +149,8 @@ def ranks(field: str, keys: dict[str, str], wanted: Callable[[int], bool], risin
 
 
 def lanes(results: Path) -> str:
-    """For each layer, p50, p99 and the prefill's share of every way, by decode tokens."""
-    tables = []
-    for (layer,), rows in by(read(results, "lanes-h200.json")["rows"], "layer").items():
-        rows = [row for row in rows if row["decode_tokens"]]
-        tokens = sorted({row["decode_tokens"] for row in rows}, reverse=True)
-        formats = "{p50_us:.0f}", "{p99_us:.0f}", "{prefill_share:.2f}"
-        cells = pivot(rows, ["way"], ["decode_tokens"], *formats, order=[(count,) for count in tokens])
-        columns = [name for count in tokens for name in (f"{count}: p50, µs", "p99, µs", "prefill")]
-        tables.append(table((f"{layer}, decode tokens", *columns), cells))
-    return "\n\n".join(tables)
+    """A table for each layer, of every way to serve decode beside prefill."""
+    return "\n\n".join(map(by_way, by(read(results, "lanes-h200.json")["rows"], "layer").values()))
 
 
 def open_loop_machine(results: Path) -> str:
@@ -284,7 +277,7 @@ SECTIONS: dict[str, Section] = {
     "serving": serving,
     "serving-callers": serving_callers,
     "serving-workers": serving_workers,
-    "steps": written("steps-h200.json", _STEPS, "steps"),
+    "steps": written("steps-h200.json", _STEPS),
     "ping-pong": ping_pong,
     "serving-cpu-machine": about(
         "serving_cpu.json", "{cpus} cores of an {cpu}, Python {python}, Starlette {starlette}."

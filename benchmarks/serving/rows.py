@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.lib.callers import POWER_SECONDS, together
+from benchmarks.lib.caller import POWER_SECONDS, call_together
 from benchmarks.lib.processes import free_port, running
 from benchmarks.lib.processes import server as expertd
 
@@ -100,7 +100,7 @@ def latencies_of(case: Case, url: str) -> list[float]:
     processes = min(case.callers, CALLER_PROCESSES)
     given = {"way": WAYS[case.way], "url": url, "models": model_names(case.layers), "hidden_size": HIDDEN}
     given |= {"tokens": case.tokens, "device": case.device, "connections": case.callers // processes}
-    return together(given, SECONDS, processes, LEAD_SECONDS if case.callers == 1 else POWER_SECONDS)
+    return call_together(given, SECONDS, processes, LEAD_SECONDS if case.callers == 1 else POWER_SECONDS)
 
 
 def compute_seconds(url: str) -> tuple[float, float]:

@@ -74,6 +74,4 @@ def main() -> int:
             for case in wanted:
                 row = {"http_workers": workers, **measure(case, url), "gpu_us": gpu.get(case.tokens)}
                 result.put(row)
-                rounded = {k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}
-                print(json.dumps(rounded), flush=True)
     return 0

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from benchmarks.lib.callers import together
+from benchmarks.lib.caller import call_together
 from benchmarks.lib.processes import free_port, running
 from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import cpu_name
@@ -51,7 +51,7 @@ def server(name: str, hidden_size: int) -> Iterator[int]:
 def measure(port: int, case: Case) -> dict[str, float]:
     """One server's figures in one round."""
     given = {"way": "http", "url": f"http://127.0.0.1:{port}", "models": ["moe"], **case._asdict()}
-    latencies = together(given, SECONDS, lead=LEAD_SECONDS)
+    latencies = call_together(given, SECONDS, lead=LEAD_SECONDS)
     p50, p99 = (1e3 * latencies[int(part * len(latencies))] for part in (0.5, 0.99))
     return {"rps": len(latencies) / SECONDS, "p50_ms": p50, "p99_ms": p99}
 
@@ -69,21 +69,11 @@ def compare(case: Case, ports: dict[str, int], rounds: int) -> dict[str, Any]:
     return {**case._asdict(), **medians, "ratio": medians["expertd"]["rps"] / medians["starlette"]["rps"]}
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row as text."""
-    what = f"{row['connections']} x [{row['tokens']}, {row['hidden_size']}] {row['datatype']}"
-    figures = (
-        f"{row[name]['rps']:9.1f}/s {row[name]['p50_ms']:8.3f} ms" for name in ("starlette", "expertd")
-    )
-    return f"{what:24} {'  '.join(figures)}  {row['ratio']:5.2f}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print every row as it is measured, and write all of them to a file if asked to."""
     parser = new_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args(arguments)
-    print(f"{'connections x tensor':24} {'starlette, p50':>23} {'expertd, p50':>24}  ratio")
     machine = {
         "cpus": len(os.sched_getaffinity(0)),
         "cpu": cpu_name(),
@@ -98,5 +88,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in CASES:
                 if case.hidden_size == hidden_size:
                     result.put(compare(case, ports, given.rounds))
-                    print(line(result.rows[-1]), flush=True)
     return 0

@@ -9,14 +9,13 @@ host, in the GPU's memory, and as bytes. Then streams of large steps, of which s
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.lib.run import new_parser
+from benchmarks.lib.run import Result, line_of, new_parser
 from benchmarks.lib.timing import expect_gpu, header
 from expertd.kernels import Routing, resolve_backend
 from expertd.service.device import device_of
@@ -136,8 +135,8 @@ def gpu_microseconds(layer: MoELayer, num_tokens: int) -> float:
     return float(statistics.median(times))
 
 
-async def measure(tokens: Sequence[int]) -> tuple[list[Row], list[Row]]:
-    """The rows of both tables."""
+async def measure(tokens: Sequence[int], result: Result) -> list[Row]:
+    """The rows of steps, one by one, and all of streams."""
     device = device_of("cuda:0")
     layer = make_layer()
     staging = Staging(device)
@@ -148,7 +147,6 @@ async def measure(tokens: Sequence[int]) -> tuple[list[Row], list[Row]]:
     scheduler = Scheduler(Limits(), steps)
     scheduler.set_runners({"layer": runner})
     scheduler.start()
-    rows = []
     for num_tokens in tokens:
         row: Row = {"tokens": num_tokens, "gpu_us": gpu_microseconds(layer, num_tokens)}
         for memory in MEMORIES:
@@ -164,8 +162,7 @@ async def measure(tokens: Sequence[int]) -> tuple[list[Row], list[Row]]:
         row["goal_us"] = (
             row["gpu_us"] * (1 if num_tokens <= 256 else 1.05) + copied + (60 if num_tokens <= 256 else 0)
         )
-        rows.append(row)
-        print(row, file=sys.stderr)
+        result.put(row)
     streams = []
     for memory in MEMORIES:
         for num_tokens in (1024, 4096):
@@ -176,9 +173,9 @@ async def measure(tokens: Sequence[int]) -> tuple[list[Row], list[Row]]:
             streams.append(
                 {"memory": memory, "tokens": num_tokens, "us": 1e6 * seconds / STREAM, "gpu_us": gpu}
             )
-            print(streams[-1], file=sys.stderr)
+            print(line_of(streams[-1]), flush=True)
     scheduler.stop(10)
-    return rows, streams
+    return streams
 
 
 def main() -> int:
@@ -192,9 +189,6 @@ def main() -> int:
         layer = make_layer()
         print(json.dumps({tokens: gpu_microseconds(layer, tokens) for tokens in arguments.tokens}))
         return 0
-    rows, streams = asyncio.run(measure(arguments.tokens))
-    result = {"about": header(), "steps": rows, "streams": streams}
-    print(json.dumps(result, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = Result(arguments.json, header())
+    result.write(streams=asyncio.run(measure(arguments.tokens, result)))
     return 0

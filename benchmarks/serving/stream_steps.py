@@ -52,6 +52,9 @@ def config(layers: int, folder: str) -> str:
     return CONFIG.format(models=models, folder=folder)
 
 
+HOST_PARTS = "copy in", "enqueue", "enqueue_wait", "copy out"
+
+
 class Caller:
     """Steps of one number of tokens, through one channel, as `expertd-vllm` makes them."""
 
@@ -187,24 +190,12 @@ def measure(make: Callable[[], Any], way: str, tokens: int, between_us: float) -
         row |= {"p99_ms": 1e3 * steps[int(0.99 * len(steps))]}
         row |= {"layer_us": 1e6 * median / layers - between_us}
         if way == "stream":
-            row |= {"host_us": caller.host_us(), "exchange_us": caller.exchange_us()}
+            row |= {
+                "host_us": dict(zip(HOST_PARTS, caller.host_us(), strict=True)),
+                "exchange_us": caller.exchange_us(),
+            }
             row |= {"pair_us": pair_us(channel)}
         return row
-
-
-def print_row(row: Row) -> None:
-    text = (
-        "{way:<7} {tokens:>4} tokens, {between_us:>4.0f} us between: step {step_ms:.3f} ms (p99 {p99_ms:.3f})"
-    )
-    text += ", layer {layer_us:.1f} us"
-    print(text.format(**row), flush=True)
-    if "host_us" in row:
-        parts = " + ".join(f"{part:.1f}" for part in row["host_us"])
-        exchange = ", ".join(f"{name} {value:.1f}" for name, value in row["exchange_us"].items())
-        print(
-            f"        host {sum(row['host_us']):.1f} us = {parts} (copy in, enqueue, enqueue_wait, copy out)"
-        )
-        print(f"        {exchange}, pair {row['pair_us']:.1f}", flush=True)
 
 
 def main() -> None:
@@ -219,18 +210,16 @@ def main() -> None:
     expect_gpu("benchmarks stream_steps")
     index = 1 if torch.cuda.device_count() > 1 else 0
     torch.cuda.set_device(index)
-    print(f"caller on GPU {index}", header(), flush=True)
+    result = Result(options.json, header() | {"caller": f"GPU {index}"})
     if options.url:
-        rows = run(options, options.url, index)
+        run(options, options.url, index, result)
     else:
         with server(1, layers=options.layers, make_config=config) as (url, _):
-            rows = run(options, url, index)
-    Result(options.json, header(), rows).write()
+            run(options, url, index, result)
 
 
-def run(options: argparse.Namespace, url: str, index: int) -> list[Row]:
-    """All rows, printed."""
-    rows = []
+def run(options: argparse.Namespace, url: str, index: int, result: Result) -> None:
+    """All rows."""
     with ExpertClient(url, retry_seconds=10) as client:
         for way in options.ways.split(","):
             for tokens in map(int, options.tokens.split(",")):
@@ -243,6 +232,4 @@ def run(options: argparse.Namespace, url: str, index: int) -> list[Row]:
                             names, max_tokens=max(64, tokens), num_slots=2, datatype="BF16", device=device
                         )
 
-                    rows.append(measure(make, way, tokens, between))
-                    print_row(rows[-1])
-    return rows
+                    result.put(measure(make, way, tokens, between))

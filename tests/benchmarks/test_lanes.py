@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pictures
 from benchmarks.lib.markdown import NOT_MEASURED
-from benchmarks.lib.run import Result
 from benchmarks.report import SECTIONS
 from benchmarks.serving import lanes
 from benchmarks.serving.lanes import ALONE, LAYERS, SPLITS, Way, settings_of, ways
@@ -39,18 +37,6 @@ def test_ways_of_one_server_follow_each_other(tmp_path: Path) -> None:
     servers = [settings for before, settings in zip([{}, *seen], seen, strict=False) if settings != before]
     assert len(servers) == len({json.dumps(settings) for settings in seen})
     assert seen[0] == settings_of(layer, ALONE, tmp_path), "what runs alone needs no server more"
-
-
-def test_rows_are_replaced_and_shown() -> None:
-    result = Result(None, {}, keys=lanes.KEYS)
-    way = Way("turns")
-    for number in (1.0, 2.0):
-        result.put(lanes.row_of("tiny", way, 8, [number * 1e-3] * 3, 50.0, 100.0))
-    result.put(lanes.row_of("tiny", ALONE, 0, [], 100.0, 100.0))
-    assert lanes.shown(result.rows, "tiny").splitlines()[2:] == [
-        "| turns | 8 | 3 | 2000 | 2000 | 0.50 |",
-        "| alone | none | 0 |  |  | 1.00 |",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -127,31 +113,6 @@ def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str, ways: 
     assert all(row["steps"] for row in rows if row["decode_tokens"])
 
 
-@pytest.mark.slow
-def test_the_floor_runs_on_a_cpu(tmp_path: Path) -> None:
-    file = result(tmp_path)
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "lanes_floor",
-        "--layers",
-        "tiny",
-        "--json",
-        str(file),
-    ]
-    ran = subprocess.run(
-        [*command, "--tokens", "1", "--seconds", "0.8"],
-        cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    *before, row = json.loads(file.read_text())["rows"]
-    assert (row["layer"], row["way"]) == ("tiny", "no server, lanes on all SMs")
-    assert len(before) == 16
-    assert row["steps"] > 1
-    assert 0.01 < row["prefill_share"] < 100  # a rate over another, each measured beside other tests
-
-
 def result(directory: Path) -> Path:
     """A result with figures of two layers, in `directory`."""
     rows: list[lanes.Row] = []
@@ -181,16 +142,3 @@ def test_the_report_has_a_table_for_each_layer(tmp_path: Path) -> None:
         "| lanes on all SMs | 1500 | 2000 | 0.50 | 1500 | 2000 | 0.50 |",
     ]
     assert "| turns | 1500 | 2000 | 0.51 |" in second
-
-
-def test_the_curve_is_drawn(tmp_path: Path) -> None:
-    pictures.draw_decode_beside_prefill(result(tmp_path), tmp_path / "lanes.svg")
-    drawn = (tmp_path / "lanes.svg").read_text()
-    for text in (
-        "deepseek-v3/ep8, decode steps of 64",
-        "tiny, decode steps of 1",
-        "turns",
-        "joined",
-        "lanes",
-    ):
-        assert f"<!-- {text} -->" in drawn

@@ -1,8 +1,6 @@
 """The parts of `benchmarks parallel` that need no GPU: routing, NCCL's exchange over gloo, files, tables."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.layer.problem import LAYERS, Layer, LayerProblem
-from benchmarks.lib.markdown import NOT_MEASURED
-from benchmarks.ranks import parallel_options, rank_timing, rank_tokens
+from benchmarks.ranks import parallel_options, rank_tokens
 from benchmarks.ranks.nccl_peer import NcclExchange
-from benchmarks.ranks.rank_timing import Ranks, group_sizes
+from benchmarks.ranks.rank_timing import Ranks
 from benchmarks.ranks.report import link_microseconds, other_ranks
 from benchmarks.report import SECTIONS
 from expertd.service.moe.parallel import TorchExchange
@@ -43,20 +40,6 @@ def test_all_ranks_find_the_same_experts_popular() -> None:
         torch.manual_seed(seed)
         popular.append(rank_tokens.draw_experts(5000, 16, 1, 1.5, "cpu").mode(dim=0).values.item())
     assert len(set(popular)) == 1
-
-
-def test_uneven_counts_differ_between_two_ranks() -> None:
-    for name, tokens_of in rank_tokens.UNEVEN.items():
-        counts = [tokens_of(rank) for rank in range(8)]
-        assert counts[0] != counts[1], name
-        assert min(counts) >= 0, name
-
-
-@pytest.mark.parametrize(
-    ("ranks", "sizes"), [(1, [1]), (2, [2, 1]), (3, [3, 2, 1]), (4, [4, 2, 1]), (8, [8, 4, 2, 1])]
-)
-def test_growth_is_over_powers_of_two(ranks: int, sizes: list[int]) -> None:
-    assert group_sizes(ranks) == sizes
 
 
 def problem(num_tokens: int) -> LayerProblem:
@@ -124,13 +107,6 @@ def test_invalid_options_are_refused(arguments: list[str], message: str) -> None
         parallel_options.options(arguments)
 
 
-def test_options_select_layers_and_peers() -> None:
-    given = parallel_options.options(["--layer", "qwen3", "--skip", "nccl", "--sections", "growth"])
-    assert [layer.name for layer in given.layers] == ["qwen3-30b-a3b", "qwen3-235b/ep4"]
-    assert given.peers == ["two_gemms", "mega_moe"]
-    assert given.sections == ["growth"]
-
-
 def test_sections_that_are_not_measured_keep_their_rows(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     parallel_options.write(file, {"ranks": 2}, {"rows": [1], "growth": [2]})
@@ -186,14 +162,6 @@ def test_each_number_of_gpus_has_its_rows(tmp_path: Path) -> None:
     assert SECTIONS["parallel-headline"](tmp_path).count("0.50 times as long as SM90 Mega MoE") == 2
 
 
-def test_sections_without_rows_say_so(tmp_path: Path) -> None:
-    results = result(tmp_path, rows=[ROW])
-    for name in ("skewed", "uneven", "growth", "expected"):
-        assert SECTIONS[f"parallel-{name}"](results) == NOT_MEASURED, name
-    for name in ("serving-ranks", "serving-ranks-callers"):
-        assert SECTIONS[name](results) == NOT_MEASURED, name
-
-
 def test_skewed_and_uneven_rows_say_how(tmp_path: Path) -> None:
     more = {"imbalance": 1.256, "zipf": 1.0, "uneven": "1 and 0"}
     results = result(tmp_path, skewed=[ROW | more], uneven=[ROW | more])
@@ -247,34 +215,3 @@ def test_serving_with_several_gpus_is_shown_beside_one(tmp_path: Path) -> None:
     assert SECTIONS["serving-ranks-callers"](tmp_path).splitlines()[2:] == [
         "| HTTP | 4 | 8 | 1500 | 3000 | 2.00 |"
     ]
-
-
-@pytest.mark.parametrize("captures", [(True, True), (True, False), (False, True)])
-def test_a_call_that_any_rank_cannot_capture_is_timed_as_it_is(
-    captures: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-
-    class Graph:
-        def replay(self) -> None:
-            calls.append("replay")
-
-    @contextmanager
-    def capture(graph: Graph, capture_error_mode: str) -> Iterator[None]:
-        yield
-        if not captures[0]:
-            raise RuntimeError("not permitted")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(rank_timing, "gathered", lambda own, ranks: [own, [int(captures[1])]])
-    ranks: Any = SimpleNamespace(meet=lambda: None, rank=0)
-    made, captured = rank_timing.graph_or_call(lambda: calls.append("call"), ranks)
-    assert captured is all(captures)
-    made()
-    assert calls == ["call", "call", "replay" if all(captures) else "call"]
-
-
-def test_calls_in_a_row_are_those_after_the_first() -> None:
-    assert rank_timing.of_next(20.0 + 8 * 7.5, 20.0) == 7.5

@@ -39,7 +39,7 @@ def test_each_way_is_measured(
     assert {"expertd", "safetensors", "dd"} <= ways
     assert len(content["rows"]) == 2 * len(ways), "cold and warm"
     assert all(0 < row["low"] <= row["GB/s"] <= row["high"] for row in content["rows"])
-    assert "deepseek-v3, cold, expertd: " in capsys.readouterr().out
+    assert "sizes deepseek-v3  cache cold  way expertd  GB/s " in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == [file.name], "the checkpoint is removed"
     shown = SECTIONS["weights"](tmp_path)
     assert len(shown.splitlines()) == 2 + len(ways)

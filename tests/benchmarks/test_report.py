@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import pictures, report
 from benchmarks.layer.moe_layer import STAGES
-from benchmarks.lib.markdown import NOT_MEASURED, Cell, lines, pivot
+from benchmarks.lib.markdown import Cell, lines, pivot
 from benchmarks.report import SECTIONS
 from tests.paths import ROOT
 
@@ -99,10 +99,6 @@ def test_cells_are_formats_or_functions_and_may_be_missing() -> None:
 )
 def test_columns_are_values_of_keys(order: list[tuple[str]] | None, expected: list[tuple[object]]) -> None:
     assert pivot(ROWS, ["a"], ["b"], "{us:.1f}", order=order) == expected
-
-
-def test_what_has_no_result_is_not_measured(tmp_path: Path) -> None:
-    assert SECTIONS["gemm-sweep-machine"](tmp_path) == SECTIONS["steps"](tmp_path) == NOT_MEASURED
 
 
 def test_every_section_is_in_a_document() -> None:
@@ -192,32 +188,28 @@ def test_grouped_gemms_are_grouped_by_band(tmp_path: Path) -> None:
     ]
 
 
-def test_sm_counts_and_host_costs(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"num_sms": 66, "ratio": 0.5}, {"num_sms": 66, "ratio": 2.0}]
-    text = SECTIONS["sm-counts"](write(tmp_path, "sm_counts-h200.json", {"rows": rows}))
-    assert text.splitlines()[2:] == ["| 66 | 2 | 1.00 | 0.50 to 2.00 |"]
-    rows = [
-        {"shape": "s", "tensors": tensors, "out": out, "us": us}
-        for tensors, out, us in (
-            ("fresh", "allocated", 4.0), ("fresh", "given", 3.0),
-            ("reused", "allocated", 2.0), ("reused", "given", 1.0),
-        )
-    ]  # fmt: skip
-    text = SECTIONS["host-cost"](write(tmp_path, "host_cost-h200.json", {"rows": rows}))
-    assert text.splitlines()[2:] == ["| s | 1.0 | 2.0 | 3.0 | 4.0 |"]
-
-
-def test_families_are_columns(tmp_path: Path) -> None:
-    families = {"a": [{"tokens": 1, "ratio": 0.5}, {"tokens": 2, "ratio": 0.75}], "b": [
-        {"tokens": 1, "ratio": 1.0}, {"tokens": 2, "ratio": 1.25}]}  # fmt: skip
-    text = SECTIONS["cpu-layer"](write(tmp_path, "cpu_layer.json", {"families": families}))
-    assert text == "| tokens | a | b |\n|---|---|---|\n| 1 | 0.50 | 1.00 |\n| 2 | 0.75 | 1.25 |"
-
-
 def test_numerics_have_a_row_from_the_gpu(tmp_path: Path) -> None:
     in_pytorch, on_hopper = "expertd, Hopper's steps in PyTorch", "expertd on Hopper"
-    write(tmp_path, "numerics.json", {"families": {"a": {"x": 1.0, in_pytorch: 2.0, "y": 3.0}}})
-    write(tmp_path, "numerics-h200.json", {"families": {"a": {in_pytorch: 8.0, on_hopper: 9.0}}})
-    assert SECTIONS["numerics"](tmp_path).splitlines()[2:] == [
-        "| x | 1.00 |", f"| {in_pytorch} | 2.00 |", f"| {on_hopper} | 9.00 |", "| y | 3.00 |"
+    errors = {"x": 1.0, in_pytorch: 2.0, "y": 3.0}
+    write(tmp_path, "numerics.json", {"rows": [{"family": "a", "errors": errors}]})
+    errors = {in_pytorch: 8.0, on_hopper: 9.0}
+    write(tmp_path, "numerics-h200.json", {"rows": [{"family": "a", "errors": errors}]})
+    assert SECTIONS["numerics"](tmp_path).splitlines() == [
+        "| step | a |", "|---|---|", "| x | 1.00 |", f"| {in_pytorch} | 2.00 |", f"| {on_hopper} | 9.00 |",
+        "| y | 3.00 |",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_pictures_are_reproducible(name: str, tmp_path: Path) -> None:
+    """What the same version of matplotlib draws; it has the names of what it shows."""
+    result, draw = pictures.PICTURES[name]
+    file = ROOT / "benchmarks" / "results" / result
+    for copy in ("first.svg", "second.svg"):
+        draw(file, tmp_path / copy)
+    drawn = (tmp_path / "first.svg").read_text()
+    assert drawn == (tmp_path / "second.svg").read_text()
+    assert pictures.digest(file) in drawn
+    shown = [set(re.findall("<!-- (.*) -->", text)) for text in (drawn, (ROOT / name).read_text())]
+    assert shown[0] == shown[1]

@@ -2,13 +2,10 @@
 
 import ctypes
 import json
-import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gemm import grouped_gemm, power
 from benchmarks.gemm.power import Figures
@@ -89,79 +86,6 @@ def test_a_counter_that_stands_still_is_refused() -> None:
         mean_watts([Sample(0, 1, 1, 1), Sample(1, 1, 1, 1), Sample(2, 2, 1, 1)])
 
 
-class Counting:
-    """A sensor of 700 W that says when it has been read often enough."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.reads, self.enough, self.error = 0, threading.Event(), error
-
-    def read(self) -> Sample:
-        self.reads += 1
-        if self.reads == 5:
-            self.enough.set()
-            if self.error:
-                raise self.error
-        return Sample(self.reads / 10, 70.0 * self.reads, 0, 1300)
-
-
-def test_the_sensor_is_read_while_the_context_is_open() -> None:
-    counting = Counting()
-    with power.Sampling(counting, 1e-4) as sampling:
-        assert counting.enough.wait(10)
-    reads = counting.reads
-    assert len(sampling.samples) == reads >= 5
-    assert mean_watts(sampling.samples) == pytest.approx(700)
-
-
-def test_an_error_of_the_sensor_is_raised() -> None:
-    counting = Counting(OSError("gone"))
-    with pytest.raises(OSError, match="gone"), power.Sampling(counting, 1e-4):
-        assert counting.enough.wait(10)
-
-
-def test_figures_of_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    counting, repeated = Counting(), []
-
-    def repeat(call: power.Call, seconds: float) -> float:
-        repeated.append(seconds)
-        assert len(repeated) == 1 or counting.enough.wait(10)
-        return 250.0
-
-    monkeypatch.setattr(power, "_repeat", repeat)
-    figures = power.figures(lambda: None, counting, 2.0)
-    assert (figures.us, figures.mhz) == (250, 1300)
-    assert figures.watts == pytest.approx(700)
-    assert repeated == [power.WARM_SECONDS, 2.0]
-
-
-class Event:
-    """A CUDA event; `ahead` is how many recorded ones nobody has waited for, at most."""
-
-    waiting = ahead = 0
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.timed = enable_timing
-
-    def record(self) -> None:
-        Event.waiting += not self.timed
-        Event.ahead = max(Event.ahead, Event.waiting)
-
-    def synchronize(self) -> None:
-        Event.waiting -= not self.timed
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 3.0
-
-
-def test_the_host_does_not_run_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    calls: list[int] = []
-    us = power._repeat(lambda: calls.append(1), 0.02)
-    assert us == 3000 / len(calls)
-    assert len(calls) > 8 * 3
-    assert Event.ahead == 3  # two, and the one just recorded
-
-
 def test_an_operations_energy() -> None:
     """690 W for 1631 us and 1.928e12 operations: DeepGEMM's large shape."""
     flops = 2 * 4 * 8212 * 4096 * 7168
@@ -176,35 +100,6 @@ def test_the_fills_energy_is_left_out() -> None:
     assert entry["pj_per_flop"] == pytest.approx((500 * 600 - 200 * 450) * 1e-6 / 1e9 * 1e12)
 
 
-def test_turns_are_averaged() -> None:
-    assert power.mean([Figures(1, 2, 3), Figures(3, 4, 5)]) == Figures(2, 3, 4)
-
-
-@pytest.mark.parametrize("peer", [True, False])
-def test_contenders_take_turns(peer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    flush, ours, theirs = (partial(calls.append, name) for name in ("flush", "ours", "deep_gemm"))
-
-    def figures(call: power.Call, sensor: object) -> Figures:
-        del calls[:]
-        call()
-        done.append("+".join(calls))
-        return {
-            "flush": Figures(100, 300, 1900), "flush+ours": Figures(300, 500, 1700),
-            "flush+deep_gemm": Figures(200, 500, 1700), "ours": Figures(200.0 + len(done), 700, 1300),
-        }.get(done[-1], Figures(200, 600, 1400))  # fmt: skip
-
-    done: list[str] = []
-    monkeypatch.setattr(power, "_flush", lambda: flush)
-    monkeypatch.setattr(power, "figures", figures)
-    found = power.measure(ours, theirs if peer else None, 10**9, Counting())
-    everyone = ["ours", "deep_gemm"][: 1 + peer]
-    assert done == ["flush", *(f"flush+{name}" for name in everyone), *everyone * 2]
-    assert [list(found[case]) for case in ("loop", "cold")] == [everyone] * 2
-    assert found["cold"]["ours"]["pj_per_flop"] == pytest.approx(300 * 500e-3 - 100 * 300e-3)
-    assert found["loop"]["ours"]["us"] == (205 if peer else 203.5)  # the mean of two turns
-
-
 def test_the_largest_shapes_come_first() -> None:
     heights = (16, 4096, 1, 512)
     shapes = [Shape("", Layout.CONTIGUOUS, (rows,), 128, 128) for rows in heights]
@@ -212,7 +107,7 @@ def test_the_largest_shapes_come_first() -> None:
     assert grouped_gemm.largest(shapes, 0) == []
 
 
-def test_energy_in_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_energy_in_the_documents(tmp_path: Path) -> None:
     ours = {"us": 904.0, "watts": 692.0, "mhz": 1334.0, "pj_per_flop": 0.651}
     theirs = {"us": 866.0, "watts": 690.0, "mhz": 1385.0, "pj_per_flop": 0.62}
     row = {"shape": "s", "power": {"loop": {"ours": ours, "deep_gemm": theirs}, "cold": {"ours": ours}}}
@@ -222,7 +117,3 @@ def test_energy_in_the_documents(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "| s | 904 | 866 | 692 | 690 | 1334 | 1385 | 0.651 | 0.620 | 1.050 |"
     ]
     assert SECTIONS["grouped-gemm-power-cold"](tmp_path) == NOT_MEASURED
-    grouped_gemm.print_power(row)
-    lines = capsys.readouterr().out.splitlines()
-    assert "loop: ours 692 W 1334 MHz 0.651 pJ/FLOP  deep_gemm 690 W 1385 MHz 0.620 pJ/FLOP" in lines[0]
-    assert len(lines) == 2

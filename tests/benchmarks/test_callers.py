@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.callers import together
+from benchmarks.lib.caller import call_together
 from benchmarks.lib.processes import demo_server
 
 
@@ -33,7 +33,7 @@ def caller() -> None:
 
 
 def test_all_count_the_same_seconds_once_all_are_ready(tmp_path: Path) -> None:
-    found = together({"folder": str(tmp_path)}, 0.5, 3, lead=0.1, module=__name__)
+    found = call_together({"folder": str(tmp_path)}, 0.5, 3, lead=0.1, module=__name__)
     assert found == [1.0, 2.0, 3.0], "of requests that were sent since the start"
     noted = [json.loads((tmp_path / str(number)).read_text()) for number in range(3)]
     assert noted[2]["ready"] - noted[0]["ready"] >= 0.3
@@ -44,7 +44,7 @@ def test_all_count_the_same_seconds_once_all_are_ready(tmp_path: Path) -> None:
 
 def test_a_caller_that_fails_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RuntimeError, match="a program ended with code 1"):
-        together({}, 0.1, module=__name__)
+        call_together({}, 0.1, module=__name__)
     assert "KeyError: 'folder'" in capfd.readouterr().err
 
 
@@ -61,7 +61,7 @@ def test_a_caller_that_fails_is_not_waited_for(capfd: pytest.CaptureFixture[str]
 def test_every_way_gets_answers(way: str, more: dict[str, Any], tmp_path: Path) -> None:
     with demo_server(f"channels.socket={tmp_path}/channels", "shared_memory.enabled=true") as (port, _):
         given = {"way": way, "url": f"http://127.0.0.1:{port}", "models": ["demo"], "tokens": 4}
-        found = together({**given, "hidden_size": 512, **more}, 0.3)
+        found = call_together({**given, "hidden_size": 512, **more}, 0.3)
     assert found == sorted(found)
     assert found[0] > 0
 

@@ -3,8 +3,7 @@
 import json
 import re
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,11 +14,12 @@ import benchmarks.gemm.host_cost
 import benchmarks.layer.layer_peers
 import benchmarks.layer.moe_layer
 import benchmarks.layer.numerics
+import benchmarks.ranks.parallel
+import benchmarks.serving.serving
+import benchmarks.serving.steps
 import benchmarks.serving.stream_steps
-from benchmarks import pictures
 from benchmarks.__main__ import PACKAGES, main
-from benchmarks.gemm.problem import Problem
-from benchmarks.gemm.shapes import Shape, all_shapes
+from benchmarks.gemm.shapes import Shape
 from benchmarks.layer.families import FAMILIES, make_family
 from benchmarks.lib import cpus
 from benchmarks.lib.run import Result, earlier
@@ -31,10 +31,7 @@ from benchmarks.serving.serving import KEYS
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.loader import load_settings
-from tests.kernels.helpers import random_contiguous, random_masked
 from tests.paths import ROOT
-
-RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -62,39 +59,11 @@ def test_without_a_benchmarks_name_all_are_listed(
         assert all(name in said for name in PACKAGES)
 
 
-def test_shapes_depend_on_the_seed_alone() -> None:
-    assert all_shapes(3) == all_shapes(3)
-    assert all_shapes(3) != all_shapes(4)
-
-
 def test_bytes_leave_out_groups_without_rows() -> None:
     shape = Shape("", Layout.CONTIGUOUS, (2, 0), 256, 128)
     weights, scales = 256 * 128, 2 * 4
     assert shape.bytes == weights + scales + 2 * (128 + 4 + 2 * 256)
     assert shape.flops == 2 * 2 * 256 * 128
-
-
-def test_a_picture_shows_every_shape_twice(tmp_path: Path) -> None:
-    pictures.draw_roofline(RESULT, tmp_path / "picture.svg")
-    points = re.findall("<use ", (tmp_path / "picture.svg").read_text())
-    assert len(points) >= 2 * len(json.loads(RESULT.read_text())["rows"])
-
-
-def test_a_picture_names_its_result_and_is_reproducible(tmp_path: Path) -> None:
-    for name in ("first.svg", "second.svg"):
-        pictures.draw_roofline(RESULT, tmp_path / name)
-    drawn = (tmp_path / "first.svg").read_text()
-    assert pictures.digest(RESULT) in drawn
-    assert drawn == (tmp_path / "second.svg").read_text()
-
-
-def test_the_picture_of_speeds_has_a_bar_for_every_row(tmp_path: Path) -> None:
-    result = RESULT.parent / "moe_layer_newest-h200.json"
-    pictures.draw_speed(result, tmp_path / "picture.svg")
-    drawn = (tmp_path / "picture.svg").read_text()
-    for row in json.loads(result.read_text())["rows"]:
-        assert f"<!-- {row['over_mega_moe']:.2f} -->" in drawn
-        assert f"<!-- {row['layer']} -->" in drawn
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,7 +86,8 @@ def test_rounding_errors_are_plausible(family: str) -> None:
     "benchmark",
     [
         benchmarks.gemm.gemm_sweep, benchmarks.gemm.grouped_gemm, benchmarks.gemm.host_cost,
-        benchmarks.layer.moe_layer, benchmarks.serving.stream_steps,
+        benchmarks.layer.moe_layer, benchmarks.ranks.parallel, benchmarks.serving.serving,
+        benchmarks.serving.steps, benchmarks.serving.stream_steps,
     ],
 )  # fmt: skip
 def test_a_missing_gpu_is_reported_in_a_sentence(
@@ -127,31 +97,6 @@ def test_a_missing_gpu_is_reported_in_a_sentence(
     name = benchmark.__name__.rpartition(".")[2]
     with pytest.raises(SystemExit, match=f"benchmarks {name}: expected a Hopper GPU, got no CUDA device"):
         benchmark.main()
-
-
-@pytest.mark.parametrize("shape", benchmarks.gemm.host_cost.SHAPES, ids=lambda shape: shape.label)
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.slow
-def test_host_cost_takes_every_case(
-    shape: Shape, given: bool, fresh: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(benchmarks.gemm.host_cost, "CALLS", 2)
-    monkeypatch.setattr(benchmarks.gemm.host_cost, "BATCHES", 3)
-    row = benchmarks.gemm.host_cost.measure(_on_the_cpu(shape), given, fresh)
-    assert (row["shape"], row["out"]) == (shape.label, "given" if given else "allocated")
-    assert 0 < row["min_us"] <= row["us"] <= row["max_us"]
-
-
-def _on_the_cpu(shape: Shape) -> Problem:
-    if shape.layout is Layout.CONTIGUOUS:
-        packed = random_contiguous(shape.rows, shape.n, shape.k)
-        out = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16)
-        return Problem(shape, packed.a, packed.b, packed.offsets, out)
-    masked = random_masked(shape.rows, shape.max_m, shape.n, shape.k)
-    out = torch.empty(shape.num_groups, shape.max_m, shape.n, dtype=torch.bfloat16)
-    return Problem(shape, masked.a, masked.b, masked.counts, out)
 
 
 KERNELS = ("compute_permutation", "quantize_permute", "grouped_gemm", "grouped_gemm", "unpermute_rows")
@@ -187,108 +132,10 @@ def test_means_are_of_bands_of_tokens() -> None:
     assert benchmarks.layer.moe_layer.means(rows[:2], "ratio") == pytest.approx({"1 to 64": 2})
 
 
-@pytest.mark.parametrize("peer", [{"two_gemms_us": 10.0}, {}])
-def test_a_picture_shows_every_stage_of_every_row(peer: dict[str, float], tmp_path: Path) -> None:
-    stages = dict.fromkeys(benchmarks.layer.moe_layer.STAGES, 2.0)
-    rows = [{"layer": f"layer{n}", "tokens": n, "us": 10.0, "stages_us": stages} | peer for n in (1, 16, 64)]
-    result = tmp_path / "result.json"
-    result.write_text(json.dumps({"about": {"gpu": "invented"}, "rows": rows}))
-    pictures.draw_stages(result, tmp_path / "picture.svg")
-    picture = (tmp_path / "picture.svg").read_text()
-    for colour in pictures.COLOURS.values():
-        assert picture.count(f"fill: {colour}") == 3 + 1  # plus one in the legend
-    assert picture.count(f"stroke: {pictures.MARK}") == len(peer)
-    said = "time over that of DeepGEMM's two GEMMs alone" if peer else "time over the whole layer's"
-    assert f"<!-- {said} -->" in picture
-
-
-@pytest.mark.parametrize(
-    ("peers", "expected"),
-    [
-        ({"two_gemms_us": 8.0, "mega_moe_us": 20.0}, {"over_two_gemms": 1.25, "over_mega_moe": 0.5}),
-        ({"two_gemms_us": 8.0}, {"over_two_gemms": 1.25}),
-        ({}, {}),
-    ],
-)
-def test_ratios_are_over_the_available_peers(
-    peers: dict[str, float], expected: dict[str, float], capsys: pytest.CaptureFixture[str]
-) -> None:
-    row: dict[str, Any] = {"us": 10.0} | peers
-    assert benchmarks.layer.moe_layer.ratios(row) == expected
-    about = {"layer": "invented", "tokens": 1, "eager_us": 30.0, "stages_us": {"sort": 4.0}, "diff": 3e-4}
-    benchmarks.layer.moe_layer.print_row(row | expected | about)
-    line = capsys.readouterr().out
-    assert ("two GEMMs     8.0 us x1.250" in line) == ("two_gemms_us" in peers)
-    assert ("Mega MoE    20.0 us x0.500  diff 3.0e-04" in line) == ("mega_moe_us" in peers)
-
-
 @pytest.mark.parametrize(("scale", "expected"), [(1, 0), (2, 0.2), (-1, 2), (float("nan"), float("nan"))])
 def test_a_difference_is_0_for_equal_outputs_only(scale: float, expected: float) -> None:
     x = torch.tensor([[3.0, -4.0]], dtype=torch.bfloat16)
     assert benchmarks.layer.moe_layer.difference(x, scale * x) == pytest.approx(expected, nan_ok=True)
-
-
-def test_a_difference_is_summed_in_float64() -> None:
-    x = torch.ones(3, dtype=torch.float32)
-    y = torch.tensor([1, 1, 1 + 2**-20], dtype=torch.float32)
-    assert benchmarks.layer.moe_layer.difference(x, y) == pytest.approx(2**-40 / 6, rel=1e-3)
-
-
-@pytest.mark.parametrize("is_common", [True, False])
-@pytest.mark.parametrize("mega_moe", [True, False])
-@pytest.mark.parametrize("with_peer", [True, False])
-def test_a_row_has_the_columns_of_the_available_peers(
-    with_peer: bool, mega_moe: bool, is_common: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = torch.ones(16, 4)
-    problem: Any = SimpleNamespace(
-        layer=SimpleNamespace(name="invented", is_common=is_common),
-        hidden_states=out,
-        topk_ids=torch.arange(32).reshape(16, 2) % 5,
-        out=out.clone(),
-        run=lambda: out,
-    )
-    monkeypatch.setattr(benchmarks.layer.moe_layer, "graph_of", lambda call: call)
-    monkeypatch.setattr(benchmarks.layer.moe_layer, "_stages", lambda call: {})
-    monkeypatch.setattr(
-        benchmarks.layer.moe_layer, "microseconds", lambda calls: [10.0, 30.0, 8.0, 20.0][: len(calls)]
-    )
-    monkeypatch.setattr(benchmarks.layer.layer_peers, "has_mega_moe", lambda: mega_moe)
-    monkeypatch.setattr(benchmarks.layer.layer_peers, "two_gemms", lambda problem: lambda: None)
-    monkeypatch.setattr(benchmarks.layer.layer_peers, "mega_moe", lambda problem: lambda: 2 * out)
-    expected = {"layer": "invented", "tokens": 16, "us": 10.0, "eager_us": 30.0, "stages_us": {}}
-    expected["activated_experts"] = 5
-    if with_peer:
-        expected |= {"two_gemms_us": 8.0, "over_two_gemms": 1.25}
-    if with_peer and mega_moe and is_common:
-        expected |= {"mega_moe_us": 20.0, "over_mega_moe": 0.5, "diff": pytest.approx(0.2)}
-    assert benchmarks.layer.moe_layer.measure(problem, with_peer) == expected
-
-
-def test_the_command_line_selects_layers_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["benchmarks.layer.moe_layer"])
-    assert vars(benchmarks.layer.moe_layer._options()) == {
-        "layer": "", "tokens": (1, 16, 64, 256, 1024, 4096), "json": None,
-        "no_peer": False, "no_router": False, "models": False, "peers": False,
-    }  # fmt: skip
-    arguments = [
-        "--models",
-        "--layer",
-        "qwen3",
-        "--tokens",
-        "2",
-        "300",
-        "--json",
-        "x.json",
-        "--no-peer",
-        "--no-router",
-        "--peers",
-    ]
-    monkeypatch.setattr("sys.argv", ["benchmarks.layer.moe_layer", *arguments])
-    assert vars(benchmarks.layer.moe_layer._options()) == {
-        "layer": "qwen3", "tokens": [2, 300], "json": Path("x.json"), "no_peer": True, "no_router": True,
-        "models": True, "peers": True,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -329,6 +176,15 @@ def test_a_server_has_its_cpus_and_callers_have_the_others(monkeypatch: pytest.M
         cpus.split(4)
 
 
+def test_rows_are_printed_and_in_the_file_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = Result(tmp_path / "result.json", {"gpu": "invented"})
+    row = {"layer": "l", "us": 12.3456, "stages_us": {"sort": 1.0, "of": [2.5, None]}}
+    result.put(row)
+    assert json.loads((tmp_path / "result.json").read_text()) == {"about": {"gpu": "invented"}, "rows": [row]}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["gpu invented", "layer l  us 12.35  stages_us (sort 1, of [2.5, None])"]
+
+
 def test_rows_of_serving_replace_those_of_the_same_case(tmp_path: Path) -> None:
     one, more = Case("channel", None, 4096), Case("channel", None, 4096, 4)
     old = {"http_workers": 1, **one._asdict(), "p50_us": 1.0}
@@ -351,7 +207,7 @@ def test_late_answers_are_measured(
     monkeypatch.setattr(deadlines, "CASES", ((1, 64),))
     assert deadlines.main(["--timeout", "5000", "0.001", "--seconds", "0.5", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert printed == SECTIONS["timeouts"](tmp_path) + "\n"
+    assert printed.endswith(SECTIONS["timeouts"](tmp_path) + "\n")
     *_, patient, hasty = printed.splitlines()
     assert re.fullmatch(r"\| 5000 \| 1 x 64 \| [1-9]\d* \| 0 \| - \| - \| - \| \d+ \|", patient)
     assert re.fullmatch(r"\| 0\.001 \| 1 x 64 \| 0 \| [1-9]\d*( \| \d+\.\d){3} \| \d+ \|", hasty)

@@ -2,25 +2,18 @@
 
 import json
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pytest
-import torch
 
 from benchmarks import pictures
 from benchmarks.gemm import deep_gemm_peer, gemm_sweep, heat_map
-from benchmarks.gemm.gemm_sweep import Point, all_points, batches, parse_point
-from benchmarks.gemm.problem import Problem
-from benchmarks.gemm.shapes import Shape
-from benchmarks.lib.markdown import NOT_MEASURED
+from benchmarks.gemm.gemm_sweep import Point, batches, parse_point
 from benchmarks.lib.timing import medians_of_turns
 from benchmarks.report import SECTIONS
 from expertd.layout import Layout
-from tests.kernels.helpers import random_contiguous
 
 Row = dict[str, Any]
 ABOUT = {"gpu": "GPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "copy_tbps": 4.0, "deep_gemm": "0.1"}
@@ -38,12 +31,6 @@ def result(directory: Path, rows: list[Row]) -> Path:
     return path
 
 
-def test_the_points_are_both_gemms_of_six_models() -> None:
-    points = all_points()
-    assert len(points) == len(set(points)) == 12
-    assert points[2:4] == [Point(4096, 7168), DOWN]
-
-
 def test_every_height_is_swept_for_every_number_of_groups() -> None:
     found = {
         (shape.layout, shape.rows)
@@ -59,12 +46,6 @@ def test_every_height_is_swept_for_every_number_of_groups() -> None:
     assert max(gemm_sweep.ROWS) == 4096
 
 
-def test_a_batch_has_one_layout_and_number_of_groups() -> None:
-    for batch in batches(DOWN):
-        assert len({(shape.layout, shape.num_groups) for shape in batch}) == 1
-    assert len(batches(DOWN)) == 6
-
-
 def test_masked_groups_hold_their_rows() -> None:
     shapes = [shape for batch in batches(DOWN) for shape in batch]
     heights = {shape.rows[0]: shape.max_m for shape in shapes if shape.layout is Layout.MASKED}
@@ -77,10 +58,6 @@ def test_a_coarse_sweep_is_a_part_of_the_whole() -> None:
     whole, coarse = ([shape for batch in batches(DOWN, part) for shape in batch] for part in (False, True))
     assert set(coarse) < set(whole)
     assert len(coarse) < len(whole) / 2
-
-
-def test_points_are_read_from_the_command_line() -> None:
-    assert parse_point("4096,7168") == Point(4096, 7168)
 
 
 @pytest.mark.parametrize("text", ["", "4096", "4096,7168,1", "4096,100", "0,128", "-128,128", "a,b"])
@@ -117,11 +94,6 @@ def test_the_better_of_two_medians_counts() -> None:
     assert medians_of_turns(launches(TURNS), [A, B], 3, 2) == [6.0, 3.5]
 
 
-def test_calls_of_one_kernel_are_told_apart_by_their_order() -> None:
-    times = [(A, 1.0), (A, 2.0), (A, 3.0), (A, 1.5)]
-    assert medians_of_turns(launches(times), [A, A], 1, 2) == [1.0, 1.5]
-
-
 @pytest.mark.parametrize(
     ("times", "message"),
     [
@@ -140,90 +112,6 @@ def test_other_launches_are_refused(times: list[tuple[str, float]], message: str
 def test_rows_of_other_points_stay_in_the_file() -> None:
     old, new = [row(0.5), row(0.6, n=1536)], [row(1.1), row(1.2, rows=70)]
     assert gemm_sweep.merged(old, new) == [old[1], *new]
-
-
-def on_the_cpu(shape: Shape) -> Problem:
-    packed = random_contiguous(shape.rows, shape.n, shape.k)
-    out = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16)
-    return Problem(shape, packed.a, packed.b, packed.offsets, out)
-
-
-def test_a_batch_is_measured_in_one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel gets its own time, and `diff` compares their outputs."""
-
-    def prepare(problem: Problem) -> tuple[Callable[[], object], Callable[[], torch.Tensor]]:
-        out: list[torch.Tensor] = []
-        wrong_by = problem.shape.num_groups  # right for one group only
-        return lambda: out.append(problem.run() * wrong_by), out.pop
-
-    def best_of_turns(calls: Sequence[tuple[Callable[[], object], str]]) -> list[float]:
-        assert [word for _, word in calls] == ["grouped_gemm", "sm90_fp8_gemm"] * 2
-        for call, _ in calls:
-            call()
-        return [10.0, 11.0, 20.0, 16.0]
-
-    monkeypatch.setattr(deep_gemm_peer, "prepare", prepare)
-    monkeypatch.setattr(gemm_sweep, "best_of_turns", best_of_turns)
-    pool: Any = SimpleNamespace(problem=on_the_cpu)
-    shapes = [Shape("", Layout.CONTIGUOUS, (3,) * groups, 128, 256) for groups in (1, 2)]
-    first, second = gemm_sweep.measure(shapes, pool)
-    assert first == first | {"layout": "contiguous", "groups": 1, "rows": 3, "n": 128, "k": 256, "us": 10.0}
-    assert (first["deep_gemm_us"], first["speed"]) == (11, 1.1)
-    assert abs(first["diff"]) < 1e-12
-    assert (second["groups"], second["us"], second["speed"]) == (2, 20, 0.8)
-    assert second["diff"] == pytest.approx(0.2)
-
-
-def sweep_on_no_gpu(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    """Run the sweep's main with everything that needs a GPU replaced; the second (N, K) fails."""
-    monkeypatch.setattr("sys.argv", ["gemm_sweep", *arguments])
-    for name in ("expect_gpu", "Pool"):
-        monkeypatch.setattr(gemm_sweep, name, lambda *_: None)
-    monkeypatch.setattr(gemm_sweep, "header", lambda: {"gpu": "GPU"})
-    monkeypatch.setattr(gemm_sweep, "copy_bandwidth", lambda: 4.0)
-    peer = SimpleNamespace(available=lambda: True, compile_ahead=len, version=lambda: "0.1")
-    monkeypatch.setattr(gemm_sweep, "deep_gemm_peer", peer)
-    backend = SimpleNamespace(warm_up=lambda: None)
-    monkeypatch.setattr(gemm_sweep, "kernels", SimpleNamespace(resolve_backend=lambda _: backend))
-
-    def measure(shapes: Any, pool: None) -> list[Row]:
-        if shapes[0].n == 7168:
-            raise RuntimeError("interrupted")
-        return [row(1.0, shape.rows[0], shape.layout.value, shape.num_groups, shape.n) for shape in shapes]
-
-    monkeypatch.setattr(gemm_sweep, "measure", measure)
-    gemm_sweep.main()
-
-
-def test_an_interrupted_sweep_leaves_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "result.json"
-    arguments = ["--coarse", "--points", "4096,7168", "7168,2048", "--json", str(file)]
-    with pytest.raises(RuntimeError, match="interrupted"):
-        sweep_on_no_gpu(monkeypatch, arguments)
-    content = json.loads(file.read_text())
-    assert {(row["n"], row["k"]) for row in content["rows"]} == {(4096, 7168)}
-    assert len(content["rows"]) == sum(map(len, batches(Point(4096, 7168), coarse=True)))
-    assert content["about"]["deep_gemm"] == "0.1"
-    sweep_on_no_gpu(monkeypatch, ["--coarse", "--points", "1536,7168", "--json", str(file)])
-    assert {row["n"] for row in json.loads(file.read_text())["rows"]} == {4096, 1536}
-    printed = capsys.readouterr().out
-    assert "| contiguous | 2 | 7 | 1.00 | 1.00 to 1.00 | 0 |" in printed
-    assert "largest difference from DeepGEMM 2.0e-07" in printed
-
-
-def test_the_table_counts_what_is_below_the_goal() -> None:
-    shown = gemm_sweep.by_kind([row(0.5), row(2.0, rows=70), row(0.96, layout="masked", groups=4)])
-    assert shown.splitlines()[2:] == [
-        "| contiguous | 1 | 2 | 1.00 | 0.50 to 2.00 | 1 |",
-        "| masked | 4 | 1 | 0.96 | 0.96 to 0.96 | 1 |",
-    ]
-
-
-def test_a_missing_sweep_is_not_measured(tmp_path: Path) -> None:
-    for section in ("gemm-sweep", "gemm-sweep-machine", "gemm-sweep-worst"):
-        assert SECTIONS[section](tmp_path) == NOT_MEASURED
 
 
 def test_the_sweeps_tables(tmp_path: Path) -> None:
