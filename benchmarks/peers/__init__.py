@@ -1,24 +1,10 @@
-"""Other grouped GEMMs and layers than ours and DeepGEMM's: one file each, each optional."""
+"""Other grouped GEMMs and layers than ours and DeepGEMM's: one file a package, each optional."""
 
-from benchmarks.peers import (
-    cutlass,
-    sglang_cutlass,
-    sglang_triton,
-    torch_bf16,
-    torch_layer,
-    torch_rowwise,
-    vllm_triton,
-)
-from benchmarks.peers.layer_peer import LayerPeer
-from benchmarks.peers.peer import Peer
+from benchmarks.peers import cutlass, sglang, torch_gemms, torch_layer, vllm_triton
+from benchmarks.peers.peer import LayerPeer, Peer
 
-PEERS: tuple[Peer, ...] = (cutlass.PEER, torch_rowwise.PEER, torch_bf16.PEER)
-LAYER_PEERS: tuple[LayerPeer, ...] = (
-    sglang_triton.PEER,
-    sglang_cutlass.PEER,
-    vllm_triton.PEER,
-    torch_layer.PEER,
-)
+PEERS: tuple[Peer, ...] = (cutlass.PEER, torch_gemms.ROWWISE, torch_gemms.BF16)
+LAYER_PEERS: tuple[LayerPeer, ...] = (sglang.TRITON, sglang.CUTLASS, vllm_triton.PEER, torch_layer.PEER)
 
 
 __all__ = ["LAYER_PEERS", "PEERS", "LayerPeer", "Peer", "available_layer_peers", "available_peers"]

@@ -1,4 +1,4 @@
-"""What a peer is, and a problem's rows packed as the peers take them."""
+"""What peers are: of a grouped GEMM, with its rows packed as they take them, and of a layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gemm.problem import Problem
+from benchmarks.layer.problem import Layer, LayerProblem
+
+BLOCK = [128, 128]  # of weights that share a scale
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,20 @@ def packed(problem: Problem) -> Packed:
     rows = torch.tensor(problem.shape.rows, dtype=torch.int32)
     ends = rows.cumsum(0).to(torch.int32).to(data.device)
     return Packed(data, problem.real_rows(problem.a.scales).contiguous(), ends)
+
+
+@dataclass(frozen=True)
+class LayerPeer:
+    """One implementation of a layer of experts, from bf16 hidden states with routing given to their sums.
+
+    available  whether its packages are installed
+    version    of its package
+    prepare    the call, which returns its output bf16 [T, H]
+    tuned      whether it has a configuration tuned for this GPU and layer; None: it has none to tune
+    """
+
+    name: str
+    available: Callable[[], bool]
+    version: Callable[[], str]
+    prepare: Callable[[LayerProblem], Callable[[], Tensor]]
+    tuned: Callable[[Layer], bool] | None = None

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from benchmarks.layer.problem import LayerProblem
-from benchmarks.peers.layer_peer import BLOCK, LayerPeer
+from benchmarks.peers.peer import BLOCK, LayerPeer
 from expertd.kernels import Quantized
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from benchmarks.layer.problem import Layer, LayerProblem
-from benchmarks.peers.layer_peer import BLOCK, LayerPeer
+from benchmarks.peers.peer import BLOCK, LayerPeer
 
 
 def prepare(problem: LayerProblem) -> Callable[[], Tensor]:

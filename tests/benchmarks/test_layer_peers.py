@@ -16,7 +16,8 @@ from benchmarks.layer import moe_layer
 from benchmarks.layer.moe_layer import difference
 from benchmarks.layer.problem import Layer, LayerProblem, LayerWeights
 from benchmarks.lib.markdown import NOT_MEASURED
-from benchmarks.peers import LayerPeer, sglang_cutlass, sglang_setup, sglang_triton, torch_layer, vllm_triton
+from benchmarks.peers import LayerPeer, torch_layer, vllm_triton
+from benchmarks.peers import sglang as sglang_peers
 from benchmarks.report import SECTIONS
 from expertd.kernels import Quantized
 
@@ -78,7 +79,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         },
         sglang__srt__layers__moe__cutlass_moe={"cutlass_fused_experts_fp8": note},
     )
-    sglang_setup.set_up.cache_clear()
+    sglang_peers.set_up.cache_clear()
     return given
 
 
@@ -96,7 +97,7 @@ def test_torch_computes_the_layer(problem: LayerProblem) -> None:
 
 
 def test_sglangs_triton_layer_gets_its_arguments(problem: LayerProblem, sglang: dict[str, Any]) -> None:
-    assert sglang_triton.prepare(problem)() == "out"
+    assert sglang_peers.prepare_triton(problem)() == "out"
     hidden_states, w1, w2, routing, config = sglang["arguments"]
     assert hidden_states is problem.hidden_states
     assert (w1.shape, w2.shape) == ((4, 256, 256), (4, 256, 128))
@@ -105,12 +106,12 @@ def test_sglangs_triton_layer_gets_its_arguments(problem: LayerProblem, sglang: 
     assert config == {"num_experts": 4, "num_local_experts": 4, "inplace": False}
     assert sglang["options"]["w2_scale"].shape == (4, 2, 1)
     assert not sglang["server"].enable_deterministic_inference
-    assert sglang_triton.tuned(LAYER)
-    assert not sglang_triton.tuned(Layer("other", 256, 256, 4, 2))
+    assert sglang_peers.tuned(LAYER)
+    assert not sglang_peers.tuned(Layer("other", 256, 256, 4, 2))
 
 
 def test_sglangs_cutlass_layer_gets_its_arguments(problem: LayerProblem, sglang: dict[str, Any]) -> None:
-    assert sglang_cutlass.prepare(problem)() == "out"
+    assert sglang_peers.prepare_cutlass(problem)() == "out"
     hidden_states, w1, w2, w1_scales, w2_scales, topk_weights, topk_ids, *buffers = sglang["arguments"]
     assert hidden_states is problem.hidden_states
     assert (w1.shape, w2.shape) == ((4, 256, 256), (4, 128, 256))
@@ -143,7 +144,7 @@ def test_vllms_layer_gets_its_arguments(problem: LayerProblem, monkeypatch: pyte
 
 
 def test_layers_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sglang_setup, vllm_triton):
+    for module in (sglang_peers, vllm_triton):
         monkeypatch.setattr(module, "find_spec", lambda _: None)
     assert [peer.name for peer in peers.available_layer_peers()] == ["PyTorch bf16"]
 

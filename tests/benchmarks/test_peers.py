@@ -15,7 +15,7 @@ from benchmarks.gemm.problem import Problem
 from benchmarks.gemm.shapes import Shape
 from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.markdown import NOT_MEASURED
-from benchmarks.peers import Peer, cutlass, torch_bf16, torch_rowwise
+from benchmarks.peers import Peer, cutlass, torch_gemms
 from benchmarks.peers.peer import packed
 from benchmarks.report import SECTIONS
 from expertd.layout import Layout
@@ -81,7 +81,7 @@ def test_cutlass_gets_its_arguments(make: Any, monkeypatch: pytest.MonkeyPatch) 
 @PROBLEMS
 def test_torch_gets_the_rows_and_weights(make: Any) -> None:
     problem = make()
-    call, result = torch_bf16.prepare(problem)
+    call, result = torch_gemms.prepare_bf16(problem)
     call()
     rows, wanted = packed(problem).data.double(), []
     for group, part in zip(problem.b.data.double(), torch.split(rows, list(ROWS)), strict=True):
@@ -93,7 +93,7 @@ def test_torchs_scales_are_one_for_each_row_and_column(monkeypatch: pytest.Monke
     given: list[Any] = []
     monkeypatch.setattr(torch, "_scaled_grouped_mm", lambda *a, **_: given.extend(a))
     problem = contiguous()
-    torch_rowwise.prepare(problem)[0]()
+    torch_gemms.prepare_rowwise(problem)[0]()
     a, b, a_scales, b_scales, ends = given
     assert [tuple(x.shape) for x in (a, b, a_scales, b_scales)] == [(135, K), (3, K, N), (135,), (3, N)]
     assert torch.equal(b_scales[:, 200], problem.b.scales[:, 1, 0])
