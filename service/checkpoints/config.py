@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from expertd.limits import SCALE_BLOCK
-from expertd.service.files import check_readable, read_text
-from expertd.service.sentences import any_of, shown
+from expertd.service.util.files import check_readable, read_text
+from expertd.service.util.sentences import any_of, shown
 
 _MAX = 1_000_000  # more than any size or count of a model
 

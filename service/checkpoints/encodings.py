@@ -11,7 +11,7 @@ from itertools import chain
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import Stored
-from expertd.service.sentences import any_of
+from expertd.service.util.sentences import any_of
 
 FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32")

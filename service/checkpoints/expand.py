@@ -12,10 +12,10 @@ from expertd.service.checkpoints.find import find_layer, present_layers
 from expertd.service.checkpoints.layer import LayerSource
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.read import read_model
-from expertd.service.sentences import expected_and_got, shown
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import ALL, numbers, spans
+from expertd.service.util.sentences import expected_and_got, shown
 
 
 class _LayerSettings(ModelSettings):

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from expertd.service.checkpoints.config import CheckpointError, read_json_object
 from expertd.service.checkpoints.hints import ORIGINAL, gguf_files
-from expertd.service.files import why_unreadable
 from expertd.service.moe.tensor_file import TensorEntry, TensorFile, TensorFileError
-from expertd.service.sentences import shown
+from expertd.service.util.files import why_unreadable
+from expertd.service.util.sentences import shown
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")

@@ -15,7 +15,7 @@ from typing import Any
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError, Config, read_json_object
 from expertd.service.checkpoints.encodings import Encoded, Encoding
-from expertd.service.sentences import all_of, any_of, shown
+from expertd.service.util.sentences import all_of, any_of, shown
 
 _FILE = "hf_quant_config.json"
 _MIXED = "MIXED_PRECISION"

@@ -10,7 +10,7 @@ from expertd.service.checkpoints.families.refused import REFUSED
 from expertd.service.checkpoints.hints import hint_of
 from expertd.service.checkpoints.model import MoEModel
 from expertd.service.checkpoints.quantization import read_quantization
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 _OF_EXPERTS = re.compile("expert|moe")
 _TEXT = "_text"  # what follows a model_type if config.json is only that of the language model

@@ -6,7 +6,6 @@
 import sys
 from pathlib import Path
 
-from expertd.service import tables
 from expertd.service.checkpoints.encodings import (
     FLOATS,
     FORMS,
@@ -19,6 +18,7 @@ from expertd.service.checkpoints.encodings import (
 )
 from expertd.service.checkpoints.files import Stored
 from expertd.service.checkpoints.layer import Matrix
+from expertd.service.util import tables
 
 _N, _K, _EXPERTS = 512, 256, 8
 _LAYOUTS = {

@@ -21,7 +21,7 @@ from expertd.service.commands.serve import (
     check_weights,
     exposure,
 )
-from expertd.service.files import UnwritableError, temporary_directory
+from expertd.service.util.files import UnwritableError, temporary_directory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

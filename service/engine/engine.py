@@ -46,8 +46,8 @@ from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
 from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
-from expertd.service.sentences import all_of
 from expertd.service.settings.model import Settings
+from expertd.service.util.sentences import all_of
 
 logger = logging.getLogger(__name__)
 

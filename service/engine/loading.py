@@ -25,7 +25,7 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.step_counts import NOTHING, StepUse
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
-from expertd.service.terminal import progress_bar, shows_bars
+from expertd.service.util.logs import progress_bar, shows_bars
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@
 
 import sys
 
-from expertd.service import tables
 from expertd.service.engine import (
     gpu_sensors,
     key_counts,
@@ -20,6 +19,7 @@ from expertd.service.engine import (
     use_metrics,
 )
 from expertd.service.engine.metric_family import Family
+from expertd.service.util import tables
 
 FAMILIES: tuple[Family, ...] = (
     *request_counts.FAMILIES,

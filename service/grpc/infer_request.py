@@ -23,8 +23,8 @@ from expertd.service.inference.request import GivenInput, GivenOutput, InferRequ
 from expertd.service.inference.tensors import ELEMENT_BYTES, INPUT_DATATYPES, OUTPUT
 from expertd.service.memory import Arena, Buffer, Span, host_view
 from expertd.service.moe.request import Output
-from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
+from expertd.service.util.sentences import shown
 
 _MODEL, _VERSION, _ID = 1, 2, 3  # the numbers of those fields
 _REGION = "shared_memory_region"

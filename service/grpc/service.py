@@ -22,7 +22,7 @@ from expertd.service.http.endpoint import InferEndpoint
 from expertd.service.http.gate import Gate
 from expertd.service.http.protocol import CLIENT, OipError
 from expertd.service.http.refused import Headers
-from expertd.service.log_lines import with_fields
+from expertd.service.util.logs import with_fields
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("uvicorn.access")  # as over HTTP

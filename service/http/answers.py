@@ -14,7 +14,7 @@ from expertd.service.inference.errors import RequestError
 from expertd.service.inference.plan import Plan
 from expertd.service.memory import RegionError
 from expertd.service.moe.request import Output
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 logger = logging.getLogger(__name__)
 

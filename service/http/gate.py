@@ -11,9 +11,9 @@ from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError, check_client
 from expertd.service.http.refused import Headers
 from expertd.service.http.rights import rights_for
-from expertd.service.sentences import all_of, any_of
 from expertd.service.settings.keys import Key, Keys, Right, load_keys
 from expertd.service.settings.values import SettingsError
+from expertd.service.util.sentences import all_of, any_of
 
 logger = logging.getLogger(__name__)
 

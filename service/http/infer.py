@@ -27,7 +27,6 @@ from expertd.service.http.threads import Where, pause_for_others, thread_from
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.plan import Plan
 from expertd.service.inference.tensors import ELEMENT_BYTES, check_tokens
-from expertd.service.log_lines import with_fields
 from expertd.service.memory import (
     Arena,
     Block,
@@ -40,8 +39,9 @@ from expertd.service.memory import (
 )
 from expertd.service.moe.request import LayerRequest, Output, fp8_rows
 from expertd.service.moe.stages import TimedStep
-from expertd.service.sentences import shortened, shown
 from expertd.service.tracing import Rpc, TraceContext, TracedRequest, Tracing, trace_context
+from expertd.service.util.logs import with_fields
+from expertd.service.util.sentences import shortened, shown
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from expertd.service.http.places import shown_peer
 from expertd.service.http.refused import Headers, header_lines
 from expertd.service.http.request_head import RequestHead
 from expertd.service.http.shared import ServerState, Shared
-from expertd.service.log_lines import with_fields
+from expertd.service.util.logs import with_fields
 
 access_logger = logging.getLogger("uvicorn.access")
 

@@ -18,7 +18,6 @@ from expertd.service.channels.layout import GREETING
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.key_counts import KeyCounts
 from expertd.service.engine.request_counts import RequestCounts
-from expertd.service.heap import share_heap
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.certificates import Certificates
@@ -36,10 +35,10 @@ from expertd.service.http.worker_setup import (
     WorkerSetup,
     channel_cells,
 )
-from expertd.service.log_lines import set_level
 from expertd.service.settings.keys import Keys
-from expertd.service.terminal import configure_logging
 from expertd.service.tracing import tracing_of
+from expertd.service.util.heap import share_heap
+from expertd.service.util.logs import configure_logging, set_level
 
 _MESSAGE_BYTES = 256
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from expertd.service.sentences import did_you_mean, expected_and_got, like
 from expertd.service.settings.schema import all_keys, is_setting, model_at
 from expertd.service.settings.sources import NOT_SETTINGS, VARIABLE, variable_name
 from expertd.service.settings.values import DisagreementError, Key, Values, dotted
+from expertd.service.util.sentences import did_you_mean, expected_and_got, like
 
 _NAMED = re.compile(r"([a-z_]\w*(?:\.\w+)*): (.*)", re.DOTALL)
 _WORD = re.compile(r"[a-z_]\w*(?:\.\w+)*")

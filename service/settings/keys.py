@@ -11,10 +11,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from expertd.service.files import read_text
-from expertd.service.sentences import all_of, shown
 from expertd.service.settings.values import SettingsError
 from expertd.service.settings.yaml_text import TooManyValuesError, YamlTextError, parse
+from expertd.service.util.files import read_text
+from expertd.service.util.sentences import all_of, shown
 
 Right = Literal["infer", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)

@@ -10,7 +10,6 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_v
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from expertd.backends import BACKENDS
-from expertd.service.sentences import shown
 from expertd.service.settings.buffers import default_bytes, needed_bytes, region_bytes
 from expertd.service.settings.lanes import LaneSettings, wrong_lanes
 from expertd.service.settings.partition_limits import MAX_NAME_LENGTH, MAX_PARTITIONS
@@ -32,6 +31,7 @@ from expertd.service.settings.rendezvous import Rendezvous
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import Devices, numbers
 from expertd.service.settings.values import HostName, check_agreement
+from expertd.service.util.sentences import shown
 
 ENV_PREFIX = "EXPERTD_"
 ENV_DELIMITER = "__"

@@ -9,13 +9,13 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from expertd.service.files import read_text
-from expertd.service.sentences import shown
 from expertd.service.settings.model import ENV_DELIMITER, ENV_PREFIX, Settings
 from expertd.service.settings.rendezvous import TORCHRUN, torchrun_assignments
 from expertd.service.settings.values import Assignment, Key, SettingsError, dotted
 from expertd.service.settings.variables import VariableSource
 from expertd.service.settings.yaml_text import YamlTextError, parse
+from expertd.service.util.files import read_text
+from expertd.service.util.sentences import shown
 
 NOT_SETTINGS = ("ca", "cache_dir", "config", "key")
 """Of other variables: the client reads CA and KEY, the kernel cache CACHE_DIR, `default_config` CONFIG."""

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from expertd.service import tables
 from expertd.service.settings.model import Settings
+from expertd.service.util import tables
 
 _BOUNDS = {
     "minimum": "at least {}",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 _PLAIN = re.compile(r"[\w-]{1,60}")
 Key = tuple[str, ...]

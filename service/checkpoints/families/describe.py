@@ -9,7 +9,7 @@ from expertd.service.checkpoints.config import Config
 from expertd.service.checkpoints.families import keys
 from expertd.service.checkpoints.families.family import Family
 from expertd.service.checkpoints.model import MoEModel, Names
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 _HASHED = "hash_moe"
 

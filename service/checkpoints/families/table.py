@@ -6,10 +6,10 @@
 
 import sys
 
-from expertd.service import tables
 from expertd.service.checkpoints.families import FAMILIES, Family
 from expertd.service.checkpoints.families.activations import silu
 from expertd.service.checkpoints.families.refused import REFUSED
+from expertd.service.util import tables
 
 
 def families_table() -> str:

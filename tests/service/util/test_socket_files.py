@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.socket_files import SocketFile, listen_at
+from expertd.service.util.socket_files import SocketFile, listen_at
 
 
 @pytest.fixture

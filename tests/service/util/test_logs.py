@@ -1,5 +1,7 @@
-"""Progress bars and log lines on a terminal, and only log lines without one."""
+"""Log lines as text and as JSON; on a terminal progress bars and log lines, else log lines alone."""
 
+import json
+import logging
 import os
 import pty
 import re
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd.service.terminal import shows_bars
+from expertd.service.util.logs import JsonLines, TextLines, level, set_level, shows_bars, with_fields
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, serving
 
@@ -90,7 +92,7 @@ def whole_lines(written: str) -> list[str]:
 def test_bars_and_log_lines_do_not_overwrite_each_other() -> None:
     program = """
 import logging, warnings
-from expertd.service.terminal import configure_logging, progress_bar
+from expertd.service.util.logs import configure_logging, progress_bar
 configure_logging("info")
 with progress_bar("outer", 3, "layer") as outer:
     for number in range(3):
@@ -118,7 +120,7 @@ logging.info("the end")
 def test_each_log_line_is_written_at_once() -> None:
     program = """
 import logging
-from expertd.service.terminal import configure_logging
+from expertd.service.util.logs import configure_logging
 configure_logging("info")
 for number in range(3):
     logging.info("line %d", number)
@@ -175,3 +177,51 @@ def test_without_a_terminal_there_are_only_log_lines(checkpoint: Path, tmp_path:
 
 def lines_of(server: ServerProcess) -> list[str]:
     return server.log().splitlines()
+
+
+def record(text: str, *arguments: object, **more: object) -> logging.LogRecord:
+    made = logging.LogRecord("module", logging.WARNING, "file", 1, text, arguments, None)
+    made.created, made.msecs = 1_800_000_000.25, 250.0
+    vars(made).update(more)
+    return made
+
+
+def test_times_are_in_utc() -> None:
+    assert (
+        TextLines("rank 1: ").format(record("a %s", "b"))
+        == "2027-01-15T08:00:00.250Z WARNING module: rank 1: a b"
+    )
+
+
+def test_a_line_of_json_has_everything() -> None:
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        made = record("a\n%s", "\N{SNOWMAN}", exc_info=sys.exc_info(), **with_fields(model="m", reason=None))
+    text = JsonLines("rank 1: ").format(made)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert "ValueError: wrong" in line.pop("exception")
+    assert line == {
+        "time": "2027-01-15T08:00:00.250Z",
+        "level": "warning",
+        "logger": "module",
+        "process": "rank 1",
+        "message": "a\n\N{SNOWMAN}",
+        "model": "m",
+    }
+
+
+def test_what_json_does_not_know_becomes_text() -> None:
+    assert json.loads(JsonLines("").format(record("a", **with_fields(path=ValueError("x")))))["path"] == "x"
+
+
+def test_levels_are_known() -> None:
+    before = level()
+    try:
+        set_level("error")
+        assert level() == "error"
+        with pytest.raises(ValueError, match="level: expected debug, info, warning, error, got 'loud'"):
+            set_level("loud")
+    finally:
+        logging.getLogger().setLevel(before.upper())

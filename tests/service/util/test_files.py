@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd.service.files import (
+from expertd.service.moe.weights import random_weights, save_weights
+from expertd.service.util.files import (
     NO_ROOM,
     UnwritableError,
     check_readable,
@@ -19,7 +20,6 @@ from expertd.service.files import (
     temporary_folder,
     write_whole,
 )
-from expertd.service.moe.weights import random_weights, save_weights
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.full import REASONS, break_temporary_files, largest_file
 from tests.service.moe.test_weights import SHAPE

@@ -1,16 +1,18 @@
-"""One heap for all threads of a process."""
+"""One heap for all threads of a process, and imports without collections."""
 
+import gc
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 
+from expertd.service.util.heap import quick_imports
 from tests.service.processes import clean_environment
 
 PROGRAM = """
 import ctypes, os, tempfile, threading
-from expertd.service.heap import give_back_freed, share_heap
+from expertd.service.util.heap import give_back_freed, share_heap
 
 share_heap()
 libc = ctypes.CDLL(None)
@@ -50,3 +52,33 @@ def test_threads_share_a_heap_unless_the_environment_says_otherwise(
         command, env=clean_environment(**variables), capture_output=True, text=True, check=True
     )
     assert int(done.stdout) == most
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+def collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_nothing_is_collected_during_imports_nor_what_they_made_afterwards() -> None:
+    with quick_imports():
+        before = collections()
+        made = [[index] for index in range(100_000)]
+        assert collections() == before
+    assert gc.get_freeze_count() > len(made)
+    del made
+    more = [[index] for index in range(100_000)]
+    assert collections() > before
+    assert len(more) == 100_000
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_an_import_that_fails_leaves_the_collector_enabled() -> None:
+    with pytest.raises(ImportError), quick_imports():
+        raise ImportError
+    assert gc.isenabled()
