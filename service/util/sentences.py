@@ -44,15 +44,17 @@ def expected_and_got(error: ErrorDetails) -> str:
     if error["type"] in _KINDS:
         return f"expected {_KINDS[error['type']]}, got {shown(error['input'])}"
     if error["type"] == "too_short":
-        least, got = error["ctx"]["min_length"], error["ctx"]["actual_length"]
-        return f"expected at least {least} {'entry' if least == 1 else 'entries'}, got {got or 'none'}"
+        minimum, got = error["ctx"]["min_length"], error["ctx"]["actual_length"]
+        return f"expected at least {minimum} {'entry' if minimum == 1 else 'entries'}, got {got or 'none'}"
     if error["type"] == "too_long":
-        most = error["ctx"]["max_length"]
-        got = error["ctx"]["actual_length"] or f"at least {most + 1}"  # mappings are not counted to their end
-        return f"expected at most {most} entries, got {got}"
+        maximum = error["ctx"]["max_length"]
+        got = (
+            error["ctx"]["actual_length"] or f"at least {maximum + 1}"
+        )  # of a mapping that is not read to its end
+        return f"expected at most {maximum} entries, got {got}"
     if error["type"] == "string_too_short":
-        least = error["ctx"]["min_length"]
-        return f"expected at least {least} character{'s' * (least > 1)}, got {shown(error['input'])}"
+        minimum = error["ctx"]["min_length"]
+        return f"expected at least {minimum} character{'s' * (minimum > 1)}, got {shown(error['input'])}"
     if error["type"] == "string_too_long":
         return f"expected at most {error['ctx']['max_length']} characters, got {shown(error['input'])}"
     message, replaced = _SHOULD_BE.subn("expected ", error["msg"])
