@@ -51,7 +51,7 @@ TORCH_FREE = (
     "expertd.service.channels.channel",
     "expertd.service.channels.layout",
     "expertd.service.checkpoints",
-    "expertd.service.checkpoints.listing",
+    "expertd.service.checkpoints.expand",
     "expertd.service.cli",
     "expertd.service.engine.batching",
     "expertd.service.engine.metrics",

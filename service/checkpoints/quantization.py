@@ -104,10 +104,10 @@ class _Description:
         if self.excluded.precision(module):
             return None
         found = [(names.precision(module), stated) for names, stated in self.named]
-        most = max((precision for precision, _ in found), default=0)
-        if most == 0:
+        finest = max((precision for precision, _ in found), default=0)
+        if finest == 0:
             return self.rest
-        best = [stated for precision, stated in found if precision == most]  # each may be meant
+        best = [stated for precision, stated in found if precision == finest]  # each may be meant
         return replace(best[0], allowed=best[0].allowed.union(*(one.allowed for one in best)))
 
     def transform(self, module: str) -> Stated | None:

@@ -52,7 +52,7 @@ def replaced(document: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the table into a document, or compare; returns the exit code."""
-    return tables.run("metrics", metric_table, "expertd.service.engine.metric_table", arguments)
+    return tables.run({"metrics": metric_table}, "expertd.service.engine.metric_table", arguments)
 
 
 if __name__ == "__main__":

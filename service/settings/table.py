@@ -113,7 +113,7 @@ def _number(bound: float) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the table into a document, or compare; returns the exit code."""
-    return tables.run("settings", settings_table, "expertd.service.settings.table", arguments, in_chart)
+    return tables.run({"settings": settings_table}, "expertd.service.settings.table", arguments, in_chart)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
@@ -17,17 +17,19 @@ def replaced(document: str, name: str, table: str) -> str:
 
 
 def run(
-    name: str,
-    table: Callable[[], str],
+    written: Mapping[str, Callable[[], str]],
     module: str,
     arguments: Sequence[str] | None = None,
     in_json: Callable[[str], str] | None = None,
 ) -> int:
     """The program `python -m MODULE DOCUMENT [--check]`; returns its exit code.
 
-    in_json  writes what the table says into a document that is JSON
+    written  the tables by name
+    in_json  writes what they say into a document that is JSON
     """
-    parser = argparse.ArgumentParser(description=f"Write the table of {name} into a document.")
+    parser = argparse.ArgumentParser(
+        description=f"Write the table of {' and '.join(written)} into a document."
+    )
     parser.add_argument("document", type=Path)
     parser.add_argument("--check", action="store_true", help="only compare; exit code 1 if it is out of date")
     given = parser.parse_args(arguments)
@@ -35,7 +37,9 @@ def run(
     if in_json is not None and given.document.suffix == ".json":
         current = in_json(text)
     else:
-        current = replaced(text, name, table())
+        current = text
+        for name, table in written.items():
+            current = replaced(current, name, table())
     if not given.check:
         given.document.write_text(current, encoding="utf-8")
     elif current != text:

@@ -1,18 +1,30 @@
-"""The families that score experts by sigmoid: DeepSeek-V3 and those after it.
+"""The table of model families: a row for each model_type of config.json, and those that are refused.
 
-Sources: transformers 5.23, the class of each model type, and its table of the checkpoints' names.
+The loader, the tests and docs/checkpoints.md all read it. Sources: transformers 5.23, the class of each model
+type, and its table of the checkpoints' names.
 """
 
 from dataclasses import replace
 
-from expertd.service.checkpoints.families.activations import (
+from expertd.limits import HIDDEN_STEP
+from expertd.service.checkpoints.family import (
+    GATE_UP_DOWN,
+    W1_W3_W2,
+    Family,
+    Router,
+    Shared,
+    between,
+    by_period,
     clamped,
     clamped_by_layer,
+    every_layer,
+    from_layer,
+    interleaved,
+    names,
     routed_clamped,
+    sparse_step,
     swigluoai,
 )
-from expertd.service.checkpoints.families.family import GATE_UP_DOWN, W1_W3_W2, Family, Router, Shared, names
-from expertd.service.checkpoints.families.layers import from_layer, interleaved
 
 _BIAS = "gate.e_score_correction_bias"
 _NO_SHARED = {"n_shared_experts": 0, "norm_topk_prob": False}
@@ -67,8 +79,26 @@ _STEP3 = Family(
     expects={"use_moe_router_bias": True, "mlp_bias": False},
     inside=("text_config",),
 )
+_BY_CONFIG, _ALWAYS = Router("softmax", renormalize=False), Router("softmax", always=True)
 
-SIGMOID = {
+_QWEN3 = Family(models="Qwen3-MoE", router=_BY_CONFIG, names=names("mlp"), layers=sparse_step)
+_QWEN2 = replace(
+    _QWEN3,
+    models="Qwen1.5-MoE, Qwen2-MoE",
+    names=names("mlp", shared="shared_expert", shared_gate="shared_expert_gate.weight"),
+    shared=Shared(size_key="shared_expert_intermediate_size"),
+)
+_OLMOE = Family(models="OLMoE", router=_BY_CONFIG, names=names("mlp"), intermediate="intermediate_size")
+
+_MISTRAL4 = Family(
+    models="Mistral 4",
+    router=Router("softmax", scale=1.0, groups=(1, 1)),
+    names=names("mlp", shared="shared_experts"),
+    shared=Shared(),
+    layers=from_layer(0),
+)
+
+_ROWS = {
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": replace(_DEEPSEEK_V3, models="DeepSeek-V3.2"),
     "kimi_k2": replace(_DEEPSEEK_V3, models="Kimi-K2"),
@@ -206,4 +236,111 @@ SIGMOID = {
         inside=("text_config",),
         weighs_input=True,
     ),
+    "mixtral": Family(
+        models="Mixtral",
+        router=_ALWAYS,  # softmax over the chosen experts
+        names=names("block_sparse_moe", W1_W3_W2),
+        intermediate="intermediate_size",
+    ),
+    "qwen3_moe": _QWEN3,
+    "qwen3_vl_moe": replace(_QWEN3, models="Qwen3-VL MoE", router=_ALWAYS, inside=("text_config",)),
+    "qwen3_omni_moe": replace(
+        _QWEN3,
+        models="Qwen3-Omni (the thinker)",
+        router=Router("softmax"),
+        inside=("thinker_config", "text_config"),
+    ),
+    "qwen2_moe": _QWEN2,
+    "qwen3_next": replace(
+        _QWEN2,
+        models="Qwen3-Next",
+        router=Router("softmax"),
+    ),
+    "qwen3_5_moe": replace(
+        _QWEN2,
+        models="Qwen3.5 MoE, Qwen3.6 MoE",
+        router=_ALWAYS,
+        layers=every_layer,
+        inside=("text_config",),
+    ),
+    "olmoe": _OLMOE,
+    "flex_olmo": replace(_OLMOE, models="FlexOlmo"),
+    "deepseek_v2": Family(
+        models="DeepSeek-V2, V2-Lite, V2.5",
+        router=Router("softmax", renormalize=False, always=True, scale=1.0),
+        names=names("mlp", shared="shared_experts"),
+        shared=Shared(2),
+        layers=from_layer(0),
+        expects={"norm_topk_prob": False, "mlp_bias": False},
+        nulls={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        methods=("greedy", "group_limited_greedy"),
+    ),
+    "mistral4": _MISTRAL4,
+    "mistral3": replace(_MISTRAL4, models="Mistral Small 4", inside=("text_config",)),
+    "hunyuan_v1_moe": Family(
+        models="Hunyuan-A13B",
+        router=_ALWAYS,
+        names=names("mlp", router="gate.wg.weight", shared="shared_mlp"),
+        shared=Shared(1, fixed=True),
+        intermediate="intermediate_size",
+        expects={"num_shared_expert": 1},
+    ),
+    "ernie4_5_moe": Family(
+        models="ERNIE 4.5",
+        router=_ALWAYS,
+        names=names("mlp", bias="moe_statics.e_score_correction_bias", shared="shared_experts"),
+        shared=Shared(2),
+        layers=between,
+        expects={"use_bias": False},
+    ),
+    "jamba": Family(
+        models="Jamba",
+        router=Router("softmax", renormalize=False, always=True),
+        names=names("feed_forward", router="router.weight"),
+        layers=by_period,
+        intermediate="intermediate_size",
+    ),
+    "gpt_oss": Family(
+        models="gpt-oss-20b, gpt-oss-120b",
+        router=Router("softmax", always=True, bias_on="logits"),
+        names=names(
+            "mlp",
+            router="router.weight",
+            bias="router.bias",
+            interleaved=True,
+            expert_biases=("experts.gate_up_proj_bias", "experts.down_proj_bias"),
+        ),
+        activation=swigluoai,
+        intermediate="intermediate_size",
+        step=HIDDEN_STEP,
+    ),
+    "phimoe": Family(
+        models="Phi-3.5-MoE",
+        router=Router("sparsemixer", renormalize=False, always=True),
+        names=names("block_sparse_moe", W1_W3_W2),
+        intermediate="intermediate_size",
+        expects={"router_jitter_noise": 0.01, "num_experts_per_tok": 2},
+    ),
+    "granitemoe": Family(
+        models="Granite 3 MoE",
+        router=_ALWAYS,
+        names=names(
+            "block_sparse_moe",
+            router="router.layer.weight",
+            stacked=("input_linear.weight", "output_linear.weight"),
+        ),
+        intermediate="intermediate_size",
+    ),
 }
+FAMILIES: dict[str, Family] = dict(sorted(_ROWS.items()))
+"""Rows by model_type."""
+
+REFUSED: dict[str, str] = {
+    "gemma4": "experts use gelu, and the router has scales of its own for its input and for each expert",
+    "nemotron_h": "experts use relu2 without a gate, some of them in a latent space",
+    "longcat_flash": "some experts are identities without weights",
+    "kimi_k3": "experts work in a latent space",
+    "deepseek_ref": "its config.json leaves out the scaling factor of the routing weights",
+    "dbrx": "experts of all layers are stacked in one matrix",
+}
+"""Model types that are known and not served, with the reason."""
