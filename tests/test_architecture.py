@@ -38,7 +38,7 @@ PACKAGES = {
         "grpc",
         "tracing",
         "ranks",
-    ),  # fmt: skip
+    ),
     "cli": ("commands",),
     "statuses": ("engine",),
     "util": (),

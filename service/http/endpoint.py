@@ -3,8 +3,8 @@
 import weakref
 from typing import Protocol
 
+from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.request_counts import Stages
 from expertd.service.http.gate import Gate
 from expertd.service.http.infer_engine import Forward, InferEngine
 from expertd.service.http.threads import Threads

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from time import monotonic
 
-from expertd.service.engine.key_counts import KeyCounts
+from expertd.service.engine.metrics.requests import KeyCounts
 from expertd.service.engine.steps import caller_number
 from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError, check_client

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from expertd.service.engine.errors import RegionsElsewhereError
-from expertd.service.engine.request_counts import Stages
+from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import StepTimes
 from expertd.service.http.answers import client_gone, refusal_of

@@ -16,8 +16,7 @@ from functools import partial
 
 from expertd.service.channels.layout import GREETING
 from expertd.service.channels.remote import RemoteEngine
-from expertd.service.engine.key_counts import KeyCounts
-from expertd.service.engine.request_counts import RequestCounts
+from expertd.service.engine.metrics.requests import KeyCounts, RequestCounts
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.certificates import Certificates

@@ -1,4 +1,4 @@
-"""Counts of infer requests, as numbers in memory that several processes of a server can share.
+"""Counts of infer requests, and of calls by their key, in memory that processes of a server can share.
 
 Each process adds to cells of its own, and the one that answers scrapes sums them. A process that ends leaves
 its cells to its successor, so no sum ever goes back.
@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
-from expertd.service.engine.metric_family import SECONDS, Family
+from expertd.service.engine.metrics.family import SECONDS, Family
+from expertd.service.engine.metrics.steps import Total
 from expertd.service.engine.refusals import REASONS, Reason
-from expertd.service.engine.statistics import Total
 
 CONNECTION_STATUSES = (400, 408, 431, 500, 501, 503, 505)  # of refusals by a connection
 # Where the time of a request with an output went: its body and checks, its queue, its steps, its answer.
@@ -62,7 +62,6 @@ CONNECTION_REFUSALS = Family(
     "connections",
     ("status",),
 )
-FAMILIES = (REQUESTS, REFUSALS, REQUEST_SECONDS, STAGE_SECONDS, CONNECTION_REFUSALS)
 
 
 class RequestTotals(NamedTuple):
@@ -80,7 +79,7 @@ class RequestTotals(NamedTuple):
 
 
 CELL_BYTES = 8  # a float64
-_MOST_KEPT = 16  # requests, before they are counted: that takes 10 µs, for which other threads may wait
+_MAX_KEPT = 16  # requests, before they are counted: that takes 10 µs, for which other threads may wait
 _Kept = tuple[int, Reason | None, float, Stages | None]  # where the model's cells begin, and what is counted
 StatusOf = Callable[[Reason | None], object]
 """What the metric of requests calls those that were refused for a reason, or that have an output (None)."""
@@ -111,7 +110,7 @@ class RequestCounts:
     def __init__(self, models: Iterable[str], cells: "memoryview[float] | None" = None) -> None:
         self.models = (*models, "")  # the last one: not served
         size = num_cells(len(self.models) - 1)
-        self._most_kept = _MOST_KEPT if cells is None else 1
+        self._max_kept = _MAX_KEPT if cells is None else 1
         self._cells = memoryview(bytearray(size * CELL_BYTES)).cast("d") if cells is None else cells[:size]
         self._starts = {model: _STRIDE * place for place, model in enumerate(self.models)}
         self._kept: deque[_Kept] = deque()
@@ -133,7 +132,7 @@ class RequestCounts:
         stages  of the `seconds`, if it has an output and they are known
         """
         self._kept.append((self._starts[model], reason, seconds, stages))
-        if len(self._kept) >= self._most_kept:
+        if len(self._kept) >= self._max_kept:
             self._count()
 
     def _count(self) -> None:
@@ -211,3 +210,89 @@ def request_totals(models: Sequence[str], cells: Iterable["memoryview[float]"]) 
 def _summed(cells: Iterable["memoryview[float]"]) -> NDArray[np.float64]:
     total: NDArray[np.float64] = np.sum([np.array(each) for each in cells], axis=0)
     return total
+
+
+# Names over the life of a server; further ones are counted without a name.
+_MAX_NAMES = 1024
+_NAME_BYTES = 64
+_KEY_RESULTS = ("admitted", "forbidden")
+_KEY_COUNTS = _MAX_NAMES * len(_KEY_RESULTS)
+KEY_REQUESTS = Family(
+    "counter",
+    "key_requests",
+    "calls of all kinds but health, by the name of their API key; result: admitted, forbidden (the key "
+    'lacks the right), or with key "" unauthorized (no key, or an unknown one)',
+    "requests",
+    ("key", "result"),
+)
+FAMILIES = (REQUESTS, REFUSALS, REQUEST_SECONDS, STAGE_SECONDS, CONNECTION_REFUSALS, KEY_REQUESTS)
+NUM_KEY_CELLS = _KEY_COUNTS + _MAX_NAMES * _NAME_BYTES // 8  # float64: the counts, then the names
+
+
+class KeyCounts:
+    """Adds to `cells` (float64; None: to new ones). For one thread of one process.
+
+    The first name is "": of calls without a known key, whose second count is of those refused for that.
+    """
+
+    def __init__(self, cells: "memoryview[float] | None" = None) -> None:
+        self.cells = memoryview(bytearray(NUM_KEY_CELLS * 8)).cast("d") if cells is None else cells
+        self._names = _names(self.cells)
+        self._places = {name: place for place, name in enumerate(_written(self._names))}
+
+    def add(self, name: str) -> None:
+        """Begin the counts of a name, at 0."""
+        self._place(name)
+
+    def admitted(self, name: str) -> None:
+        """Count a call whose key has the right for it."""
+        self.cells[2 * self._place(name)] += 1
+
+    def forbidden(self, name: str) -> None:
+        """Count a call whose key lacks the right for it."""
+        self.cells[2 * self._place(name) + 1] += 1
+
+    def unauthorized(self) -> None:
+        """Count a call without a key, or with an unknown one."""
+        self.cells[1] += 1
+
+    def _place(self, name: str) -> int:
+        place = self._places.get(name)
+        if place is None:
+            place = len(self._places)
+            if place == _MAX_NAMES:
+                return 0
+            data = name.encode("ascii").ljust(_NAME_BYTES, b"\0")
+            self._names[place * _NAME_BYTES : (place + 1) * _NAME_BYTES] = data
+            self._places[name] = place
+        return place
+
+
+def key_metrics(cells: Iterable["memoryview[float]"]) -> Iterator[Metric]:
+    """The metric of keys, summed over the cells of all processes."""
+    totals: dict[tuple[str, str], float] = {("", "unauthorized"): 0.0}
+    for each in cells:
+        for place, name in enumerate(_written(_names(each))):
+            for number, result in enumerate(_KEY_RESULTS):
+                value = each[2 * place + number]
+                if name or value:
+                    shown = "unauthorized" if not name and number else result
+                    totals[name, shown] = totals.get((name, shown), 0.0) + value
+    family = KEY_REQUESTS.counter()
+    for labels, value in totals.items():
+        family.add_metric(list(labels), value)
+    yield family
+
+
+def _names(cells: "memoryview[float]") -> memoryview:
+    return cells[_KEY_COUNTS:NUM_KEY_CELLS].cast("B")
+
+
+def _written(names: memoryview) -> Iterator[str]:
+    """The names that were written, in order; the first one is ""."""
+    yield ""
+    for start in range(_NAME_BYTES, len(names), _NAME_BYTES):
+        name = bytes(names[start : start + _NAME_BYTES]).rstrip(b"\0")
+        if not name:
+            return
+        yield name.decode("ascii")

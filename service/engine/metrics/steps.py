@@ -1,4 +1,4 @@
-"""The metrics of steps. Many steps are counted together: one by one, that took a fifth of a short step.
+"""The metrics of queues and steps. Many steps are counted together: one by one takes a fifth of a short step.
 
 But not in one go, which takes about 0.35 ms: a thread that runs Python code keeps the thread of the steps
 waiting for as long, and one decode step in a hundred took that much longer.
@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,13 +18,99 @@ from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
 from expertd.layout import Layout
-from expertd.service.engine.metric_family import SECONDS, Family
-from expertd.service.engine.statistics import StepSums
-from expertd.service.engine.tallies import Tally
+from expertd.service.engine.metrics.family import SECONDS, Family, HistogramCounts
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
-_MOST_KEPT = 64  # steps, before they are counted: what 128 keep makes Python collect garbage each time
+_NS = 1e9
+
+
+@dataclass(slots=True)
+class Total:
+    """How often something happened, and the nanoseconds that it took."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, count: int, seconds: float) -> None:
+        """Add `count` times that took `seconds` together."""
+        self.count += count
+        self.ns += round(seconds * _NS)
+
+
+@dataclass(slots=True)
+class StepSums:
+    """The steps of a model that succeeded.
+
+    last_ms  when the last one ended, in milliseconds since 1970; 0: there was none
+    queue    the requests of all steps, from acceptance to the start of their step
+    compute  the same requests, with what their step took
+    by_size  the steps, by their tokens rounded up to a power of two: a few entries, whatever the limits
+    """
+
+    last_ms: int = 0
+    tokens: int = 0
+    steps: int = 0
+    queue: Total = field(default_factory=Total)
+    compute: Total = field(default_factory=Total)
+    by_size: dict[int, Total] = field(default_factory=dict)
+
+    def add(
+        self, num_tokens: NDArray[Any], seconds: NDArray[Any], num_requests: NDArray[Any], waited: float
+    ) -> None:
+        """Count steps by tokens, seconds and requests, each [steps]; and the seconds that these waited."""
+        self.tokens += int(num_tokens.sum())
+        self.steps += len(num_tokens)
+        requests = int(num_requests.sum())
+        self.queue.add(requests, waited)
+        self.compute.add(requests, float(seconds @ num_requests))
+        bits = np.frexp(np.maximum(num_tokens - 1, 0))[1]  # of the largest number below
+        for each in set(bits.tolist()):  # np.unique takes longer
+            of_size = bits == each
+            total = self.by_size.setdefault(1 << each, Total())
+            total.add(int(of_size.sum()), float(seconds[of_size].sum()))
+
+    def copy(self) -> "StepSums":
+        """The sums as they are now."""
+        by_size = {size: replace(total) for size, total in self.by_size.items()}
+        return replace(self, queue=replace(self.queue), compute=replace(self.compute), by_size=by_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatistics:
+    """A model's steps, and its requests from their headers to the end of their answers.
+
+    success  with an output
+    failure  with any other answer, or with none because the client had disconnected
+    """
+
+    steps: StepSums
+    success: Total
+    failure: Total
+
+
+QUEUE_REQUESTS = Family(
+    "gauge", "queue_requests", "requests that wait for their step", "requests", ("model",)
+)
+QUEUE_TOKENS = Family("gauge", "queue_tokens", "tokens that wait for their step", "tokens", ("model",))
+CHUNKS = Family(
+    "counter",
+    "chunks",
+    "chunks of long requests in steps; 0 as long as none has competed with others",
+    "chunks",
+    ("model",),
+)
+
+
+class QueueState(NamedTuple):
+    """Of one model: what waits, and the chunks of long requests that steps have had."""
+
+    num_requests: int
+    num_tokens: int
+    num_chunks: int
+
+
+_MAX_KEPT = 64  # steps, before they are counted: what 128 keep makes Python collect garbage each time
 _AT_ONCE = 8  # steps whose experts' tokens are counted in a row
 _POWERS = tuple(float(2**i) for i in range(16))
 _RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -92,7 +179,7 @@ IMBALANCE = Family(
 LOAD = Family(
     "histogram",
     "expert_load_ratio",
-    f"an expert's tokens in up to {_MOST_KEPT} steps in a row, divided by the mean of all experts: one "
+    f"an expert's tokens in up to {_MAX_KEPT} steps in a row, divided by the mean of all experts: one "
     "value for each expert",
     "ratio",
     ("model",),
@@ -115,9 +202,56 @@ EMPTY_SLOTS = Family(
 )
 FAILURES = Family("counter", "step_failures", "steps that failed", "steps", ("model",))
 FAMILIES = (
-    QUEUE, COMPUTE, TOKENS, FLOPS, BYTES, BATCH_TOKENS, BATCH_REQUESTS, ACTIVATED, IMBALANCE, LOAD,
-    EXPERT_TOKENS, EMPTY_SLOTS, FAILURES,
+    QUEUE_REQUESTS, QUEUE_TOKENS, CHUNKS, QUEUE, COMPUTE, TOKENS, FLOPS, BYTES, BATCH_TOKENS, BATCH_REQUESTS,
+    ACTIVATED, IMBALANCE, LOAD, EXPERT_TOKENS, EMPTY_SLOTS, FAILURES,
 )  # fmt: skip
+_LABELS, _WHEN = ("model", "lane"), "with `lanes`; lane: decode or prefill"
+LANE_QUEUE = Family(
+    "histogram",
+    "lane_queue_seconds",
+    "as `expertd_queue_seconds`, of each lane",
+    "seconds",
+    _LABELS,
+    SECONDS,
+    _WHEN,
+)
+LANE_COMPUTE = Family(
+    "histogram",
+    "lane_compute_seconds",
+    "as `expertd_compute_seconds`, of each lane",
+    "seconds",
+    _LABELS,
+    SECONDS,
+    _WHEN,
+)
+LANE_TOKENS = Family("counter", "lane_tokens", "tokens computed on a lane", "tokens", _LABELS, when=_WHEN)
+LANE_QUEUE_REQUESTS = Family(
+    "gauge", "lane_queue_requests", "requests that wait for a lane", "requests", _LABELS, when=_WHEN
+)
+LANE_QUEUE_TOKENS = Family(
+    "gauge", "lane_queue_tokens", "tokens that wait for a lane", "tokens", _LABELS, when=_WHEN
+)
+LANE_FAMILIES = (LANE_QUEUE, LANE_COMPUTE, LANE_TOKENS, LANE_QUEUE_REQUESTS, LANE_QUEUE_TOKENS)
+
+
+def queue_metrics(states: Mapping[str, QueueState]) -> Iterator[Metric]:
+    """The state of each model's queue."""
+    requests, tokens, chunks = QUEUE_REQUESTS.gauge(), QUEUE_TOKENS.gauge(), CHUNKS.counter()
+    for model, state in states.items():
+        requests.add_metric([model], state.num_requests)
+        tokens.add_metric([model], state.num_tokens)
+        chunks.add_metric([model], state.num_chunks)
+    yield from (requests, tokens, chunks)
+
+
+def lane_queue_metrics(states: Mapping[str, Mapping[str, QueueState]]) -> Iterator[Metric]:
+    """What waits for each lane: lane -> model -> state."""
+    requests, tokens = LANE_QUEUE_REQUESTS.gauge(), LANE_QUEUE_TOKENS.gauge()
+    for lane, models in states.items():
+        for model, state in models.items():
+            requests.add_metric([model, lane], state.num_requests)
+            tokens.add_metric([model, lane], state.num_tokens)
+    yield from (requests, tokens)
 
 
 class StepTotals(NamedTuple):
@@ -139,26 +273,37 @@ class _Kept(NamedTuple):
     count_tokens: Callable[[], NDArray[np.integer[Any]]]
     queue_seconds: Sequence[float]
     empty_slots: int
+    lane: str
 
 
 class _OfLayout:
     """The series of a model's steps in one layout."""
 
     def __init__(self) -> None:
-        self.compute, self.batch_tokens, self.imbalance = map(Tally, (COMPUTE, BATCH_TOKENS, IMBALANCE))
+        self.compute, self.batch_tokens, self.imbalance = map(
+            HistogramCounts, (COMPUTE, BATCH_TOKENS, IMBALANCE)
+        )
         self.tokens = self.flops = self.num_bytes = 0
+
+
+class _OfLane:
+    """The series of a model's steps on one lane."""
+
+    def __init__(self) -> None:
+        self.queue, self.compute, self.tokens = HistogramCounts(LANE_QUEUE), HistogramCounts(LANE_COMPUTE), 0
 
 
 class _OfModel:
     """The series of a model."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, lanes: Sequence[str]) -> None:
         self.shape = shape
         self.kept: deque[_Kept] = deque()
         self.counting: Iterator[None] | None = None  # counts those that were kept before
         self.layouts = {layout: _OfLayout() for layout in Layout}
-        self.queue, self.batch_requests = Tally(QUEUE), Tally(BATCH_REQUESTS)
-        self.activated, self.load = Tally(ACTIVATED), Tally(LOAD)
+        self.lanes = {lane: _OfLane() for lane in lanes}
+        self.queue, self.batch_requests = HistogramCounts(QUEUE), HistogramCounts(BATCH_REQUESTS)
+        self.activated, self.load = HistogramCounts(ACTIVATED), HistogramCounts(LOAD)
         self.expert_tokens: NDArray[np.int64] = np.zeros(shape.num_experts, np.int64)
         self.empty_slots = self.failures = 0
         self.sums = StepSums()
@@ -169,21 +314,25 @@ class StepMetrics:
 
     shapes             the served models'
     max_expert_series  experts of all models up to which each has a series
+    lanes              their names, if there are several
     """
 
-    def __init__(self, shapes: Mapping[str, LayerShape], max_expert_series: int) -> None:
-        self._models = {name: _OfModel(shape) for name, shape in shapes.items()}
+    def __init__(
+        self, shapes: Mapping[str, LayerShape], max_expert_series: int, lanes: Sequence[str] = ()
+    ) -> None:
+        self._models = {name: _OfModel(shape, lanes) for name, shape in shapes.items()}
+        self._has_lanes = bool(lanes)
         self._by_expert = sum(shape.num_experts for shape in shapes.values()) <= max_expert_series
         self._lock = threading.Lock()
 
-    def add(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
-        """Count a step whose requests had waited `queue_seconds`."""
+    def add(self, model: str, result: StepResult, queue_seconds: Sequence[float], lane: str = "") -> None:
+        """Count a step of `lane` whose requests had waited `queue_seconds`."""
         of_model = self._models[model]
         kept = of_model.kept
         of_step = result.layout, result.num_tokens, result.compute_seconds, result.count_tokens
-        kept.append(_Kept(*of_step, queue_seconds, result.empty_slots))
+        kept.append(_Kept(*of_step, queue_seconds, result.empty_slots, lane))
         of_model.sums.last_ms = time.time_ns() // 1_000_000
-        if of_model.counting is not None or len(kept) >= _MOST_KEPT:
+        if of_model.counting is not None or len(kept) >= _MAX_KEPT:
             self._count_some(of_model)
 
     def failed(self, model: str) -> None:
@@ -207,6 +356,8 @@ class StepMetrics:
         by_layout = [family.histogram() for family in (COMPUTE, BATCH_TOKENS, IMBALANCE)]
         counts = [family.counter() for family in (TOKENS, FLOPS, BYTES)]
         by_model = [family.histogram() for family in (QUEUE, BATCH_REQUESTS, ACTIVATED, LOAD)]
+        lane_queue, lane_compute = LANE_QUEUE.histogram(), LANE_COMPUTE.histogram()
+        lane_tokens = LANE_TOKENS.counter()
         empty_slots, failures, expert_tokens = (
             family.counter() for family in (EMPTY_SLOTS, FAILURES, EXPERT_TOKENS)
         )
@@ -214,14 +365,18 @@ class StepMetrics:
             with self._counted(model):
                 for layout, series in model.layouts.items():
                     of_layout = series.compute, series.batch_tokens, series.imbalance
-                    for tally, histogram in zip(of_layout, by_layout, strict=True):
-                        tally.add_to(histogram, name, layout)
+                    for counts_of, histogram in zip(of_layout, by_layout, strict=True):
+                        counts_of.add_to(histogram, name, layout)
                     totals = series.tokens, series.flops, series.num_bytes
                     for total, counter in zip(totals, counts, strict=True):
                         counter.add_metric([name, layout], total)
-                tallies = model.queue, model.batch_requests, model.activated, model.load
-                for tally, histogram in zip(tallies, by_model, strict=True):
-                    tally.add_to(histogram, name)
+                for lane, on_lane in model.lanes.items():
+                    on_lane.queue.add_to(lane_queue, name, lane)
+                    on_lane.compute.add_to(lane_compute, name, lane)
+                    lane_tokens.add_metric([name, lane], on_lane.tokens)
+                of_model = model.queue, model.batch_requests, model.activated, model.load
+                for counts_of, histogram in zip(of_model, by_model, strict=True):
+                    counts_of.add_to(histogram, name)
                 empty_slots.add_metric([name], model.empty_slots)
                 failures.add_metric([name], model.failures)
                 by_expert = model.expert_tokens
@@ -231,6 +386,8 @@ class StepMetrics:
         yield from (*by_layout, *counts, *by_model, empty_slots, failures)
         if self._by_expert:
             yield expert_tokens
+        if self._has_lanes:
+            yield from (lane_queue, lane_compute, lane_tokens)
 
     def _count_some(self, model: _OfModel) -> None:
         """Begin to count the steps that were kept, or go on for a moment; not while another thread does."""
@@ -275,6 +432,12 @@ def _counting(model: _OfModel) -> Iterator[None]:
     yield
     model.queue.add(waited)
     model.batch_requests.add(num_requests)
+    for lane, on_lane in model.lanes.items():
+        yield
+        of = [place for place, step in enumerate(steps) if step.lane == lane]
+        on_lane.queue.add(list(chain.from_iterable(steps[place].queue_seconds for place in of)))
+        on_lane.compute.add(seconds[of])
+        on_lane.tokens += int(tokens[of].sum())
     yield
     activated = np.count_nonzero(by_expert, axis=1)
     model.activated.add(activated)

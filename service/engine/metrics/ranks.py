@@ -1,11 +1,12 @@
-"""What is known of each rank, and the metrics that say it; imports no torch."""
+"""The metrics of ranks and of the placement of experts on them; imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
-from expertd.service.engine.metric_family import Family
+from expertd.service.engine.metrics.family import Family
+from expertd.service.engine.placement import Placements
 
 _LABELS, _WHEN = ("rank",), "with several ranks"
 
@@ -31,7 +32,6 @@ _COUNTERS = (
     _counter("jit_compile_seconds", "time that this process spent compiling kernels", "seconds"),
     _counter("jit_cache_hits", "compiled kernels that this process found in the cache", "kernels"),
 )
-FAMILIES = (*_GAUGES, *_COUNTERS)
 
 
 class RankDevice(NamedTuple):
@@ -74,3 +74,51 @@ def rank_metrics(states: Sequence[RankState]) -> Iterator[Metric]:
         for counter, total in zip(counters, of_counters, strict=True):
             counter.add_metric([str(rank)], total)
     yield from (metric for metric in (*gauges, *counters) if metric.samples)
+
+
+_POLICY = "with `placement.policy`"
+LOADS = Family("gauge", "rank_load", "recent load of the rank's experts", "", ("model", "rank"), when=_POLICY)
+IMBALANCE = Family(
+    "gauge",
+    "rank_imbalance_ratio",
+    "the largest load of a rank divided by the mean",
+    "ratio",
+    ("model",),
+    when=_POLICY,
+)
+MOVES = Family(
+    "counter", "placement_moves", "experts that moved to a rank", "experts", ("model",), when=_POLICY
+)
+MOVE_SECONDS = Family(
+    "counter",
+    "placement_move_seconds",
+    "time in which experts moved",
+    "seconds",
+    ("model",),
+    when=_POLICY,
+)
+FAILURES = Family(
+    "counter",
+    "placement_failures",
+    "changes of a placement that had begun and ended early, because a rank was lost or for an error in the "
+    "log; those refused with 4xx or 503 do not count",
+    "changes",
+    when=_POLICY,
+)
+FAMILIES = (*_GAUGES, *_COUNTERS, LOADS, IMBALANCE, MOVES, MOVE_SECONDS, FAILURES)
+
+
+def placement_metrics(placements: Placements | None) -> Iterator[Metric]:
+    """Load by rank, max/mean, moves and their seconds for each model; nothing without placements."""
+    if placements is None:
+        return
+    loads, imbalance = LOADS.gauge(), IMBALANCE.gauge()
+    moves, seconds = MOVES.counter(), MOVE_SECONDS.counter()
+    for model, state in placements.states().items():
+        for rank, load in enumerate(state.rank_loads):
+            loads.add_metric([model, str(rank)], load)
+        imbalance.add_metric([model], state.imbalance)
+        moves.add_metric([model], state.moves)
+        seconds.add_metric([model], state.move_seconds)
+    yield from (loads, imbalance, moves, seconds)
+    yield FAILURES.counter(placements.failures)

@@ -5,22 +5,22 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
-from expertd.service.engine.collectors import CallbackCollector
-from expertd.service.engine.key_counts import KeyCounts, key_metrics
-from expertd.service.engine.metric_family import Family, gauges
-from expertd.service.engine.rank_metrics import RankState, rank_metrics
-from expertd.service.engine.refusals import Reason
-from expertd.service.engine.request_counts import (
+from expertd.service.engine.metrics.family import Family, gauges
+from expertd.service.engine.metrics.ranks import RankState, rank_metrics
+from expertd.service.engine.metrics.requests import (
+    KeyCounts,
     RequestCounts,
     RequestTotals,
     Stages,
     StatusOf,
+    key_metrics,
     request_metrics,
     request_totals,
 )
-from expertd.service.engine.statistics import ModelStatistics
-from expertd.service.engine.step_metrics import StepMetrics, StepTotals
+from expertd.service.engine.metrics.steps import ModelStatistics, StepMetrics, StepTotals
+from expertd.service.engine.refusals import Reason
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
@@ -74,6 +74,16 @@ class JitStats(Protocol):
     def cache_hits(self) -> int: ...
 
 
+class _Callback(Collector):
+    """Calls a function at every scrape."""
+
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect()
+
+
 class Metrics:
     """Records requests and steps; the other metrics are read when Prometheus scrapes."""
 
@@ -94,13 +104,12 @@ class Metrics:
         self.watch(lambda: key_metrics([self.keys.cells, *self._key_cells]))
         self.watch(lambda: gauges(BUFFERED, {process: used() for process, used in self._buffered.items()}))
 
-    def add_models(self, shapes: Mapping[str, LayerShape], max_expert_series: int) -> None:
-        """Start every series of these models at 0, because rates need a first value.
-
-        max_expert_series  experts of all models up to which each has a series
-        """
+    def add_models(
+        self, shapes: Mapping[str, LayerShape], max_expert_series: int, lanes: Sequence[str] = ()
+    ) -> None:
+        """Start every series of these models at 0, because rates need a first value; see `StepMetrics`."""
         self.requests = RequestCounts(shapes)
-        self._steps = StepMetrics(shapes, max_expert_series)
+        self._steps = StepMetrics(shapes, max_expert_series, lanes)
 
     def add_process(self, requests: "memoryview[float]", keys: "memoryview[float]") -> None:
         """Include what another process counts with `RequestCounts` of the same models, and `KeyCounts`."""
@@ -121,9 +130,11 @@ class Metrics:
         """Count input that a connection refused with `status`, before the application received a request."""
         self.requests.connection_refused(status)
 
-    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
-        """Count a step whose requests had waited `queue_seconds`."""
-        self._steps.add(model, result, queue_seconds)
+    def step_done(
+        self, model: str, result: StepResult, queue_seconds: Sequence[float], lane: str = ""
+    ) -> None:
+        """Count a step of `lane` whose requests had waited `queue_seconds`."""
+        self._steps.add(model, result, queue_seconds, lane)
 
     def step_failed(self, model: str, num_requests: int) -> None:
         """Count a step that raised."""
@@ -147,7 +158,7 @@ class Metrics:
 
     def watch(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Report the result of `collect` at each scrape."""
-        self.registry.register(CallbackCollector(collect))
+        self.registry.register(_Callback(collect))
 
     def watch_models(self, ready: Callable[[], Mapping[str, bool]]) -> None:
         """Report the result of `ready` at each scrape: model, if not unloaded -> whether it is ready."""

@@ -1,36 +1,22 @@
 """Generates the table of all metrics in docs/monitoring.md.
 
-`python -m expertd.service.engine.metric_table docs/monitoring.md` writes it between the markers;
+`python -m expertd.service.engine.metrics.table docs/monitoring.md` writes it between the markers;
 `--check` only compares.
 """
 
 import sys
 
-from expertd.service.engine import (
-    gpu_sensors,
-    key_counts,
-    lane_metrics,
-    metrics,
-    placement_metrics,
-    queue_metrics,
-    rank_metrics,
-    request_counts,
-    step_metrics,
-    use_metrics,
-)
-from expertd.service.engine.metric_family import Family
+from expertd.service.engine import metrics
+from expertd.service.engine.metrics import device, ranks, requests, steps
+from expertd.service.engine.metrics.family import Family
 from expertd.service.util import tables
 
 FAMILIES: tuple[Family, ...] = (
-    *request_counts.FAMILIES,
-    *key_counts.FAMILIES,
-    *queue_metrics.FAMILIES,
-    *step_metrics.FAMILIES,
-    *use_metrics.FAMILIES,
-    *gpu_sensors.FAMILIES,
-    *lane_metrics.FAMILIES,
-    *rank_metrics.FAMILIES,
-    *placement_metrics.FAMILIES,
+    *requests.FAMILIES,
+    *steps.FAMILIES,
+    *device.FAMILIES,
+    *steps.LANE_FAMILIES,
+    *ranks.FAMILIES,
     *metrics.FAMILIES,
 )
 
@@ -52,7 +38,7 @@ def replaced(document: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the table into a document, or compare; returns the exit code."""
-    return tables.run({"metrics": metric_table}, "expertd.service.engine.metric_table", arguments)
+    return tables.run({"metrics": metric_table}, "expertd.service.engine.metrics.table", arguments)
 
 
 if __name__ == "__main__":
