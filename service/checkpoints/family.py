@@ -164,7 +164,7 @@ class Router:
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedExpert:
     """The size of the shared expert, which is a multiple of the routed ones'.
 
     count     the factor by default; None: config.json must say it
@@ -201,7 +201,7 @@ class Family:
     models: str
     router: Router
     names: Names
-    shared: Shared | None = None
+    shared: SharedExpert | None = None
     activation: ActivationRule = silu
     layers: LayerRule = every_layer
     refused: tuple[str, int, str] | None = None

@@ -10,7 +10,7 @@ from expertd.service.checkpoints.encodings import (
     UNUSED,
     Encoded,
     Encoding,
-    Layout,
+    TensorLayout,
     WeightTensors,
     check,
     find_encoded,
@@ -72,7 +72,7 @@ def _is_elsewhere(model: MoEModel, start: str, name: str, used: Set[str]) -> boo
 
 
 Group = tuple[Matrix, Matrix, Matrix]
-_SEPARATE = Layout()
+_SEPARATE = TensorLayout()
 
 
 def present_layers(files: TensorFiles, model: MoEModel) -> list[int]:
@@ -182,7 +182,7 @@ class _Finder:
         return WeightTensors(self._has, self._find, name.removesuffix(".weight"), is_parameter=is_parameter)
 
     def _encoded(
-        self, tensors: WeightTensors, shape: tuple[int, int], layout: Layout, parts: int = 1
+        self, tensors: WeightTensors, shape: tuple[int, int], layout: TensorLayout, parts: int = 1
     ) -> Encoded:
         """How a weight is encoded, which config.json must not contradict."""
         try:
@@ -232,17 +232,19 @@ class _Finder:
 
         return [group(expert) for expert in experts]
 
-    def _layout(self, tensors: list[WeightTensors], sizes: list[tuple[int, int]]) -> Layout:
+    def _layout(self, tensors: list[WeightTensors], sizes: list[tuple[int, int]]) -> TensorLayout:
         """Whether matrices [n, k] of these sizes are transposed, by most of the shapes: some fit both."""
         weights = [one.weight() for one in tensors]
 
-        def count(layout: Layout) -> int:
+        def count(layout: TensorLayout) -> int:
             shapes = (
                 stored_shapes(one.dtype, size, layout) for one, size in zip(weights, sizes, strict=True)
             )
             return sum(one.shape in fitting for one, fitting in zip(weights, shapes, strict=True))
 
-        return max((Layout(self._model.num_experts, transposed) for transposed in (False, True)), key=count)
+        return max(
+            (TensorLayout(self._model.num_experts, transposed) for transposed in (False, True)), key=count
+        )
 
     def _biases(self, experts: range) -> Biases | None:
         model, names = self._model, self._model.names

@@ -11,7 +11,7 @@ from expertd.service.checkpoints.encodings import (
     FLOATS,
     FORMS,
     Encoding,
-    Layout,
+    TensorLayout,
     WeightTensors,
     find_encoded,
     scale_shapes,
@@ -68,10 +68,10 @@ def _shared(family: Family) -> str:
 
 _N, _K, _EXPERTS = 512, 256, 8
 _LAYOUTS = {
-    "a tensor each": (Layout(), 1),
-    "`[E, n, k]`": (Layout(_EXPERTS), 1),
-    "`[E, k, n]`": (Layout(_EXPERTS, transposed=True), 1),
-    "`[E, k, n]`, gate and up rows interleaved": (Layout(_EXPERTS, transposed=True), 2),
+    "a tensor each": (TensorLayout(), 1),
+    "`[E, n, k]`": (TensorLayout(_EXPERTS), 1),
+    "`[E, k, n]`": (TensorLayout(_EXPERTS, transposed=True), 1),
+    "`[E, k, n]`, gate and up rows interleaved": (TensorLayout(_EXPERTS, transposed=True), 2),
 }
 
 
@@ -102,7 +102,7 @@ def _code(dtypes: tuple[str, ...]) -> str:
     return " ".join(f"`{dtype}`" for dtype in dtypes)
 
 
-def _served(encoding: Encoding, layout: Layout, step: int) -> str:
+def _served(encoding: Encoding, layout: TensorLayout, step: int) -> str:
     """How such weights are served, by what is found in headers of them."""
     if encoding is Encoding.FLOAT:
         found = {"w.weight": (FLOATS[0], stored_shapes(FLOATS[0], (_N, _K), layout)[0])}

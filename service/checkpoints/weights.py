@@ -112,11 +112,11 @@ def _slice(part: range) -> slice:
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-Load = Callable[[Stored], Tensor]
+LoadTensor = Callable[[Stored], Tensor]
 """What a tensor has of the matrix's expert."""
 
 
-def decode(matrix: Matrix, load: Load) -> Tensor:
+def decode(matrix: Matrix, load: LoadTensor) -> Tensor:
     """The matrix in float32 [n, k]."""
     encoded, rows, columns = matrix.encoded, _slice(matrix.rows), _slice(matrix.columns)
     values = load(encoded.weight)
@@ -129,7 +129,7 @@ def decode(matrix: Matrix, load: Load) -> Tensor:
     return (values * scales_at(matrix, load, matrix.rows, matrix.columns)).contiguous()
 
 
-def scales_at(matrix: Matrix, load: Load, rows: range, columns: range) -> Tensor:
+def scales_at(matrix: Matrix, load: LoadTensor, rows: range, columns: range) -> Tensor:
     """What multiplies the weight's values at these rows and columns, in float32; [1, 1] if it is all one."""
     encoded = matrix.encoded
     assert encoded.scales is not None
@@ -164,7 +164,7 @@ def _numbers(values: Tensor) -> Tensor:
     return values.to(torch.float32)
 
 
-def _spread(scales: Scales, matrix: Matrix, load: Load, rows: range, columns: range) -> Tensor:
+def _spread(scales: Scales, matrix: Matrix, load: LoadTensor, rows: range, columns: range) -> Tensor:
     """The scale of each of these rows and columns of the weight."""
     values = load(scales.stored)
     if values.dtype == torch.uint8:  # an exponent

@@ -11,7 +11,7 @@ from expertd.service.http.infer_head import InferHead
 from expertd.service.http.protocol import OipError, check_client
 from expertd.service.http.refused import Headers
 from expertd.service.http.rights import rights_for
-from expertd.service.settings.keys import Key, Keys, Right, load_keys
+from expertd.service.settings.keys import ApiKey, Keys, Right, load_keys
 from expertd.service.settings.values import SettingsError
 from expertd.service.util.sentences import all_of, any_of
 
@@ -140,7 +140,7 @@ class Gate:
             expected = "the key that opened it, or one with the right admin"
             raise OipError(403, f"{what}: expected {expected}, got key {caller}")
 
-    def _known(self, headers: Headers) -> Key | None:
+    def _known(self, headers: Headers) -> ApiKey | None:
         keys = self.refresh()
         try:
             return None if keys is None else keys.find(_secret(headers))
@@ -188,5 +188,5 @@ def _unauthorized(text: str) -> OipError:
     return OipError(401, text, headers={"WWW-Authenticate": "Bearer"})
 
 
-def _forbidden(key: Key, rights: Collection[Right]) -> OipError:
+def _forbidden(key: ApiKey, rights: Collection[Right]) -> OipError:
     return OipError(403, f"key {key.name}: expected the right {any_of(rights)}, got {all_of(key.rights)}")

@@ -12,7 +12,7 @@ from expertd.service.engine.metrics import requests
 from expertd.service.engine.metrics.requests import NUM_KEY_CELLS
 from expertd.service.engine.queue_counts import QueueCounts
 from expertd.service.settings.certificates import TlsFiles
-from expertd.service.settings.keys import Key
+from expertd.service.settings.keys import ApiKey
 from expertd.service.settings.model import Settings
 
 # Messages to a process; the first one of a channel's comes with its descriptors.
@@ -46,7 +46,7 @@ class WorkerSetup(BaseModel):
     control: int
     listener: int
     counts: int
-    keys: tuple[Key, ...] | None = None
+    keys: tuple[ApiKey, ...] | None = None
     tls: TlsFiles | None = None
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
-Form = Literal["text", "json"]
+LogFormat = Literal["text", "json"]
 LEVELS = ("debug", "info", "warning", "error")
 _NO_LINES = 6  # above the levels that the profiler has
 
@@ -53,7 +53,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-def lines(form: Form, source: str) -> logging.Formatter:
+def lines(form: LogFormat, source: str) -> logging.Formatter:
     """The formatter of `form`; source: what names this process, if several write to one stderr."""
     return JsonLines(source) if form == "json" else TextLines(source)
 
@@ -77,7 +77,7 @@ def level() -> str:
     return logging.getLevelName(logging.getLogger().level).lower()
 
 
-def configure_logging(level: str, source: str = "", bars: bool = True, form: Form = "text") -> None:
+def configure_logging(level: str, source: str = "", bars: bool = True, form: LogFormat = "text") -> None:
     """Log lines with time, level and module on stderr, for this process and the libraries in it.
 
     source  what names this process, if several write to one stderr

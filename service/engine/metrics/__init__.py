@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from expertd.service.engine.metrics.family import Family, gauges
+from expertd.service.engine.metrics.family import MetricFamily, gauges
 from expertd.service.engine.metrics.ranks import RankState, rank_metrics
 from expertd.service.engine.metrics.requests import (
     KeyCounts,
@@ -25,29 +25,31 @@ from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
 _RANKS_TOO = "with ranks it stays 0, and `expertd_rank_jit_*` count"
-BUILD = Family("info", "build", "always 1; backend and device are empty until they are known", "",
+BUILD = MetricFamily("info", "build", "always 1; backend and device are empty until they are known", "",
                ("version", "backend", "device"))  # fmt: skip
-READY = Family(
+READY = MetricFamily(
     "gauge",
     "model_ready",
     "1 when the model is ready, else 0; no series for one that is unloaded by `load: false` or a call",
     "",
     ("model",),
 )
-COMPILATIONS = Family("counter", "jit_compilations", f"kernels compiled; {_RANKS_TOO}", "kernels")
-COMPILE_SECONDS = Family(
+COMPILATIONS = MetricFamily("counter", "jit_compilations", f"kernels compiled; {_RANKS_TOO}", "kernels")
+COMPILE_SECONDS = MetricFamily(
     "counter", "jit_compile_seconds", f"time spent compiling kernels; {_RANKS_TOO}", "seconds"
 )
-CACHE_HITS = Family(
+CACHE_HITS = MetricFamily(
     "counter", "jit_cache_hits", f"compiled kernels found in the cache; {_RANKS_TOO}", "kernels"
 )
-DEVICE_SMS = Family("gauge", "device_sms", "SMs of the device", "SMs", when="on a GPU")
-PARTITION_SMS = Family("gauge", "partition_sms", "SMs of a partition", "SMs", ("partition",), when="on a GPU")
-REGIONS = Family(
+DEVICE_SMS = MetricFamily("gauge", "device_sms", "SMs of the device", "SMs", when="on a GPU")
+PARTITION_SMS = MetricFamily(
+    "gauge", "partition_sms", "SMs of a partition", "SMs", ("partition",), when="on a GPU"
+)
+REGIONS = MetricFamily(
     "gauge", "shared_memory_regions", "callers' regions; kind: system or cuda", "regions", ("kind",)
 )
-REGION_BYTES = Family("gauge", "shared_memory_bytes", "bytes of callers' regions", "bytes", ("kind",))
-BUFFERED = Family(
+REGION_BYTES = MetricFamily("gauge", "shared_memory_bytes", "bytes of callers' regions", "bytes", ("kind",))
+BUFFERED = MetricFamily(
     "gauge",
     "buffered_bytes",
     "bytes of large bodies and outputs (not gRPC's messages), of `limits.max_buffered_bytes`; process: "
@@ -55,15 +57,15 @@ BUFFERED = Family(
     "bytes",
     ("process",),
 )
-CHANNELS = Family("gauge", "channels", "open channels", "channels")
-CHANNEL_BYTES = Family("gauge", "channel_bytes", "bytes of channels' data regions", "bytes")
+CHANNELS = MetricFamily("gauge", "channels", "open channels", "channels")
+CHANNEL_BYTES = MetricFamily("gauge", "channel_bytes", "bytes of channels' data regions", "bytes")
 FAMILIES = (
     BUILD, READY, COMPILATIONS, COMPILE_SECONDS, CACHE_HITS, DEVICE_SMS, PARTITION_SMS, REGIONS, REGION_BYTES,
     BUFFERED, CHANNELS, CHANNEL_BYTES,
 )  # fmt: skip
 
 
-class JitStats(Protocol):
+class JitCounts(Protocol):
     """The result of `expertd.kernels.jit.stats()`."""
 
     @property
@@ -164,7 +166,7 @@ class Metrics:
         """Report the result of `ready` at each scrape: model, if not unloaded -> whether it is ready."""
         self.watch(lambda: gauges(READY, ready()))
 
-    def watch_jit(self, stats: Callable[[], JitStats]) -> None:
+    def watch_jit(self, stats: Callable[[], JitCounts]) -> None:
         """Report the kernel compiler's statistics at each scrape."""
 
         def collect() -> Iterator[Metric]:

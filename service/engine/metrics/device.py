@@ -8,11 +8,11 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from expertd.service.engine.metrics.family import Family, gauges
+from expertd.service.engine.metrics.family import MetricFamily, gauges
 from expertd.service.moe.step_counts import Launches, StepUse
 
 _ONE, _GPU = "with one rank", "on a GPU, with one rank"
-STEPS = Family(
+STEPS = MetricFamily(
     "counter",
     "steps",
     "steps, those at start-up included; launch: graph (a CUDA graph for their number of tokens), recurring "
@@ -21,15 +21,15 @@ STEPS = Family(
     ("model", "launch"),
     when=_ONE,
 )
-COPY_SECONDS = Family(
+COPY_SECONDS = MetricFamily(
     "counter",
     "host_copy_seconds",
     "time in which the host copied between requests and the memory of steps",
     "seconds",
     when=_ONE,
 )
-COPY_BYTES = Family("counter", "host_copy_bytes", "bytes of these copies", "bytes", when=_ONE)
-WEIGHTS = Family(
+COPY_BYTES = MetricFamily("counter", "host_copy_bytes", "bytes of these copies", "bytes", when=_ONE)
+WEIGHTS = MetricFamily(
     "gauge",
     "weights_bytes",
     "bytes of the model's weights, in FP8; a CPU keeps their matrices in bf16. 0: not loaded",
@@ -37,7 +37,7 @@ WEIGHTS = Family(
     ("model",),
     when=_ONE,
 )
-MEMORY = Family(
+MEMORY = MetricFamily(
     "gauge",
     "device_memory_bytes",
     "memory in use by owner: weights, staging (rows of steps), workspace (graphs and temporary tensors), "
@@ -46,8 +46,8 @@ MEMORY = Family(
     ("owner",),
     when=_GPU,
 )
-MEMORY_USED = Family("gauge", "device_memory_used_bytes", "memory in use", "bytes", when=_GPU)
-MEMORY_TOTAL = Family("gauge", "device_memory_total_bytes", "total memory", "bytes", when=_GPU)
+MEMORY_USED = MetricFamily("gauge", "device_memory_used_bytes", "memory in use", "bytes", when=_GPU)
+MEMORY_TOTAL = MetricFamily("gauge", "device_memory_total_bytes", "total memory", "bytes", when=_GPU)
 
 
 def use_metrics(models: Sequence[str], use: StepUse) -> Iterator[Metric]:
@@ -80,13 +80,13 @@ _CORES_PER_SM = 128
 _HOPPER = 9
 
 
-def _gauge(name: str, text: str, unit: str) -> Family:
-    return Family("gauge", f"gpu_{name}", text, unit, _LABELS, when=_WHEN)
+def _gauge(name: str, text: str, unit: str) -> MetricFamily:
+    return MetricFamily("gauge", f"gpu_{name}", text, unit, _LABELS, when=_WHEN)
 
 
 POWER = _gauge("power_watts", "power that the GPU draws", "watts")
 POWER_LIMIT = _gauge("power_limit_watts", "power above which it lowers its clocks", "watts")
-ENERGY = Family(
+ENERGY = MetricFamily(
     "counter", "gpu_energy_joules", "energy since the driver was loaded", "joules", _LABELS, when=_WHEN
 )
 SM_CLOCK = _gauge("sm_clock_hertz", "clock of the SMs", "hertz")
@@ -95,7 +95,7 @@ TEMPERATURE = _gauge("temperature_celsius", "temperature of the GPU", "celsius")
 BUSY = _gauge(
     "busy_ratio", "part of the driver's last sampling period in which a kernel of any process ran", "ratio"
 )
-THROTTLED = Family(
+THROTTLED = MetricFamily(
     "gauge",
     "gpu_throttled",
     "1 while this holds the clocks down; reason: as NVML names them, such as power_cap, hardware_slowdown, "
@@ -185,7 +185,7 @@ class GpuSensors:
         return self._handles[uuid]
 
     def _family(
-        self, family: Family, gpus: Sequence[tuple[str, Any]], read: Callable[[Any], float | None]
+        self, family: MetricFamily, gpus: Sequence[tuple[str, Any]], read: Callable[[Any], float | None]
     ) -> Metric:
         metric = family.counter() if family.kind == "counter" else family.gauge()
         for label, handle in gpus:

@@ -19,7 +19,7 @@ SECONDS = tuple(round(10e-6 * 2**i, 6) for i in range(23))
 
 
 @dataclass(frozen=True)
-class Family:
+class MetricFamily:
     """A metric.
 
     name     without `expertd_`, and for a counter without `_total`
@@ -71,7 +71,7 @@ class Family:
         return InfoMetricFamily(self.full_name, self.text, values)
 
 
-def gauges(family: Family, values: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
+def gauges(family: MetricFamily, values: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
     """A gauge with one label, by its values."""
     gauge = family.gauge()
     for label, value in values.items():
@@ -82,7 +82,7 @@ def gauges(family: Family, values: Mapping[str, float]) -> Iterator[GaugeMetricF
 class HistogramCounts:
     """One series of a histogram."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: MetricFamily) -> None:
         self._bounds = np.array(family.buckets)
         self._names = [*map(str, family.buckets), "+Inf"]
         self._counts: NDArray[np.int64] = np.zeros(len(family.buckets) + 1, np.int64)

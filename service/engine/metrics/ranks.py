@@ -5,18 +5,18 @@ from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
-from expertd.service.engine.metrics.family import Family
+from expertd.service.engine.metrics.family import MetricFamily
 from expertd.service.engine.placement import Placements
 
 _LABELS, _WHEN = ("rank",), "with several ranks"
 
 
-def _gauge(name: str, text: str, unit: str, when: str = _WHEN) -> Family:
-    return Family("gauge", f"rank_{name}", text, unit, _LABELS, when=when)
+def _gauge(name: str, text: str, unit: str, when: str = _WHEN) -> MetricFamily:
+    return MetricFamily("gauge", f"rank_{name}", text, unit, _LABELS, when=when)
 
 
-def _counter(name: str, text: str, unit: str) -> Family:
-    return Family("counter", f"rank_{name}", text, unit, _LABELS, when=_WHEN)
+def _counter(name: str, text: str, unit: str) -> MetricFamily:
+    return MetricFamily("counter", f"rank_{name}", text, unit, _LABELS, when=_WHEN)
 
 
 _GAUGES = (
@@ -77,8 +77,10 @@ def rank_metrics(states: Sequence[RankState]) -> Iterator[Metric]:
 
 
 _POLICY = "with `placement.policy`"
-LOADS = Family("gauge", "rank_load", "recent load of the rank's experts", "", ("model", "rank"), when=_POLICY)
-IMBALANCE = Family(
+LOADS = MetricFamily(
+    "gauge", "rank_load", "recent load of the rank's experts", "", ("model", "rank"), when=_POLICY
+)
+IMBALANCE = MetricFamily(
     "gauge",
     "rank_imbalance_ratio",
     "the largest load of a rank divided by the mean",
@@ -86,10 +88,10 @@ IMBALANCE = Family(
     ("model",),
     when=_POLICY,
 )
-MOVES = Family(
+MOVES = MetricFamily(
     "counter", "placement_moves", "experts that moved to a rank", "experts", ("model",), when=_POLICY
 )
-MOVE_SECONDS = Family(
+MOVE_SECONDS = MetricFamily(
     "counter",
     "placement_move_seconds",
     "time in which experts moved",
@@ -97,7 +99,7 @@ MOVE_SECONDS = Family(
     ("model",),
     when=_POLICY,
 )
-FAILURES = Family(
+FAILURES = MetricFamily(
     "counter",
     "placement_failures",
     "changes of a placement that had begun and ended early, because a rank was lost or for an error in the "

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
-from expertd.service.engine.metrics.family import SECONDS, Family
+from expertd.service.engine.metrics.family import SECONDS, MetricFamily
 from expertd.service.engine.metrics.steps import Total
 from expertd.service.engine.refusals import REASONS, Reason
 
@@ -24,17 +24,17 @@ STAGES = ("receive", "queue", "compute", "send")
 Stages = tuple[float, float, float]
 """Seconds of a request until its acceptance, in its queue, and in its steps."""
 
-REQUESTS = Family(
+REQUESTS = MetricFamily(
     "counter",
     "requests",
     'infer requests; status 499: the client disconnected; model "": not served',
     "requests",
     ("model", "status"),
 )
-REFUSALS = Family(
+REFUSALS = MetricFamily(
     "counter", "refusals", "infer requests without output, by reason", "requests", ("model", "reason")
 )
-REQUEST_SECONDS = Family(
+REQUEST_SECONDS = MetricFamily(
     "histogram",
     "request_seconds",
     "of the requests with an output: from a request's headers, or from the reading of a request in a "
@@ -43,7 +43,7 @@ REQUEST_SECONDS = Family(
     ("model",),
     SECONDS,
 )
-STAGE_SECONDS = Family(
+STAGE_SECONDS = MetricFamily(
     "counter",
     "stage_seconds",
     "time of the requests with an output; stage: receive (the body, and checks), queue, compute (their "
@@ -53,7 +53,7 @@ STAGE_SECONDS = Family(
     ("model", "stage"),
     when="with several HTTP processes, only of requests over channels and gRPC, and of those with regions",
 )
-CONNECTION_REFUSALS = Family(
+CONNECTION_REFUSALS = MetricFamily(
     "counter",
     "connection_refusals",
     "input refused before it was a request: bad syntax, headers too large or too late, too many "
@@ -217,7 +217,7 @@ _MAX_NAMES = 1024
 _NAME_BYTES = 64
 _KEY_RESULTS = ("admitted", "forbidden")
 _KEY_COUNTS = _MAX_NAMES * len(_KEY_RESULTS)
-KEY_REQUESTS = Family(
+KEY_REQUESTS = MetricFamily(
     "counter",
     "key_requests",
     "calls of all kinds but health, by the name of their API key; result: admitted, forbidden (the key "

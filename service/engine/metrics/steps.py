@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
 from expertd.layout import Layout
-from expertd.service.engine.metrics.family import SECONDS, Family, HistogramCounts
+from expertd.service.engine.metrics.family import SECONDS, HistogramCounts, MetricFamily
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
@@ -89,11 +89,11 @@ class ModelStatistics:
     failure: Total
 
 
-QUEUE_REQUESTS = Family(
+QUEUE_REQUESTS = MetricFamily(
     "gauge", "queue_requests", "requests that wait for their step", "requests", ("model",)
 )
-QUEUE_TOKENS = Family("gauge", "queue_tokens", "tokens that wait for their step", "tokens", ("model",))
-CHUNKS = Family(
+QUEUE_TOKENS = MetricFamily("gauge", "queue_tokens", "tokens that wait for their step", "tokens", ("model",))
+CHUNKS = MetricFamily(
     "counter",
     "chunks",
     "chunks of long requests in steps; 0 as long as none has competed with others",
@@ -115,7 +115,7 @@ _AT_ONCE = 8  # steps whose experts' tokens are counted in a row
 _POWERS = tuple(float(2**i) for i in range(16))
 _RATIOS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
-QUEUE = Family(
+QUEUE = MetricFamily(
     "histogram",
     "queue_seconds",
     "from a request's acceptance to the start of its step",
@@ -123,7 +123,7 @@ QUEUE = Family(
     ("model",),
     SECONDS,
 )
-COMPUTE = Family(
+COMPUTE = MetricFamily(
     "histogram",
     "compute_seconds",
     "one step: from its start, or from the end of the step before if that is later, until its outputs are "
@@ -132,8 +132,8 @@ COMPUTE = Family(
     ("model", "layout"),
     SECONDS,
 )
-TOKENS = Family("counter", "tokens", "tokens computed", "tokens", ("model", "layout"))
-FLOPS = Family(
+TOKENS = MetricFamily("counter", "tokens", "tokens computed", "tokens", ("model", "layout"))
+FLOPS = MetricFamily(
     "counter",
     "gemm_flops",
     "floating-point operations of the experts' GEMMs: 6 x hidden_size x intermediate_size for each token and "
@@ -141,7 +141,7 @@ FLOPS = Family(
     "operations",
     ("model", "layout"),
 )
-BYTES = Family(
+BYTES = MetricFamily(
     "counter",
     "gemm_bytes",
     "the least bytes of GPU memory that steps move: the weights of activated experts once a step, and hidden "
@@ -149,10 +149,10 @@ BYTES = Family(
     "bytes",
     ("model", "layout"),
 )
-BATCH_TOKENS = Family(
+BATCH_TOKENS = MetricFamily(
     "histogram", "batch_tokens", "tokens of one step", "tokens", ("model", "layout"), _POWERS
 )
-BATCH_REQUESTS = Family(
+BATCH_REQUESTS = MetricFamily(
     "histogram",
     "batch_requests",
     "requests of one step; one in chunks counts in its first step",
@@ -160,7 +160,7 @@ BATCH_REQUESTS = Family(
     ("model",),
     _POWERS[:11],
 )
-ACTIVATED = Family(
+ACTIVATED = MetricFamily(
     "histogram",
     "activated_experts",
     "experts with at least one token in a step, of those held here",
@@ -168,7 +168,7 @@ ACTIVATED = Family(
     ("model",),
     _POWERS[:11],
 )
-IMBALANCE = Family(
+IMBALANCE = MetricFamily(
     "histogram",
     "load_imbalance_ratio",
     "tokens of a step's busiest expert divided by the mean of all experts",
@@ -176,7 +176,7 @@ IMBALANCE = Family(
     ("model", "layout"),
     _RATIOS,
 )
-LOAD = Family(
+LOAD = MetricFamily(
     "histogram",
     "expert_load_ratio",
     f"an expert's tokens in up to {_MAX_KEPT} steps in a row, divided by the mean of all experts: one "
@@ -185,7 +185,7 @@ LOAD = Family(
     ("model",),
     (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, *_RATIOS),
 )
-EXPERT_TOKENS = Family(
+EXPERT_TOKENS = MetricFamily(
     "counter",
     "expert_tokens",
     "tokens computed by an expert; 0 for experts held elsewhere",
@@ -193,20 +193,20 @@ EXPERT_TOKENS = Family(
     ("model", "expert"),
     when="with at most `metrics.max_expert_series` experts in all models together",
 )
-EMPTY_SLOTS = Family(
+EMPTY_SLOTS = MetricFamily(
     "counter",
     "slots_without_expert",
     "slots whose id names no expert: -1 or num_experts, in a GPU's memory any outside 0 to num_experts - 1",
     "slots",
     ("model",),
 )
-FAILURES = Family("counter", "step_failures", "steps that failed", "steps", ("model",))
+FAILURES = MetricFamily("counter", "step_failures", "steps that failed", "steps", ("model",))
 FAMILIES = (
     QUEUE_REQUESTS, QUEUE_TOKENS, CHUNKS, QUEUE, COMPUTE, TOKENS, FLOPS, BYTES, BATCH_TOKENS, BATCH_REQUESTS,
     ACTIVATED, IMBALANCE, LOAD, EXPERT_TOKENS, EMPTY_SLOTS, FAILURES,
 )  # fmt: skip
 _LABELS, _WHEN = ("model", "lane"), "with `lanes`; lane: decode or prefill"
-LANE_QUEUE = Family(
+LANE_QUEUE = MetricFamily(
     "histogram",
     "lane_queue_seconds",
     "as `expertd_queue_seconds`, of each lane",
@@ -215,7 +215,7 @@ LANE_QUEUE = Family(
     SECONDS,
     _WHEN,
 )
-LANE_COMPUTE = Family(
+LANE_COMPUTE = MetricFamily(
     "histogram",
     "lane_compute_seconds",
     "as `expertd_compute_seconds`, of each lane",
@@ -224,11 +224,13 @@ LANE_COMPUTE = Family(
     SECONDS,
     _WHEN,
 )
-LANE_TOKENS = Family("counter", "lane_tokens", "tokens computed on a lane", "tokens", _LABELS, when=_WHEN)
-LANE_QUEUE_REQUESTS = Family(
+LANE_TOKENS = MetricFamily(
+    "counter", "lane_tokens", "tokens computed on a lane", "tokens", _LABELS, when=_WHEN
+)
+LANE_QUEUE_REQUESTS = MetricFamily(
     "gauge", "lane_queue_requests", "requests that wait for a lane", "requests", _LABELS, when=_WHEN
 )
-LANE_QUEUE_TOKENS = Family(
+LANE_QUEUE_TOKENS = MetricFamily(
     "gauge", "lane_queue_tokens", "tokens that wait for a lane", "tokens", _LABELS, when=_WHEN
 )
 LANE_FAMILIES = (LANE_QUEUE, LANE_COMPUTE, LANE_TOKENS, LANE_QUEUE_REQUESTS, LANE_QUEUE_TOKENS)

@@ -8,10 +8,10 @@ import sys
 
 from expertd.service.engine import metrics
 from expertd.service.engine.metrics import device, ranks, requests, steps
-from expertd.service.engine.metrics.family import Family
+from expertd.service.engine.metrics.family import MetricFamily
 from expertd.service.util import tables
 
-FAMILIES: tuple[Family, ...] = (
+FAMILIES: tuple[MetricFamily, ...] = (
     *requests.FAMILIES,
     *steps.FAMILIES,
     *device.FAMILIES,

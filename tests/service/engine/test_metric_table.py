@@ -13,7 +13,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.metrics.family import Family
+from expertd.service.engine.metrics.family import MetricFamily
 from expertd.service.engine.metrics.table import FAMILIES, metric_table, replaced
 from expertd.service.engine.refusals import REASONS
 from tests.paths import ROOT
@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml(monkeypatch)
 
 
-def check(metric: Metric, family: Family) -> None:
+def check(metric: Metric, family: MetricFamily) -> None:
     assert (metric.name, metric.type, metric.documentation) == (family.full_name, family.kind, family.text)
     for sample in metric.samples:
         assert set(sample.labels) - {"le"} == set(family.labels), sample.name

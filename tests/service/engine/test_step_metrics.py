@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from expertd.layout import Layout
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.metrics.family import SECONDS, Family, HistogramCounts
+from expertd.service.engine.metrics.family import SECONDS, HistogramCounts, MetricFamily
 from expertd.service.engine.metrics.steps import StepSums, Total
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
@@ -114,7 +114,7 @@ def test_loads_are_of_some_steps_together() -> None:
 
 
 def test_a_bound_belongs_to_its_bucket() -> None:
-    family = Family("histogram", "test_seconds", "a test", "seconds", buckets=(1.0, 2.0))
+    family = MetricFamily("histogram", "test_seconds", "a test", "seconds", buckets=(1.0, 2.0))
     counts, shown = HistogramCounts(family), family.histogram()
     counts.add([0.5, 1.0, 1.5, 2.0, 2.5])
     counts.add([])
