@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, disable_creat
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from expertd.service.engine.metrics.family import MetricFamily, gauges
+from expertd.service.engine.metrics.family import MetricFamily, samples
 from expertd.service.engine.metrics.ranks import RankState, rank_metrics
 from expertd.service.engine.metrics.requests import (
     KeyCounts,
@@ -104,7 +104,7 @@ class Metrics:
         self.watch(lambda: self._steps.collect())
         self.watch(lambda: request_metrics(self.requests.models, self._all_cells, status_of))
         self.watch(lambda: key_metrics([self.keys.cells, *self._key_cells]))
-        self.watch(lambda: gauges(BUFFERED, {process: used() for process, used in self._buffered.items()}))
+        self.watch(lambda: samples(BUFFERED, {process: used() for process, used in self._buffered.items()}))
 
     def add_models(
         self, shapes: Mapping[str, LayerShape], max_expert_series: int, lanes: Sequence[str] = ()
@@ -164,7 +164,7 @@ class Metrics:
 
     def watch_models(self, ready: Callable[[], Mapping[str, bool]]) -> None:
         """Report the result of `ready` at each scrape: model, if not unloaded -> whether it is ready."""
-        self.watch(lambda: gauges(READY, ready()))
+        self.watch(lambda: samples(READY, ready()))
 
     def watch_jit(self, stats: Callable[[], JitCounts]) -> None:
         """Report the kernel compiler's statistics at each scrape."""
@@ -184,7 +184,7 @@ class Metrics:
             now = sizes()
             if now is not None:
                 yield DEVICE_SMS.gauge(now[0])
-                yield from gauges(PARTITION_SMS, now[1])
+                yield from samples(PARTITION_SMS, now[1])
 
         self.watch(collect)
 
@@ -193,8 +193,8 @@ class Metrics:
 
         def collect() -> Iterator[Metric]:
             now = totals()
-            yield from gauges(REGIONS, {kind: regions for kind, (regions, _) in now.items()})
-            yield from gauges(REGION_BYTES, {kind: num_bytes for kind, (_, num_bytes) in now.items()})
+            yield from samples(REGIONS, {kind: regions for kind, (regions, _) in now.items()})
+            yield from samples(REGION_BYTES, {kind: num_bytes for kind, (_, num_bytes) in now.items()})
 
         self.watch(collect)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from expertd.service.engine.metrics.family import MetricFamily, gauges
+from expertd.service.engine.metrics.family import MetricFamily, samples
 from expertd.service.moe.step_counts import Launches, StepUse
 
 _ONE, _GPU = "with one rank", "on a GPU, with one rank"
@@ -52,16 +52,14 @@ MEMORY_TOTAL = MetricFamily("gauge", "device_memory_total_bytes", "total memory"
 
 def use_metrics(models: Sequence[str], use: StepUse) -> Iterator[Metric]:
     """The metrics of `use`; a model that is not loaded has 0."""
-    steps = STEPS.counter()
-    for model in models:
-        for launch, number in asdict(use.launches.get(model, Launches())).items():
-            steps.add_metric([model, launch], number)
-    yield steps
+    launches = {model: asdict(use.launches.get(model, Launches())) for model in models}
+    of_launch = {(model, launch): n for model, each in launches.items() for launch, n in each.items()}
+    yield from samples(STEPS, of_launch)
     yield COPY_SECONDS.counter(use.copies.seconds)
     yield COPY_BYTES.counter(use.copies.num_bytes)
-    yield from gauges(WEIGHTS, {model: use.weights.get(model, 0) for model in models})
+    yield from samples(WEIGHTS, {model: use.weights.get(model, 0) for model in models})
     if use.memory is not None:
-        yield from gauges(MEMORY, use.memory)
+        yield from samples(MEMORY, use.memory)
 
 
 def memory_metrics(memory: tuple[int, int] | None) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ PREFIX = "expertd_"
 SECONDS = tuple(round(10e-6 * 2**i, 6) for i in range(23))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MetricFamily:
     """A metric.
 
@@ -71,12 +71,14 @@ class MetricFamily:
         return InfoMetricFamily(self.full_name, self.text, values)
 
 
-def gauges(family: MetricFamily, values: Mapping[str, float]) -> Iterator[GaugeMetricFamily]:
-    """A gauge with one label, by its values."""
-    gauge = family.gauge()
-    for label, value in values.items():
-        gauge.add_metric([label], value)
-    yield gauge
+def samples(
+    family: MetricFamily, values: Mapping[str, float] | Mapping[tuple[str, str], float]
+) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    """A gauge or counter with a series for each key of `values`: the value of its label, or of both."""
+    metric = family.counter() if family.kind == "counter" else family.gauge()
+    for labels, value in values.items():
+        metric.add_metric([labels] if isinstance(labels, str) else labels, value)
+    yield metric
 
 
 class HistogramCounts:

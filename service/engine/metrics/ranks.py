@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
-from expertd.service.engine.metrics.family import MetricFamily
+from expertd.service.engine.metrics.family import MetricFamily, samples
 from expertd.service.engine.placement import Placements
 
 _LABELS, _WHEN = ("rank",), "with several ranks"
@@ -63,17 +63,14 @@ def rank_metrics(states: Sequence[RankState]) -> Iterator[Metric]:
     """The metrics of all ranks; none without ranks."""
     if not states:
         return
-    gauges = [family.gauge() for family in _GAUGES]
-    counters = [family.counter() for family in _COUNTERS]
+    rows: dict[str, tuple[float | None, ...]] = {}
     for rank, (is_up, starts, seconds, tokens, device) in enumerate(states):
-        of_gauges = (is_up, *(device.memory or (None, None)))
-        of_counters = (starts, seconds, tokens, *device[1:4])
-        for gauge, level in zip(gauges, of_gauges, strict=True):
-            if level is not None:
-                gauge.add_metric([str(rank)], level)
-        for counter, total in zip(counters, of_counters, strict=True):
-            counter.add_metric([str(rank)], total)
-    yield from (metric for metric in (*gauges, *counters) if metric.samples)
+        memory = device.memory or (None, None)
+        rows[str(rank)] = is_up, *memory, starts, seconds, tokens, *device[1:4]
+    for place, family in enumerate((*_GAUGES, *_COUNTERS)):
+        values = {rank: value for rank, row in rows.items() if (value := row[place]) is not None}
+        if values:
+            yield from samples(family, values)
 
 
 _POLICY = "with `placement.policy`"
@@ -114,13 +111,12 @@ def placement_metrics(placements: Placements | None) -> Iterator[Metric]:
     """Load by rank, max/mean, moves and their seconds for each model; nothing without placements."""
     if placements is None:
         return
-    loads, imbalance = LOADS.gauge(), IMBALANCE.gauge()
-    moves, seconds = MOVES.counter(), MOVE_SECONDS.counter()
-    for model, state in placements.states().items():
-        for rank, load in enumerate(state.rank_loads):
-            loads.add_metric([model, str(rank)], load)
-        imbalance.add_metric([model], state.imbalance)
-        moves.add_metric([model], state.moves)
-        seconds.add_metric([model], state.move_seconds)
-    yield from (loads, imbalance, moves, seconds)
+    states = placements.states()
+    loads = {
+        (model, str(rank)): load for model in states for rank, load in enumerate(states[model].rank_loads)
+    }
+    yield from samples(LOADS, loads)
+    yield from samples(IMBALANCE, {model: state.imbalance for model, state in states.items()})
+    yield from samples(MOVES, {model: state.moves for model, state in states.items()})
+    yield from samples(MOVE_SECONDS, {model: state.move_seconds for model, state in states.items()})
     yield FAILURES.counter(placements.failures)

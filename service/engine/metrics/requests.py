@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
-from expertd.service.engine.metrics.family import SECONDS, MetricFamily
+from expertd.service.engine.metrics.family import SECONDS, MetricFamily, samples
 from expertd.service.engine.metrics.steps import Total
 from expertd.service.engine.refusals import REASONS, Reason
 
@@ -278,10 +278,7 @@ def key_metrics(cells: Iterable["memoryview[float]"]) -> Iterator[Metric]:
                 if name or value:
                     shown = "unauthorized" if not name and number else result
                     totals[name, shown] = totals.get((name, shown), 0.0) + value
-    family = KEY_REQUESTS.counter()
-    for labels, value in totals.items():
-        family.add_metric(list(labels), value)
-    yield family
+    yield from samples(KEY_REQUESTS, totals)
 
 
 def _names(cells: "memoryview[float]") -> memoryview:

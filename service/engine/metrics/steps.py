@@ -14,11 +14,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from prometheus_client.core import Metric
 
 from expertd.layout import Layout
-from expertd.service.engine.metrics.family import SECONDS, HistogramCounts, MetricFamily
+from expertd.service.engine.metrics.family import SECONDS, HistogramCounts, MetricFamily, samples
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
@@ -205,6 +205,7 @@ FAMILIES = (
     QUEUE_REQUESTS, QUEUE_TOKENS, CHUNKS, QUEUE, COMPUTE, TOKENS, FLOPS, BYTES, BATCH_TOKENS, BATCH_REQUESTS,
     ACTIVATED, IMBALANCE, LOAD, EXPERT_TOKENS, EMPTY_SLOTS, FAILURES,
 )  # fmt: skip
+_STEP_FAMILIES = tuple(family for family in FAMILIES[3:] if family is not EXPERT_TOKENS)
 _LABELS, _WHEN = ("model", "lane"), "with `lanes`; lane: decode or prefill"
 LANE_QUEUE = MetricFamily(
     "histogram",
@@ -238,22 +239,16 @@ LANE_FAMILIES = (LANE_QUEUE, LANE_COMPUTE, LANE_TOKENS, LANE_QUEUE_REQUESTS, LAN
 
 def queue_metrics(states: Mapping[str, QueueState]) -> Iterator[Metric]:
     """The state of each model's queue."""
-    requests, tokens, chunks = QUEUE_REQUESTS.gauge(), QUEUE_TOKENS.gauge(), CHUNKS.counter()
-    for model, state in states.items():
-        requests.add_metric([model], state.num_requests)
-        tokens.add_metric([model], state.num_tokens)
-        chunks.add_metric([model], state.num_chunks)
-    yield from (requests, tokens, chunks)
+    yield from samples(QUEUE_REQUESTS, {model: state.num_requests for model, state in states.items()})
+    yield from samples(QUEUE_TOKENS, {model: state.num_tokens for model, state in states.items()})
+    yield from samples(CHUNKS, {model: state.num_chunks for model, state in states.items()})
 
 
 def lane_queue_metrics(states: Mapping[str, Mapping[str, QueueState]]) -> Iterator[Metric]:
     """What waits for each lane: lane -> model -> state."""
-    requests, tokens = LANE_QUEUE_REQUESTS.gauge(), LANE_QUEUE_TOKENS.gauge()
-    for lane, models in states.items():
-        for model, state in models.items():
-            requests.add_metric([model, lane], state.num_requests)
-            tokens.add_metric([model, lane], state.num_tokens)
-    yield from (requests, tokens)
+    waiting = {(model, lane): each for lane, models in states.items() for model, each in models.items()}
+    yield from samples(LANE_QUEUE_REQUESTS, {labels: state.num_requests for labels, state in waiting.items()})
+    yield from samples(LANE_QUEUE_TOKENS, {labels: state.num_tokens for labels, state in waiting.items()})
 
 
 class StepTotals(NamedTuple):
@@ -278,21 +273,23 @@ class _Kept(NamedTuple):
     lane: str
 
 
-class _OfLayout:
-    """The series of a model's steps in one layout."""
+class _Series:
+    """Series with the same labels: of histograms, and the totals of counters."""
 
-    def __init__(self) -> None:
-        self.compute, self.batch_tokens, self.imbalance = map(
-            HistogramCounts, (COMPUTE, BATCH_TOKENS, IMBALANCE)
-        )
-        self.tokens = self.flops = self.num_bytes = 0
+    def __init__(self, *families: MetricFamily) -> None:
+        self._counts = {each: HistogramCounts(each) for each in families if each.kind == "histogram"}
+        self.totals = {each: 0 for each in families if each.kind == "counter"}
 
+    def add(self, family: MetricFamily, values: ArrayLike) -> None:
+        """Count values of a histogram."""
+        self._counts[family].add(values)
 
-class _OfLane:
-    """The series of a model's steps on one lane."""
-
-    def __init__(self) -> None:
-        self.queue, self.compute, self.tokens = HistogramCounts(LANE_QUEUE), HistogramCounts(LANE_COMPUTE), 0
+    def show(self, metrics: Mapping[MetricFamily, Any], *labels: str) -> None:
+        """Show them in a scrape."""
+        for family, counts in self._counts.items():
+            counts.add_to(metrics[family], *labels)
+        for family, total in self.totals.items():
+            metrics[family].add_metric(labels, total)
 
 
 class _OfModel:
@@ -302,12 +299,11 @@ class _OfModel:
         self.shape = shape
         self.kept: deque[_Kept] = deque()
         self.counting: Iterator[None] | None = None  # counts those that were kept before
-        self.layouts = {layout: _OfLayout() for layout in Layout}
-        self.lanes = {lane: _OfLane() for lane in lanes}
-        self.queue, self.batch_requests = HistogramCounts(QUEUE), HistogramCounts(BATCH_REQUESTS)
-        self.activated, self.load = HistogramCounts(ACTIVATED), HistogramCounts(LOAD)
+        self.series = _Series(QUEUE, BATCH_REQUESTS, ACTIVATED, LOAD, EMPTY_SLOTS, FAILURES)
+        of_layout = COMPUTE, BATCH_TOKENS, IMBALANCE, TOKENS, FLOPS, BYTES
+        self.layouts = {layout: _Series(*of_layout) for layout in Layout}
+        self.lanes = {lane: _Series(LANE_QUEUE, LANE_COMPUTE, LANE_TOKENS) for lane in lanes}
         self.expert_tokens: NDArray[np.int64] = np.zeros(shape.num_experts, np.int64)
-        self.empty_slots = self.failures = 0
         self.sums = StepSums()
 
 
@@ -323,8 +319,9 @@ class StepMetrics:
         self, shapes: Mapping[str, LayerShape], max_expert_series: int, lanes: Sequence[str] = ()
     ) -> None:
         self._models = {name: _OfModel(shape, lanes) for name, shape in shapes.items()}
-        self._has_lanes = bool(lanes)
-        self._by_expert = sum(shape.num_experts for shape in shapes.values()) <= max_expert_series
+        by_expert = sum(shape.num_experts for shape in shapes.values()) <= max_expert_series
+        of_lanes = (LANE_QUEUE, LANE_COMPUTE, LANE_TOKENS) if lanes else ()
+        self._families = (*_STEP_FAMILIES, *((EXPERT_TOKENS,) if by_expert else ()), *of_lanes)
         self._lock = threading.Lock()
 
     def add(self, model: str, result: StepResult, queue_seconds: Sequence[float], lane: str = "") -> None:
@@ -339,7 +336,7 @@ class StepMetrics:
 
     def failed(self, model: str) -> None:
         """Count a step that raised."""
-        self._models[model].failures += 1
+        self._models[model].series.totals[FAILURES] += 1
 
     def sums(self) -> dict[str, StepSums]:
         """The sums of all steps so far, by model."""
@@ -355,41 +352,20 @@ class StepMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all steps so far."""
-        by_layout = [family.histogram() for family in (COMPUTE, BATCH_TOKENS, IMBALANCE)]
-        counts = [family.counter() for family in (TOKENS, FLOPS, BYTES)]
-        by_model = [family.histogram() for family in (QUEUE, BATCH_REQUESTS, ACTIVATED, LOAD)]
-        lane_queue, lane_compute = LANE_QUEUE.histogram(), LANE_COMPUTE.histogram()
-        lane_tokens = LANE_TOKENS.counter()
-        empty_slots, failures, expert_tokens = (
-            family.counter() for family in (EMPTY_SLOTS, FAILURES, EXPERT_TOKENS)
-        )
+        metrics: dict[MetricFamily, Any] = {
+            family: family.histogram() if family.kind == "histogram" else family.counter()
+            for family in self._families
+        }
         for name, model in self._models.items():
             with self._counted(model):
-                for layout, series in model.layouts.items():
-                    of_layout = series.compute, series.batch_tokens, series.imbalance
-                    for counts_of, histogram in zip(of_layout, by_layout, strict=True):
-                        counts_of.add_to(histogram, name, layout)
-                    totals = series.tokens, series.flops, series.num_bytes
-                    for total, counter in zip(totals, counts, strict=True):
-                        counter.add_metric([name, layout], total)
-                for lane, on_lane in model.lanes.items():
-                    on_lane.queue.add_to(lane_queue, name, lane)
-                    on_lane.compute.add_to(lane_compute, name, lane)
-                    lane_tokens.add_metric([name, lane], on_lane.tokens)
-                of_model = model.queue, model.batch_requests, model.activated, model.load
-                for counts_of, histogram in zip(of_model, by_model, strict=True):
-                    counts_of.add_to(histogram, name)
-                empty_slots.add_metric([name], model.empty_slots)
-                failures.add_metric([name], model.failures)
+                model.series.show(metrics, name)
+                for label, series in chain(model.layouts.items(), model.lanes.items()):
+                    series.show(metrics, name, label)
                 by_expert = model.expert_tokens
-            if self._by_expert:
+            if EXPERT_TOKENS in metrics:
                 for expert, tokens in enumerate(by_expert.tolist()):
-                    expert_tokens.add_metric([name, str(expert)], tokens)
-        yield from (*by_layout, *counts, *by_model, empty_slots, failures)
-        if self._by_expert:
-            yield expert_tokens
-        if self._has_lanes:
-            yield from (lane_queue, lane_compute, lane_tokens)
+                    metrics[EXPERT_TOKENS].add_metric([name, str(expert)], tokens)
+        yield from metrics.values()
 
     def _count_some(self, model: _OfModel) -> None:
         """Begin to count the steps that were kept, or go on for a moment; not while another thread does."""
@@ -432,27 +408,28 @@ def _counting(model: _OfModel) -> Iterator[None]:
     yield
     model.sums.add(tokens, seconds, num_requests, sum(waited))
     yield
-    model.queue.add(waited)
-    model.batch_requests.add(num_requests)
+    model.series.add(QUEUE, waited)
+    model.series.add(BATCH_REQUESTS, num_requests)
     for lane, on_lane in model.lanes.items():
         yield
         of = [place for place, step in enumerate(steps) if step.lane == lane]
-        on_lane.queue.add(list(chain.from_iterable(steps[place].queue_seconds for place in of)))
-        on_lane.compute.add(seconds[of])
-        on_lane.tokens += int(tokens[of].sum())
+        on_lane.add(LANE_QUEUE, list(chain.from_iterable(steps[place].queue_seconds for place in of)))
+        on_lane.add(LANE_COMPUTE, seconds[of])
+        on_lane.totals[LANE_TOKENS] += int(tokens[of].sum())
     yield
     activated = np.count_nonzero(by_expert, axis=1)
-    model.activated.add(activated)
+    model.series.add(ACTIVATED, activated)
     yield
     totals = by_expert.sum(axis=0)
     model.expert_tokens = model.expert_tokens + totals
     any_tokens = int(totals.sum())
     if any_tokens:
-        model.load.add(totals * len(totals) / any_tokens)
+        model.series.add(LOAD, totals * len(totals) / any_tokens)
     if model.shape.is_part:
-        model.empty_slots += sum(step.empty_slots for step in steps)
+        empty_slots = sum(step.empty_slots for step in steps)
     else:  # every slot with an expert has been computed
-        model.empty_slots += int(tokens.sum()) * model.shape.top_k - any_tokens
+        empty_slots = int(tokens.sum()) * model.shape.top_k - any_tokens
+    model.series.totals[EMPTY_SLOTS] += empty_slots
     for layout, series in model.layouts.items():
         yield
         of = [place for place, step in enumerate(steps) if step.layout is layout]
@@ -461,13 +438,15 @@ def _counting(model: _OfModel) -> Iterator[None]:
 
 
 def _totals(model: _OfModel) -> StepTotals:
-    flops = sum(series.flops for series in model.layouts.values())
-    num_bytes = sum(series.num_bytes for series in model.layouts.values())
-    return StepTotals(model.sums.copy(), flops, num_bytes, model.failures, model.expert_tokens)
+    flops, num_bytes = (
+        sum(series.totals[family] for series in model.layouts.values()) for family in (FLOPS, BYTES)
+    )
+    failures = model.series.totals[FAILURES]
+    return StepTotals(model.sums.copy(), flops, num_bytes, failures, model.expert_tokens)
 
 
 def _adding(
-    series: _OfLayout,
+    series: _Series,
     shape: LayerShape,
     tokens: NDArray[np.int64],
     seconds: NDArray[np.float64],
@@ -475,16 +454,16 @@ def _adding(
     activated: NDArray[np.int64],
 ) -> Iterator[None]:
     """Counts steps of one layout: tokens, seconds and activated experts [steps], and by_expert [steps, E]."""
-    series.compute.add(seconds)
-    series.batch_tokens.add(tokens)
+    series.add(COMPUTE, seconds)
+    series.add(BATCH_TOKENS, tokens)
     yield
     pairs = by_expert.sum(axis=1)
     used = pairs > 0
-    series.imbalance.add(by_expert.max(axis=1)[used] * by_expert.shape[1] / pairs[used])
+    series.add(IMBALANCE, by_expert.max(axis=1)[used] * by_expert.shape[1] / pairs[used])
     yield
     num_tokens, num_pairs = int(tokens.sum()), int(pairs.sum())
-    series.tokens += num_tokens
+    series.totals[TOKENS] += num_tokens
     shared = shape.num_shared_experts
-    series.flops += shape.pair_flops * (num_pairs + shared * num_tokens)
+    series.totals[FLOPS] += shape.pair_flops * (num_pairs + shared * num_tokens)
     experts = int(activated.sum()) + shared * int(np.count_nonzero(tokens))
-    series.num_bytes += shape.expert_bytes * experts + 4 * shape.hidden_size * num_tokens
+    series.totals[BYTES] += shape.expert_bytes * experts + 4 * shape.hidden_size * num_tokens
