@@ -6,7 +6,7 @@ ARG PYTHON_IMAGE=python:3.12.13-slim-trixie
 ARG VARIANT=cpu
 
 # ---- dependencies: the largest layer, rebuilt only when the lock changes. pip has a separate environment, so that
-# the image contains neither pip nor its cache. What serving never reads is removed (docker/slim.py).
+# the image contains neither pip nor its cache. What serving never reads is removed (deploy/slim.py).
 FROM ${PYTHON_IMAGE} AS dependencies
 ARG VARIANT
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
@@ -15,7 +15,7 @@ RUN --mount=type=secret,id=ca_bundle \
     command -v strip > /dev/null || { apt-get update -qq \
     && apt-get install -qq -y --no-install-recommends binutils && rm -rf /var/lib/apt/lists; }
 COPY requirements/torch-cpu.txt requirements/${VARIANT}.txt requirements/
-COPY docker/slim.py docker/
+COPY deploy/slim.py deploy/
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=ca_bundle \
     python3 -m venv /opt/tools \
     && python3 -m venv --without-pip /opt/expertd \
@@ -24,7 +24,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
         ${pip} install --no-cache-dir --no-compile --no-deps --index-url=${TORCH_CPU_INDEX} -r requirements/torch-cpu.txt; fi \
     && ${pip} install --no-cache-dir --no-compile --require-hashes -r requirements/${VARIANT}.txt \
     && ${pip} check \
-    && /opt/tools/bin/python docker/slim.py /opt/expertd/lib/python3.*/site-packages
+    && /opt/tools/bin/python deploy/slim.py /opt/expertd/lib/python3.*/site-packages
 
 # ---- wheel: the server itself, built with the locked setuptools
 FROM dependencies AS wheel
@@ -51,7 +51,7 @@ WORKDIR /etc/expertd
 # Kernels are compiled here, which needs no GPU, so that no start compiles any. A request makes sure that nothing is
 # missing, and leaves the bytecode of the modules that it needs.
 ARG VARIANT
-RUN --mount=type=bind,from=wheel,target=/mnt --mount=type=bind,source=docker/try_serve.py,target=/tmp/try_serve.py \
+RUN --mount=type=bind,from=wheel,target=/mnt --mount=type=bind,source=deploy/try_serve.py,target=/tmp/try_serve.py \
     /mnt/opt/tools/bin/python -m pip --python /opt/expertd/bin/python install \
         --no-cache-dir --no-compile --no-deps --no-index /mnt/dist/*.whl \
     && if [ "${VARIANT}" = cuda ]; then /opt/expertd/bin/expertd kernels --build --bundle --arch sm_90a; fi \

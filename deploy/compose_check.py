@@ -172,8 +172,8 @@ def main() -> int:
         print("two ranks in one container")
         two_ranks = {**environment, "CONFIG": "configs/demo-2ranks.yaml"}
         check_ranks(Compose(command, [main_file], two_ranks), 2)
-        print("two nodes, docker/nodes.yml")
-        check_ranks(Compose(command, [main_file, "docker/nodes.yml"], environment), 2)
+        print("two nodes, deploy/compose/nodes.yml")
+        check_ranks(Compose(command, [main_file, "deploy/compose/nodes.yml"], environment), 2)
     except RuntimeError as error:
         print(f"failed  {error}", file=sys.stderr)
         return 1

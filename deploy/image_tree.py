@@ -10,8 +10,8 @@ import sys
 import venv
 from pathlib import Path
 
-from docker.slim import UNUSED, size_of, slim
-from docker.try_serve import environment, try_serve
+from deploy.slim import UNUSED, size_of, slim
+from deploy.try_serve import environment, try_serve
 
 ROOT = Path(__file__).resolve().parents[1]
 _MEGABYTE = 1e6

@@ -9,7 +9,7 @@ from typing import Any
 
 from expertd import __version__
 from expertd.service.commands import bench, check, kernels, keys, layers, profile, serve
-from expertd.service.sentences import did_you_mean, like, shown
+from expertd.service.util.sentences import did_you_mean, like, shown
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _COMMANDS = (serve, check, layers, keys, kernels, profile, bench)

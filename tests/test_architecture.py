@@ -13,77 +13,20 @@ import pytest
 from tests.paths import ROOT
 
 SERVICE = "expertd.service"
-# each package of the service, and the packages that it may import besides itself
+# each package of the service, and the packages that it may import besides itself and util
 PACKAGES = {
     "memory": (),
-    "device": ("memory", "heap"),
-    "moe": ("device", "memory", "files"),
-    "settings": ("moe", "files", "sentences", "tables"),
-    "checkpoints": ("device", "moe", "settings", "files", "sentences", "tables"),
-    "engine": (
-        "device",
-        "memory",
-        "moe",
-        "settings",
-        "checkpoints",
-        "files",
-        "sentences",
-        "terminal",
-        "tables",
-        "heap",
-    ),
+    "device": ("memory",),
+    "moe": ("device", "memory"),
+    "settings": ("moe",),
+    "checkpoints": ("device", "moe", "settings"),
+    "engine": ("device", "memory", "moe", "settings", "checkpoints"),
+    "inference": ("memory", "moe", "settings", "engine", "tracing"),
     "tracing": ("moe", "settings", "engine"),
-    "inference": ("memory", "moe", "settings", "engine", "tracing", "log_lines", "sentences"),
-    "channels": (
-        "memory",
-        "moe",
-        "settings",
-        "engine",
-        "statuses",
-        "sentences",
-        "socket_files",
-        "log_lines",
-    ),
-    "http": (
-        "memory",
-        "moe",
-        "settings",
-        "engine",
-        "inference",
-        "statuses",
-        "channels",
-        "tracing",
-        "files",
-        "sentences",
-        "socket_files",
-        "terminal",
-        "log_lines",
-        "heap",
-    ),
-    "ranks": (
-        "device",
-        "memory",
-        "moe",
-        "settings",
-        "engine",
-        "files",
-        "sentences",
-        "terminal",
-        "imports",
-        "heap",
-    ),
-    "grpc": (
-        "memory",
-        "moe",
-        "settings",
-        "engine",
-        "http",
-        "inference",
-        "statuses",
-        "tracing",
-        "log_lines",
-        "sentences",
-    ),
+    "channels": ("memory", "moe", "settings", "engine", "statuses"),
+    "http": ("memory", "moe", "settings", "engine", "inference", "statuses", "channels", "tracing"),
+    "ranks": ("device", "memory", "moe", "settings", "engine"),
+    "grpc": ("memory", "moe", "settings", "engine", "http", "inference", "statuses", "tracing"),
     "commands": (
         "device",
         "moe",
@@ -95,22 +38,10 @@ PACKAGES = {
         "grpc",
         "tracing",
         "ranks",
-        "files",
-        "sentences",
-        "terminal",
-        "imports",
-        "heap",
     ),
-    "cli": ("commands", "sentences"),
-    "files": (),
+    "cli": ("commands",),
     "statuses": ("engine",),
-    "tables": (),
-    "sentences": (),
-    "socket_files": (),
-    "terminal": ("log_lines",),
-    "log_lines": (),
-    "imports": (),
-    "heap": (),
+    "util": (),
 }
 TORCH_FREE = (
     "expertd.backends",
@@ -120,7 +51,7 @@ TORCH_FREE = (
     "expertd.service.channels.channel",
     "expertd.service.channels.layout",
     "expertd.service.checkpoints",
-    "expertd.service.checkpoints.listing",
+    "expertd.service.checkpoints.expand",
     "expertd.service.cli",
     "expertd.service.engine.batching",
     "expertd.service.engine.metrics",
@@ -135,15 +66,10 @@ TORCH_FREE = (
     "expertd.service.moe.weights_file",
     "expertd.service.settings.loader",
 )
-# Imports for type checkers alone, to a module that imports the importing one.
-CYCLES_OF_TYPES = {
-    (f"{SERVICE}.settings.{part}", f"{SERVICE}.settings.{model}")
-    for part, model in (("lanes", "model"), ("rank_checks", "model"))
-}
 READ_THE_ENVIRONMENT = {
     "kernels/jit/cache.py",
     "service/commands/cpus.py",
-    "service/heap.py",
+    "service/util/heap.py",
     "service/settings/sources.py",
 }
 
@@ -203,7 +129,7 @@ def test_kernels_do_not_import_the_service() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_of_the_service_import_only_those_below(package: str) -> None:
-    allowed = {package, *PACKAGES[package]}
+    allowed = {package, "util", *PACKAGES[package]}
     modules = [module for module in TREES if module.startswith(f"{SERVICE}.") and _package(module) == package]
     assert modules
     for module in modules:
@@ -262,7 +188,7 @@ def test_imports_have_no_cycles() -> None:
         module: {
             name
             for name in _imports(tree, within_functions=True, for_checkers=True)
-            if name in FILES and name != module and (module, name) not in CYCLES_OF_TYPES
+            if name in FILES and name != module
         }
         for module, tree in TREES.items()
     }
@@ -300,7 +226,7 @@ def test_only_two_modules_write_temporary_files() -> None:
         for module, tree in TREES.items()
         if "tempfile" in _imports(tree, within_functions=True)
     }
-    assert users == {"kernels/jit/cache.py", "service/files.py"}
+    assert users == {"kernels/jit/cache.py", "service/util/files.py"}
 
 
 def test_tests_and_benchmarks_do_not_import_each_other() -> None:

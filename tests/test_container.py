@@ -75,7 +75,9 @@ def test_copied_paths_exist_and_pass_dockerignore() -> None:
     ]
     assert "kernels" in sources
     assert [source for source in sources if not (ROOT / source).exists()] == []
-    assert {source.split("/")[0] for source in sources} == allowed
+    mounted = {source for rest in arguments_of("RUN") for source in re.findall(r",source=([^,\s]+)", rest)}
+    needed = {*sources, *mounted}
+    assert {source if source in allowed else source.split("/")[0] for source in needed} == allowed
 
 
 def test_image_settings_are_known_and_serve_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,7 @@ def test_compose_build_defaults_are_the_dockerfiles() -> None:
         for name, value in compose("docker-compose.yml")["expertd"]["build"]["args"].items()
     }
     assert given == {name: defaults[name] for name in given}
-    assert compose("docker", "gpu.yml")["expertd"]["build"]["args"] == {"VARIANT": "cuda"}
+    assert compose("deploy", "compose", "gpu.yml")["expertd"]["build"]["args"] == {"VARIANT": "cuda"}
 
 
 def test_compose_mounts_and_config_exist() -> None:
@@ -143,7 +145,7 @@ def test_compose_mounts_and_config_exist() -> None:
 
 
 def test_the_nodes_of_compose_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    base, nodes = compose("docker-compose.yml"), compose("docker", "nodes.yml")
+    base, nodes = compose("docker-compose.yml"), compose("deploy", "compose", "nodes.yml")
     settings = []
     merged = base["expertd"]["environment"] | nodes["expertd"]["environment"]
     for environment in (merged, nodes["expertd-1"]["environment"]):
@@ -163,7 +165,7 @@ def test_the_nodes_of_compose_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_caller_of_compose_reaches_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    services = compose("docker", "channels.yml")
+    services = compose("deploy", "compose", "channels.yml")
     server, caller = services["expertd"], services["engine"]
     for name, value in {**image_environment(), **server["environment"]}.items():
         monkeypatch.setenv(name, value)
@@ -173,7 +175,7 @@ def test_a_caller_of_compose_reaches_the_channels(monkeypatch: pytest.MonkeyPatc
     (volume,) = server["volumes"]
     assert [volume] == caller["volumes"]
     assert volume.split(":") == ["sockets", str(channels.socket.parent)]
-    text = (ROOT / "docker" / "channels.yml").read_text()
+    text = (ROOT / "deploy" / "compose" / "channels.yml").read_text()
     options = yaml.safe_load(text)["volumes"]["sockets"]["driver_opts"]["o"]
     (user,) = arguments_of("USER")
     assert options == f"uid={user.partition(':')[0]},gid={channels.group},mode=0750"

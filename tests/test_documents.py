@@ -11,9 +11,8 @@ from starlette.routing import Route
 
 from deploy import diagrams
 from deploy.documentation import pages
-from expertd.service.checkpoints import table as encodings
+from expertd.service.checkpoints import table
 from expertd.service.checkpoints.families import FAMILIES
-from expertd.service.checkpoints.families import table as families
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.rights import ANY, CALLS
 from expertd.service.settings.loader import load_settings
@@ -137,35 +136,28 @@ def test_the_api_table_matches_the_app() -> None:
     }
     pages = [route for route in app.routes if isinstance(route, Route) and not route.include_in_schema]
     beside = {f"GET {route.path}" for route in pages if "{" not in route.path}
-    table = re.findall(r"^\| `([A-Z]+ [^`]+)` \|", text_of("docs/http.md"), re.M)
-    assert sorted(table) == sorted(documented | beside)
+    rows = re.findall(r"^\| `([A-Z]+ [^`]+)` \|", text_of("docs/http.md"), re.M)
+    assert sorted(rows) == sorted(documented | beside)
 
 
-def test_the_table_of_families_matches_the_code() -> None:
-    text = text_of("docs/checkpoints.md")
-    named = re.findall(r"^\|.*?\| `(\w+)` \|", families.families_table(), re.M)
+def test_the_tables_of_families_and_encodings_match_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    named = re.findall(r"^\|.*?\| `(\w+)` \|", table.families_table(), re.M)
     assert sorted(name for name in named if name != "model_type") == sorted(FAMILIES)
-    assert families.replaced(text) == text, f"python -m {families.__name__} docs/checkpoints.md"
+    assert table.main([str(ROOT / "docs" / "checkpoints.md"), "--check"]) == 0, capsys.readouterr().err
 
 
-def test_the_table_of_encodings_matches_the_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert encodings.main([str(ROOT / "docs" / "checkpoints.md"), "--check"]) == 0, capsys.readouterr().err
-
-
-def test_an_outdated_table_of_families_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_outdated_table_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = tmp_path / "checkpoints.md"
-    document.write_text("<!-- families -->\n| old |\n<!-- /families -->\n")
-    assert families.main([str(document), "--check"]) == 1
-    assert (
-        "expected the table that `python -m expertd.service.checkpoints.families.table"
-        in capsys.readouterr().err
+    document.write_text(
+        "<!-- families -->\n| old |\n<!-- /families -->\n<!-- encodings -->\n<!-- /encodings -->\n"
     )
-    assert families.main([str(document)]) == 0
-    assert families.main([str(document), "--check"]) == 0
+    assert table.main([str(document), "--check"]) == 1
+    assert "expected the table that `python -m expertd.service.checkpoints.table" in capsys.readouterr().err
+    assert table.main([str(document)]) == 0
+    assert table.main([str(document), "--check"]) == 0
+    document.write_text("no markers")
     with pytest.raises(ValueError, match="each on a line of its own"):
-        families.replaced("no markers")
+        table.main([str(document)])
 
 
 def test_the_changelogs_newest_release_is_the_projects_version() -> None:
@@ -176,7 +168,7 @@ def test_the_changelogs_newest_release_is_the_projects_version() -> None:
 
 
 def test_the_api_table_names_the_rights() -> None:
-    table = dict(re.findall(r"^\| `([A-Z]+ [^`]+)` \| ([^|]+) \|", text_of("docs/http.md"), re.M))
+    rows = dict(re.findall(r"^\| `([A-Z]+ [^`]+)` \| ([^|]+) \|", text_of("docs/http.md"), re.M))
     files = ("GET /docs/{name}", "GET /page/{name}")
     named = {call: " or ".join(rights) or "none" for call, rights in CALLS.items() if call not in files}
-    assert table == {call: "any" if CALLS[call] == ANY else text for call, text in named.items()}
+    assert rows == {call: "any" if CALLS[call] == ANY else text for call, text in named.items()}

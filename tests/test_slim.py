@@ -1,4 +1,4 @@
-"""What docker/slim.py removes from an image is nothing that a server opens."""
+"""What deploy/slim.py removes from an image is nothing that a server opens."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from docker import slim
-from docker.try_serve import try_serve
+from deploy import slim
+from deploy.try_serve import try_serve
 from tests.paths import DEMO
 from tests.service.processes import serving
 

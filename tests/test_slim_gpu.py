@@ -1,4 +1,4 @@
-"""On a GPU, too, a server opens nothing that docker/slim.py removes from an image."""
+"""On a GPU, too, a server opens nothing that deploy/slim.py removes from an image."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy
 import pytest
 import tritonclient.http as triton
 
-from docker import slim
+from deploy import slim
 from tests.service.processes import serving
 
 pytestmark = pytest.mark.gpu

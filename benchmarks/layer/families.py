@@ -14,8 +14,8 @@ from torch import Tensor
 
 from expertd.kernels import Routing
 from expertd.service.checkpoints.config import Config
+from expertd.service.checkpoints.describe import describe
 from expertd.service.checkpoints.families import FAMILIES as SERVED
-from expertd.service.checkpoints.families import describe
 from expertd.service.moe.shape import LayerShape
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "minimax_m2")  # one for each rule

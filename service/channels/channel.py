@@ -28,8 +28,8 @@ from expertd.service.channels.layout import (
 from expertd.service.channels.open_channel import Answered, BrokenError, ClosedError, OpenChannel, Slot
 from expertd.service.channels.requests import InvalidRequestError
 from expertd.service.engine.errors import EngineError
+from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.steps import Pending
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, Output

@@ -26,9 +26,9 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.steps import caller_number
-from expertd.service.log_lines import with_fields
-from expertd.service.sentences import shown
 from expertd.service.settings.parts import ChannelSettings
+from expertd.service.util.logs import with_fields
+from expertd.service.util.sentences import shown
 
 logger = logging.getLogger(__name__)
 

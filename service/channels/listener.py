@@ -15,8 +15,8 @@ from pathlib import Path
 from expertd.service.channels.channel import Channel
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.layout import GREETING, TOKEN_BYTES
-from expertd.service.sentences import shown
-from expertd.service.socket_files import SocketFile, listen_at
+from expertd.service.util.sentences import shown
+from expertd.service.util.socket_files import SocketFile, listen_at
 
 logger = logging.getLogger(__name__)
 

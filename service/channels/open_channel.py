@@ -20,8 +20,8 @@ from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.requests import Line, RequestReader
 from expertd.service.engine.errors import EngineError, QueueTimeoutError
 from expertd.service.engine.lanes import AnyScheduler
+from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.steps import Pending
 from expertd.service.moe.request import LayerRequest, Signal
 

@@ -4,10 +4,9 @@ Only `expertd.service.checkpoints.weights` reads weights. Pickles are never read
 """
 
 from expertd.service.checkpoints.config import CheckpointError
+from expertd.service.checkpoints.describe import read_model
 from expertd.service.checkpoints.expand import CheckpointModelSettings, models_of, resolve_checkpoints
-from expertd.service.checkpoints.layer import LayerSource, Matrix
-from expertd.service.checkpoints.model import MoEModel
-from expertd.service.checkpoints.read import read_model
+from expertd.service.checkpoints.model import LayerSource, Matrix, MoEModel
 
 __all__ = [
     "CheckpointError",

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from expertd.limits import SCALE_BLOCK
-from expertd.service.files import check_readable, read_text
-from expertd.service.sentences import any_of, shown
+from expertd.service.util.files import check_readable, read_text
+from expertd.service.util.sentences import any_of, shown
 
 _MAX = 1_000_000  # more than any size or count of a model
 
@@ -51,10 +51,10 @@ class Config:
             config = Config(self.path, values)
         return config
 
-    def integer(self, *names: str, default: int | None = None, least: int = 0, most: int = _MAX) -> int:
+    def integer(self, *names: str, default: int | None = None, minimum: int = 0, maximum: int = _MAX) -> int:
         name, value = self._get(names, default)
-        if type(value) is not int or not least <= value <= most:
-            raise self.error(f"{name}: expected an integer from {least} to {most}, got {shown(value)}")
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise self.error(f"{name}: expected an integer from {minimum} to {maximum}, got {shown(value)}")
         return value
 
     def size(self, *names: str, step: int = SCALE_BLOCK) -> int:

@@ -11,7 +11,7 @@ from itertools import chain
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import Stored
-from expertd.service.sentences import any_of
+from expertd.service.util.sentences import any_of
 
 FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32")
@@ -69,7 +69,7 @@ FORMS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How matrices [n, k] lie in tensors.
 
     num_experts  how many of them, one after another; None: one matrix, without a dimension for it
@@ -104,7 +104,7 @@ class Encoded:
     encoding: Encoding
     weight: Stored
     shape: tuple[int, int]
-    layout: Layout = Layout()
+    layout: TensorLayout = TensorLayout()
     scales: Scales | None = None
     whole: Scales | None = None
 
@@ -179,7 +179,9 @@ class WeightTensors:
         return self._find(name), name.endswith("global_scale")
 
 
-def find_encoded(tensors: WeightTensors, shape: tuple[int, int], layout: Layout, parts: int = 1) -> Encoded:
+def find_encoded(
+    tensors: WeightTensors, shape: tuple[int, int], layout: TensorLayout, parts: int = 1
+) -> Encoded:
     """Find how the weight of `shape` [n, k] is encoded in `layout`.
 
     parts  equal parts of its rows, a gate and an up, that may have a scale each
@@ -204,7 +206,7 @@ def find_encoded(tensors: WeightTensors, shape: tuple[int, int], layout: Layout,
     return Encoded(encoding, weight, shape, layout, scales, whole)
 
 
-def stored_shapes(dtype: str, shape: tuple[int, int], layout: Layout) -> list[tuple[int, ...]]:
+def stored_shapes(dtype: str, shape: tuple[int, int], layout: TensorLayout) -> list[tuple[int, ...]]:
     """The shapes that values of a weight of `shape` [n, k] may have: those of four bits share elements."""
     (n, k), in_one = shape, _IN_ONE.get(dtype, 1)
     if layout.transposed:
@@ -216,7 +218,9 @@ def stored_shapes(dtype: str, shape: tuple[int, int], layout: Layout) -> list[tu
     return list(dict.fromkeys(layout.of_all(*shapes)))
 
 
-def scale_shapes(unit: tuple[int, int], shape: tuple[int, int], layout: Layout) -> list[tuple[int, ...]]:
+def scale_shapes(
+    unit: tuple[int, int], shape: tuple[int, int], layout: TensorLayout
+) -> list[tuple[int, ...]]:
     """The shapes that scales may have, if each stands for `unit` of a weight of `shape` [n, k]."""
     rows, columns = (-(-size // of) for size, of in zip(shape, unit, strict=True))
     if layout.transposed:
@@ -236,7 +240,7 @@ def scale_shapes(unit: tuple[int, int], shape: tuple[int, int], layout: Layout) 
 
 
 def _scales(
-    weight: Stored, stored: Stored, shape: tuple[int, int], layout: Layout, parts: int
+    weight: Stored, stored: Stored, shape: tuple[int, int], layout: TensorLayout, parts: int
 ) -> tuple[Encoding, Scales]:
     forms = {encoding: form for encoding, form in FORMS.items() if weight.dtype in form.dtypes}
     check(stored, stored.shape, tuple(dict.fromkeys(chain(*(form.scales for form in forms.values())))))
@@ -252,7 +256,7 @@ def _scales(
 
 
 def _units(
-    form: Form, stored: Stored, shape: tuple[int, int], layout: Layout, parts: int
+    form: Form, stored: Stored, shape: tuple[int, int], layout: TensorLayout, parts: int
 ) -> Iterator[tuple[int, int]]:
     """The rows and columns that a scale of a weight of `shape` [n, k] may stand for."""
     (n, k), (rows, columns) = shape, form.unit
@@ -270,7 +274,7 @@ def _fitting(
     units: Iterable[tuple[int, int]],
     stored: Stored,
     shape: tuple[int, int],
-    layout: Layout,
+    layout: TensorLayout,
     expected: str | None = None,
 ) -> tuple[int, int]:
     """The unit that scales of this shape have. Raises CheckpointError if they have another shape."""

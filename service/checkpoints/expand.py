@@ -1,21 +1,22 @@
-"""Turns each requested layer of a checkpoint into a model of the service."""
+"""Turns each requested layer of a checkpoint into a model of the service, and lists its layers."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, InstanceOf, ValidationError
 
 from expertd.activation import COMMON, ExpertRule
 from expertd.limits import HIDDEN_STEP, SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
+from expertd.service.checkpoints.describe import read_model
 from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.checkpoints.find import find_layer, present_layers
-from expertd.service.checkpoints.layer import LayerSource
-from expertd.service.checkpoints.model import MoEModel
-from expertd.service.checkpoints.read import read_model
-from expertd.service.sentences import expected_and_got, shown
+from expertd.service.checkpoints.model import LayerSource, MoEModel
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import ALL, numbers, spans
+from expertd.service.util.sentences import expected_and_got, shown
 
 
 class _LayerSettings(ModelSettings):
@@ -138,3 +139,36 @@ def _name(directory: Path) -> str:
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return path.parent.parent.name.rsplit("--", 1)[-1]
     return path.name
+
+
+@dataclass(frozen=True)
+class ListedLayer:
+    """A layer; num_bytes counts its experts' weights in the files, shared_bytes those of shared ones."""
+
+    layer: int
+    format: str
+    num_bytes: int
+    shared_bytes: int
+
+
+def list_layers(
+    directory: Path, requantize: Literal["allow", "refuse"]
+) -> tuple[MoEModel, list[ListedLayer]]:
+    """The checkpoint's sizes and MoE layers. Reads only headers.
+
+    requantize  as in `CheckpointSettings`
+
+    Raises CheckpointError if the checkpoint cannot be served, with what `models_of` says.
+    """
+    model = read_model(directory)
+    with TensorFiles(directory) as files:
+        layers = present_layers(files, model)
+    settings = CheckpointSettings(
+        path=directory, layers=spans(layers) or ALL, requantize=requantize, name="model"
+    )
+    listed = []
+    for layer, each in zip(layers, models_of(settings), strict=True):
+        shared = replace(each.source, groups=each.source.groups[model.num_experts :])
+        form = " and ".join(each.source.formats)
+        listed.append(ListedLayer(layer, form, each.source.num_bytes, shared.num_bytes))
+    return model, listed

@@ -1,5 +1,7 @@
-"""Finds the tensors of one MoE layer of a checkpoint, and checks their names, shapes and dtypes."""
+"""Finds the tensors of one MoE layer, checks their names, shapes and dtypes, and refuses unknown ones."""
 
+import re
+from collections.abc import Set
 from itertools import chain
 
 from expertd.service.checkpoints.config import CheckpointError
@@ -8,19 +10,69 @@ from expertd.service.checkpoints.encodings import (
     UNUSED,
     Encoded,
     Encoding,
-    Layout,
+    TensorLayout,
     WeightTensors,
     check,
     find_encoded,
     stored_shapes,
 )
 from expertd.service.checkpoints.files import Stored, TensorFiles
-from expertd.service.checkpoints.layer import Biases, LayerSource, Matrix
-from expertd.service.checkpoints.model import PREFIXES, MoEModel
-from expertd.service.checkpoints.unknown import check_names
+from expertd.service.checkpoints.model import PREFIXES, Biases, LayerSource, Matrix, MoEModel
+
+_MAX_NAMED = 3
+# The parts of a layer that may belong to its MoE block; not norms, nor what mixes residual streams (hc).
+_COMPUTES = re.compile(r"(?!\w*(?:norm|hc))\w*(?:mlp|moe|expert|router|feed_forward|ffn)")
+# The tensors of a weight, in every encoding; of an expert that is held here, all are used or refused.
+_SUFFIXES = (
+    "weight", "weight_scale_inv", "weight_scale", "scale", "weight_scale_2", "weight_packed",
+    "weight_global_scale", *UNUSED,
+)  # fmt: skip
+
+
+def check_names(files: TensorFiles, model: MoEModel, start: str, used: Set[str]) -> None:
+    """Raise CheckpointError if the layer whose names begin with `start` has unknown tensors in its MoE block.
+
+    Or beside it, in a part that looks like one.
+
+    used  the names that have been found. The other experts', which are held elsewhere, are known, too
+    """
+    names = model.names
+    unknown = sorted(
+        name
+        for name in files.under(start) - used
+        if _COMPUTES.match(name.removeprefix(start))
+        and not _is_elsewhere(model, start, name.removeprefix(start), used)
+    )
+    if not unknown:
+        return
+    named, more = ", ".join(unknown[:_MAX_NAMED]), len(unknown) - _MAX_NAMED
+    got = f"{named} and {more} more" if more > 0 else named
+    shared = " and a shared one" if model.num_shared_experts else ""
+    raise CheckpointError(
+        f"{files.directory}: {start}{names.experts.rpartition('.')[0]}: expected only a router and "
+        f"{model.num_experts} experts{shared} as in {model.family}, got {got}"
+    )
+
+
+def _is_elsewhere(model: MoEModel, start: str, name: str, used: Set[str]) -> bool:
+    """Whether `name` is of one of the model's experts, or the shared one, that is not held here."""
+    names = model.names
+    if name == names.shared_gate and model.num_shared_experts:
+        return True  # found if the shared expert is held here
+    found = re.match(rf"{re.escape(names.experts)}\.(0|[1-9]\d*)\.", name)
+    if found and int(found[1]) < model.num_experts:
+        expert, projections = found[0], names.projections
+    elif model.num_shared_experts and name.startswith(f"{names.shared}."):
+        expert, projections = f"{names.shared}.", names.shared_projections or names.projections
+    else:
+        return False
+    if any(f"{start}{expert}{projections[0]}.{suffix}" in used for suffix in ("weight", "weight_packed")):
+        return False  # it is held here
+    return name in {f"{expert}{projection}.{suffix}" for projection in projections for suffix in _SUFFIXES}
+
 
 Group = tuple[Matrix, Matrix, Matrix]
-_SEPARATE = Layout()
+_SEPARATE = TensorLayout()
 
 
 def present_layers(files: TensorFiles, model: MoEModel) -> list[int]:
@@ -130,7 +182,7 @@ class _Finder:
         return WeightTensors(self._has, self._find, name.removesuffix(".weight"), is_parameter=is_parameter)
 
     def _encoded(
-        self, tensors: WeightTensors, shape: tuple[int, int], layout: Layout, parts: int = 1
+        self, tensors: WeightTensors, shape: tuple[int, int], layout: TensorLayout, parts: int = 1
     ) -> Encoded:
         """How a weight is encoded, which config.json must not contradict."""
         try:
@@ -180,17 +232,19 @@ class _Finder:
 
         return [group(expert) for expert in experts]
 
-    def _layout(self, tensors: list[WeightTensors], sizes: list[tuple[int, int]]) -> Layout:
+    def _layout(self, tensors: list[WeightTensors], sizes: list[tuple[int, int]]) -> TensorLayout:
         """Whether matrices [n, k] of these sizes are transposed, by most of the shapes: some fit both."""
         weights = [one.weight() for one in tensors]
 
-        def count(layout: Layout) -> int:
+        def count(layout: TensorLayout) -> int:
             shapes = (
                 stored_shapes(one.dtype, size, layout) for one, size in zip(weights, sizes, strict=True)
             )
             return sum(one.shape in fitting for one, fitting in zip(weights, shapes, strict=True))
 
-        return max((Layout(self._model.num_experts, transposed) for transposed in (False, True)), key=count)
+        return max(
+            (TensorLayout(self._model.num_experts, transposed) for transposed in (False, True)), key=count
+        )
 
     def _biases(self, experts: range) -> Biases | None:
         model, names = self._model, self._model.names

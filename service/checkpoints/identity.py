@@ -10,7 +10,7 @@ from pathlib import Path
 from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.moe.tensor_file import TensorEntry, TensorFile
 
-_MOST_WHOLE = 64 * 1024  # bytes of a matrix that are all read: scales of blocks are fewer
+_MAX_WHOLE = 64 * 1024  # bytes of a matrix that are all read: scales of blocks are fewer
 _PIECE = 1024  # bytes at the begin and at the end of a larger one; twice as many in the middle
 _OF_ROUTER = ("router", "router_bias", "shared_gate")  # in a weights file
 _ROUTER_BIAS = "e_score_correction_bias"  # some families have it among the experts
@@ -61,7 +61,7 @@ def _pieces(entry: TensorEntry) -> Iterator[tuple[int, int]]:
     count = entry.shape[0] if len(entry.shape) > 2 else 1
     size = entry.num_bytes // count if count else 0
     for start in range(0, count * size, size or 1):
-        if size <= _MOST_WHOLE:
+        if size <= _MAX_WHOLE:
             yield start, size
         else:
             yield start, _PIECE

@@ -15,7 +15,7 @@ from typing import Any
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError, Config, read_json_object
 from expertd.service.checkpoints.encodings import Encoded, Encoding
-from expertd.service.sentences import all_of, any_of, shown
+from expertd.service.util.sentences import all_of, any_of, shown
 
 _FILE = "hf_quant_config.json"
 _MIXED = "MIXED_PRECISION"
@@ -104,10 +104,10 @@ class _Description:
         if self.excluded.precision(module):
             return None
         found = [(names.precision(module), stated) for names, stated in self.named]
-        most = max((precision for precision, _ in found), default=0)
-        if most == 0:
+        finest = max((precision for precision, _ in found), default=0)
+        if finest == 0:
             return self.rest
-        best = [stated for precision, stated in found if precision == most]  # each may be meant
+        best = [stated for precision, stated in found if precision == finest]  # each may be meant
         return replace(best[0], allowed=best[0].allowed.union(*(one.allowed for one in best)))
 
     def transform(self, module: str) -> Stated | None:

@@ -9,20 +9,182 @@ from torch import Tensor
 
 from expertd.kernels import ExpertBiases, Quantized, quantize_blocks
 from expertd.limits import SCALE_BLOCK
-from expertd.service.checkpoints import CheckpointError, LayerSource, Matrix
-from expertd.service.checkpoints.decode import decode, quantize_by_powers, scales_at
+from expertd.service.checkpoints.config import CheckpointError
+from expertd.service.checkpoints.encodings import Scales
 from expertd.service.checkpoints.files import OpenFiles, Stored
-from expertd.service.checkpoints.layer import Biases
-from expertd.service.checkpoints.parts import PartReader
+from expertd.service.checkpoints.model import Biases, LayerSource, Matrix
 from expertd.service.device import device_of
 from expertd.service.moe.needs import GROUPS_AT_ONCE
+from expertd.service.moe.tensor_file import TensorFileError
 from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.moe.weights import ExpertWeights
 
+_DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+}
+
+
+class PartReader:
+    """Reads from open files to `device`. Its methods raise CheckpointError if a file has changed."""
+
+    def __init__(self, files: OpenFiles, reader: TensorReader, device: torch.device) -> None:
+        self._files = files
+        self._reader = reader
+        self.device = device
+        self._last: dict[Stored, tuple[int, Tensor]] = {}
+
+    def whole(self, stored: Stored) -> Tensor:
+        """A tensor."""
+        out = self._empty(stored, stored.shape)
+        self._read(stored, out, 0)
+        return out
+
+    def of_expert(self, stored: Stored, expert: int | None) -> Tensor:
+        """What a tensor of all experts has of one, kept until another is read; None: a tensor of one."""
+        if expert is None:
+            return self.whole(stored)
+        last = self._last.get(stored)
+        if last is None or last[0] != expert:
+            out = self._empty(stored, stored.shape[1:])
+            self._read(stored, out, expert * out.nbytes)
+            last = self._last[stored] = expert, out
+        return last[1]
+
+    def loader(self, matrix: Matrix) -> Callable[[Stored], Tensor]:
+        """What reads of a tensor of the matrix's weight, or of all experts', what its expert has."""
+        layout = matrix.encoded.layout
+        return lambda stored: self.of_expert(stored, matrix.expert if layout.is_of_all(stored) else None)
+
+    def part(self, matrix: Matrix) -> Tensor:
+        """As `read_part`, to a new tensor."""
+        out = self._empty(matrix.encoded.weight, (len(matrix.rows), len(matrix.columns)))
+        self.read_part(matrix, out)
+        return out
+
+    def read_part(self, matrix: Matrix, out: Tensor) -> None:
+        """Fill `out` with the matrix's values, as they are in the file."""
+        stored, transposed = matrix.encoded.weight, matrix.encoded.layout.transposed
+        rows, columns = (matrix.columns, matrix.rows) if transposed else (matrix.rows, matrix.columns)
+        width = stored.shape[-1]
+        if rows.step == 1 and len(columns) == width:
+            directly = out.is_contiguous() and not transposed
+            block = out if directly else self._empty(stored, (len(rows), width))
+            row = (matrix.expert or 0) * stored.shape[-2] + rows.start
+            self._read(stored, block, row * width * out.itemsize)
+        else:
+            block = self._around(stored, matrix.expert)[_slice(rows), _slice(columns)]
+        if block is not out:
+            out.copy_(block.t() if transposed else block)
+
+    def _around(self, stored: Stored, expert: int | None) -> Tensor:
+        """A matrix of which others need the other columns or rows: it is read once for all of them."""
+        if expert is not None:
+            return self.of_expert(stored, expert)
+        out = self._empty(stored, stored.shape)
+        self._read(stored, out, 0)
+        return out
+
+    def _read(self, stored: Stored, out: Tensor, start: int) -> None:
+        file = self._files[stored.file]
+        tensor = file.tensors.get(stored.name)
+        if tensor is None or (tensor.dtype, tensor.shape) != (stored.dtype, stored.shape):
+            expected = f"{stored.dtype} of shape {stored.shape}, as when it was found"
+            got = "none" if tensor is None else f"{tensor.dtype} of shape {tensor.shape}"
+            raise CheckpointError(f"{stored.file}: {stored.name}: expected {expected}, got {got}")
+        try:
+            self._reader.read(file, tensor, out, start)
+        except TensorFileError as error:
+            raise CheckpointError(str(error)) from error
+
+    def _empty(self, stored: Stored, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=_DTYPES[stored.dtype], device=self.device)
+
+
+def _slice(part: range) -> slice:
+    return slice(part.start, part.stop, part.step)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LoadTensor = Callable[[Stored], Tensor]
+"""What a tensor has of the matrix's expert."""
+
+
+def decode(matrix: Matrix, load: LoadTensor) -> Tensor:
+    """The matrix in float32 [n, k]."""
+    encoded, rows, columns = matrix.encoded, _slice(matrix.rows), _slice(matrix.columns)
+    values = load(encoded.weight)
+    values = values.flatten(1) if values.ndim == 3 else values
+    values = values.t() if encoded.layout.transposed else values
+    if values.shape[0] == encoded.shape[0]:
+        values = _numbers(values[rows])[:, columns]
+    else:  # numbers share bytes along n
+        values = _numbers(values.t()).t()[rows, columns]
+    return (values * scales_at(matrix, load, matrix.rows, matrix.columns)).contiguous()
+
+
+def scales_at(matrix: Matrix, load: LoadTensor, rows: range, columns: range) -> Tensor:
+    """What multiplies the weight's values at these rows and columns, in float32; [1, 1] if it is all one."""
+    encoded = matrix.encoded
+    assert encoded.scales is not None
+    scales = _spread(encoded.scales, matrix, load, rows, columns)
+    return scales if encoded.whole is None else scales * _spread(encoded.whole, matrix, load, rows, columns)
+
+
+def quantize_by_powers(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantize_blocks`, with scales that are powers of two: numbers that have such scales stay exact.
+
+    All of them do unless some in a block are so much smaller than its largest that FP8 underflows.
+    """
+    size = matrix.shape
+    matrix = torch.nn.functional.pad(matrix, (0, -size[1] % SCALE_BLOCK, 0, -size[0] % SCALE_BLOCK))
+    n, k = matrix.shape
+    blocks = matrix.view(n // SCALE_BLOCK, SCALE_BLOCK, k // SCALE_BLOCK, SCALE_BLOCK)
+    largest = blocks.abs().amax(dim=(1, 3)).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = torch.exp2((largest / torch.finfo(torch.float8_e4m3fn).max).log2().ceil())
+    data = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return data.view(n, k)[: size[0], : size[1]], scales
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """The numbers that elements hold, before scales; those of four bits come lowest bits first."""
+    if values.dtype == torch.int32:  # from -8 to 7, with 8 added
+        shifts = torch.arange(0, 32, 4, device=values.device)
+        return ((values[..., None].long() >> shifts & 15) - 8).flatten(-2).to(torch.float32)
+    if values.dtype in (torch.uint8, torch.int8):
+        codes = values.contiguous().view(torch.uint8)
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=values.device)
+        return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()]
+    return values.to(torch.float32)
+
+
+def _spread(scales: Scales, matrix: Matrix, load: LoadTensor, rows: range, columns: range) -> Tensor:
+    """The scale of each of these rows and columns of the weight."""
+    values = load(scales.stored)
+    if values.dtype == torch.uint8:  # an exponent
+        values = values.view(torch.float8_e8m0fnu)
+    grid = [-(-size // unit) for size, unit in zip(matrix.encoded.shape, scales.unit, strict=True)]
+    if matrix.encoded.layout.transposed:
+        values = values.reshape(grid[::-1]).t()
+    values = values.reshape(grid).to(torch.float32)
+    values = 1 / values if scales.divides else values
+    for dim, (part, unit) in enumerate(zip((rows, columns), scales.unit, strict=True)):
+        if grid[dim] > 1:
+            at = torch.arange(part.start, part.stop, part.step, device=values.device) // unit
+            values = values.index_select(dim, at)
+    return values
+
+
 BytesRead = Callable[[int], None]
-MOST_SCALE = 1e6
+MAX_SCALE = 1e6
 """Far above any model's. With this one, products of 7168 and 2048 columns and tokens around 1 stay finite."""
-MOST_ROUTER = 1e30
+MAX_ROUTER = 1e30
 """With larger numbers in a router, logits may not be finite."""
 
 
@@ -96,8 +258,8 @@ def _read(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threadin
     name = f"{source.file}: {source.name}"
     if (out.scales < 0).any():
         raise CheckpointError(f"{name}: expected scales of at least 0, got negative ones")
-    if (largest := float(out.scales.max())) > MOST_SCALE:
-        raise CheckpointError(f"{name}: expected scales up to {MOST_SCALE:g}, got {largest:g}")
+    if (largest := float(out.scales.max())) > MAX_SCALE:
+        raise CheckpointError(f"{name}: expected scales up to {MAX_SCALE:g}, got {largest:g}")
 
 
 def _quantized(
@@ -130,9 +292,9 @@ def _plain(reader: PartReader, tensor: Stored) -> Tensor:
     values = reader.whole(tensor).to(torch.float32)
     if not values.isfinite().all():
         raise _not_finite(tensor)
-    if (largest := float(values.abs().max())) > MOST_ROUTER:
+    if (largest := float(values.abs().max())) > MAX_ROUTER:
         raise CheckpointError(
-            f"{tensor.file}: {tensor.name}: expected numbers up to {MOST_ROUTER:g}, got {largest:g}"
+            f"{tensor.file}: {tensor.name}: expected numbers up to {MAX_ROUTER:g}, got {largest:g}"
         )
     return values
 

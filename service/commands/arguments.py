@@ -9,7 +9,7 @@ from expertd.backends import BACKENDS
 if TYPE_CHECKING:
     from expertd.service.settings.loader import Flag
     from expertd.service.settings.model import Settings
-    from expertd.service.settings.values import Values
+    from expertd.service.settings.values import Value
 
 _NODES = ("nnodes", "node_rank", "rendezvous")
 _COMMON = ("host", "port", "uds", "http_workers", "backend", "devices", "ranks", *_NODES, "log_level", "keys")
@@ -51,14 +51,14 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def demo_remark(values: "Values") -> str:
+def demo_remark(values: "Value") -> str:
     """Says that a demo layer is served, if so."""
     from expertd.service.settings.loader import serves_demo
 
     return "no --model or --config: serving a demo layer of random weights" if serves_demo(values) else ""
 
 
-def read_arguments(arguments: argparse.Namespace) -> tuple["Settings", "Values"]:
+def read_arguments(arguments: argparse.Namespace) -> tuple["Settings", "Value"]:
     """The settings from the arguments, the environment and the file. Raises SettingsError."""
     from expertd.service.settings.loader import default_config, read_settings
 

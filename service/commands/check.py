@@ -21,13 +21,13 @@ from expertd.service.commands.serve import (
     check_weights,
     exposure,
 )
-from expertd.service.files import UnwritableError, temporary_directory
+from expertd.service.util.files import UnwritableError, temporary_directory
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from expertd.service.settings.model import Settings
-    from expertd.service.settings.values import Values
+    from expertd.service.settings.values import Value
 
 _ON_NODE_0 = "none: node 0 has the front end"
 
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if would_start else 2
 
 
-def _rows(value: Any, values: "Values", key: tuple[str, ...]) -> Iterator[Row]:
+def _rows(value: Any, values: "Value", key: tuple[str, ...]) -> Iterator[Row]:
     if value and isinstance(value, dict):
         for name, item in value.items():
             yield from _rows(item, values, (*key, name))

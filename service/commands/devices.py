@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 from expertd.backends import BACKENDS, Capabilities, with_joint_exchange
-from expertd.service.files import temporary_directory
+from expertd.service.util.files import temporary_directory
 
 if TYPE_CHECKING:
     from expertd.service.settings.model import Settings

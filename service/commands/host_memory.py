@@ -125,7 +125,7 @@ def _staged_bytes(settings: Settings, capabilities: Capabilities) -> int:
 
 def _what_would_do(settings: Settings, capabilities: Capabilities, free: int) -> str:
     """A hint: memory for bodies with which the rest fits; empty if none would do."""
-    limits = settings.limits.model_copy(update={"max_buffered_bytes": settings.least_buffered_bytes})
+    limits = settings.limits.model_copy(update={"max_buffered_bytes": settings.min_buffered_bytes})
     fewer = settings.model_copy(update={"limits": limits})
     if _buffered_bytes(fewer) + _staged_bytes(fewer, capabilities) <= free:
         return f"; {_BUFFERED} of {limits.max_buffered_bytes} would do"

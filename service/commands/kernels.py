@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertd.service.files import temporary_folder, write_whole
+from expertd.service.util.files import temporary_folder, write_whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -136,7 +136,7 @@ def _build_all(directory: Path | None) -> BuildReport:
     """With `directory`, leaves nothing there but binaries. Raises KernelsCommandError if it lacks any."""
     from expertd.kernels.backends import jit_variants
     from expertd.kernels.jit import build_all, cache_directory, check_writable, find
-    from expertd.service.terminal import progress_bar
+    from expertd.service.util.logs import progress_bar
 
     sources = [variant.source for variant in jit_variants()]
     if directory is None and any(find(source) is None for source in sources):

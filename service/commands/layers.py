@@ -14,7 +14,7 @@ from expertd.activation import COMMON
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from expertd.service.checkpoints.listing import ListedLayer
+    from expertd.service.checkpoints.expand import ListedLayer
     from expertd.service.checkpoints.model import MoEModel
 
 _SIZES = ("hidden_size", "intermediate_size", "num_experts", "num_shared_experts", "top_k")
@@ -38,7 +38,7 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
 def run(arguments: argparse.Namespace) -> int:
     """Print the list; return 0, or 2 if the checkpoint cannot be served."""
     from expertd.service.checkpoints import CheckpointError
-    from expertd.service.checkpoints.listing import list_layers
+    from expertd.service.checkpoints.expand import list_layers
 
     path = arguments.path.expanduser()
     try:

@@ -10,8 +10,8 @@ from expertd.service.commands.arguments import add_serve_arguments, read_argumen
 from expertd.service.commands.cpus import prepare_openmp
 from expertd.service.commands.serve import check_weights
 from expertd.service.engine.profile_limits import MAX_SECONDS, MAX_STEPS, SECONDS, STEPS
-from expertd.service.files import UnwritableError, check_writable, temporary_directory, write_whole
-from expertd.service.imports import quick_imports
+from expertd.service.util.files import UnwritableError, check_writable, temporary_directory, write_whole
+from expertd.service.util.heap import quick_imports
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _refuse(2, *error.mistakes)
     except (ValueError, UnwritableError) as error:
         return _refuse(2, error)
-    from expertd.service.terminal import configure_logging
+    from expertd.service.util.logs import configure_logging
 
     configure_logging(settings.log_level, form=settings.log_format)
     prepare_openmp(settings)
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _only(settings: "Settings", name: str | None) -> "Settings":
     """The settings with one model, which is loaded. Raises ValueError unless `name`, or None, says which."""
-    from expertd.service.sentences import any_of, shown
+    from expertd.service.util.sentences import any_of, shown
 
     found = [model for model in settings.models if name in (None, model.name)]
     if len(found) != 1:

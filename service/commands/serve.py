@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from expertd.service.commands.arguments import add_serve_arguments, demo_remark, read_arguments
 from expertd.service.commands.cpus import prepare_openmp
 from expertd.service.commands.devices import capabilities_of, check_before_listening
-from expertd.service.files import UnwritableError
-from expertd.service.imports import quick_imports
+from expertd.service.util.files import UnwritableError
+from expertd.service.util.heap import quick_imports
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _refuse(*error.mistakes)
     except ValueError as error:
         return _refuse(error)
-    from expertd.service.heap import share_heap
-    from expertd.service.terminal import configure_logging
+    from expertd.service.util.heap import share_heap
+    from expertd.service.util.logs import configure_logging
 
     configure_logging(settings.log_level, form=settings.log_format)
     if remark_on_demo := demo_remark(values):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from expertd.service.device.base import Copies, Device, Event, GraphPool, Stream
 from expertd.service.device.host_memory import free_host_bytes
-from expertd.service.heap import give_back_freed
 from expertd.service.memory import Register, nothing_to_register
+from expertd.service.util.heap import give_back_freed
 
 
 class _Event:

@@ -18,8 +18,8 @@ from expertd.service.engine.errors import EngineError, SchedulerClosedError
 from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.lane_work import LaneWork
 from expertd.service.engine.lookout import Lookout
+from expertd.service.engine.metrics.steps import QueueState
 from expertd.service.engine.queue_counts import Backlog
-from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.engine.stepping import Stepping

@@ -28,16 +28,16 @@ from expertd.service.engine.errors import (
     RoutingUnavailableError,
     SchedulerClosedError,
 )
-from expertd.service.engine.gpu_sensors import GpuSensors
 from expertd.service.engine.idle_memory import give_back_idle
 from expertd.service.engine.lanes import scheduler_of, spin_seconds_of
 from expertd.service.engine.layers import LoadCancelledError, weights_ids
 from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.metrics.device import GpuSensors
+from expertd.service.engine.metrics.steps import QueueState
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.profiling import Profiling, Recording
 from expertd.service.engine.queue_counts import Backlog, QueueCounts
-from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
@@ -45,8 +45,9 @@ from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
 from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
-from expertd.service.sentences import all_of
+from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
+from expertd.service.util.sentences import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class Engine:
             self.scheduler, *about, lambda: self.loaded.recordings if self.loaded else None
         )
         shapes = {model.name: model.shape for model in settings.models}
-        metrics.add_models(shapes, settings.metrics.max_expert_series)
+        lanes = [lane.name for lane in lanes_of(settings) if lane.name]
+        metrics.add_models(shapes, settings.metrics.max_expert_series, lanes)
         self._sensors = GpuSensors()
         self._routing = asyncio.Lock()
 

@@ -6,12 +6,11 @@ from prometheus_client.core import Metric
 
 from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.engine import Engine
-from expertd.service.engine.lane_metrics import lane_queue_metrics
 from expertd.service.engine.lanes import Lanes
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.placement_metrics import placement_metrics
-from expertd.service.engine.queue_metrics import queue_metrics
-from expertd.service.engine.use_metrics import memory_metrics, use_metrics
+from expertd.service.engine.metrics.device import memory_metrics, use_metrics
+from expertd.service.engine.metrics.ranks import placement_metrics
+from expertd.service.engine.metrics.steps import lane_queue_metrics, queue_metrics
 from expertd.service.moe.step_counts import NOTHING
 
 

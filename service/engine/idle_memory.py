@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from expertd.service.heap import give_back_freed
 from expertd.service.memory import Arena
+from expertd.service.util.heap import give_back_freed
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
@@ -18,13 +18,12 @@ from typing import TypeVar
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import QueueFullError
 from expertd.service.engine.jobs import JOB_SECONDS
-from expertd.service.engine.lane_metrics import LaneMetrics, LaneObserver
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.metrics.steps import QueueState
 from expertd.service.engine.queue_counts import Backlog
-from expertd.service.engine.queue_metrics import QueueState
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending, Runner
 from expertd.service.engine.wakeup import Source
-from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.settings.lanes import LANES, lanes_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import ChannelSettings
@@ -237,14 +236,24 @@ def scheduler_of(settings: Settings, metrics: Metrics) -> AnyScheduler:
     lanes = lanes_of(settings)
     if len(lanes) == 1:
         return Scheduler(lanes[0].limits, metrics, spin_seconds)
-    names = [lane.name for lane in lanes]
-    counts = LaneMetrics([model.name for model in settings.models], names)
-    metrics.watch(counts.collect)
     decode, prefill = (
-        Scheduler(lane.limits, LaneObserver(lane.name, metrics, counts), spin_seconds, number)
+        Scheduler(lane.limits, _LaneObserver(lane.name, metrics), spin_seconds, number)
         for number, lane in enumerate(lanes)
     )
     return Lanes(decode, prefill, settings.lanes.decode_max_tokens)
+
+
+class _LaneObserver:
+    """Reports the steps of one lane to `metrics`. Implements `StepObserver`."""
+
+    def __init__(self, lane: str, metrics: Metrics) -> None:
+        self._lane, self._metrics = lane, metrics
+
+    def step_done(self, model: str, result: StepResult, queue_seconds: Sequence[float]) -> None:
+        self._metrics.step_done(model, result, queue_seconds, self._lane)
+
+    def step_failed(self, model: str, num_requests: int) -> None:
+        self._metrics.step_failed(model, num_requests)
 
 
 def _park(lane: Scheduler, resume: threading.Event) -> "Future[None]":

@@ -29,7 +29,7 @@ from expertd.service.moe.weights import (
 )
 from expertd.service.moe.weights_file import BIASES
 from expertd.service.settings.served import ModelSettings
-from expertd.service.terminal import progress_bar, shows_bars
+from expertd.service.util.logs import progress_bar, shows_bars
 
 logger = logging.getLogger(__name__)
 

@@ -16,16 +16,16 @@ from expertd.kernels.backends import why_not
 from expertd.service.device import Stream, device_of
 from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of, stop_if
 from expertd.service.engine.local_models import Held, LocalModels
+from expertd.service.engine.metrics.ranks import RankState
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.profiling import RankRecordings
-from expertd.service.engine.rank_metrics import RankState
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.step_counts import NOTHING, StepUse
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
-from expertd.service.terminal import progress_bar, shows_bars
+from expertd.service.util.logs import progress_bar, shows_bars
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
 from expertd.service.engine.memory_needs import needs_of_model, needs_of_models, staging_of_model
 from expertd.service.engine.runner_sets import RunnerSet
-from expertd.service.heap import give_back_freed
 from expertd.service.moe.base import Layer
 from expertd.service.moe.needs import Needs
 from expertd.service.moe.out_of_memory import does_not_fit, in_one_sentence
@@ -27,7 +26,8 @@ from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
-from expertd.service.terminal import progress_bar, shows_bars
+from expertd.service.util.heap import give_back_freed
+from expertd.service.util.logs import progress_bar, shows_bars
 
 if TYPE_CHECKING:
     from expertd.kernels.partitions import SMPartitions

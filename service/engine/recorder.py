@@ -18,7 +18,7 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.profile_limits import MAX_BYTES
 from expertd.service.engine.stream_marks import mark, with_stream_names
-from expertd.service.files import NO_ROOM, UnwritableError, temporary_directory, temporary_folder
+from expertd.service.util.files import NO_ROOM, UnwritableError, temporary_directory, temporary_folder
 
 _END_BYTES = 8192  # of a trace: its last key, with the path of the file
 _PROBE_BYTES = 1 << 16

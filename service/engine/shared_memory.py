@@ -23,8 +23,8 @@ from expertd.service.memory import (
     SystemMemory,
 )
 from expertd.service.memory.system import file_name
-from expertd.service.sentences import shown
 from expertd.service.settings.parts import SharedMemorySettings
+from expertd.service.util.sentences import shown
 
 logger = logging.getLogger(__name__)
 

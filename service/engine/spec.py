@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from expertd.service.engine.errors import UnknownModelError
-from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
+from expertd.service.util.sentences import any_of, shown
 
 MODEL_VERSION = "1"
 """The only version of every model."""

@@ -15,7 +15,7 @@ from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import CONTROL_BODY
 from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import OipError
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 
 class Control(NamedTuple):

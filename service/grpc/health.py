@@ -12,7 +12,7 @@ from expertd.service.engine.errors import NotReadyError
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.http.bodies import CONTROL_BODY
 from expertd.service.http.protocol import OipError
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 HEALTH = "grpc.health.v1.Health"
 _SERVER = ("", SERVICE)  # the services that are the whole server; models are others, by their names

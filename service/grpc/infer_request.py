@@ -23,9 +23,9 @@ from expertd.service.inference.threads import INLINE_BYTES, Where
 from expertd.service.inference.versions import check_client
 from expertd.service.memory import Arena, Buffer, Span, host_view
 from expertd.service.moe.request import Output
-from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
 from expertd.service.tracing.context import Headers
+from expertd.service.util.sentences import shown
 
 _MODEL, _VERSION, _ID = 1, 2, 3  # the numbers of those fields
 _REGION = "shared_memory_region"

@@ -24,8 +24,8 @@ from expertd.service.inference.endpoint import InferEndpoint
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.gate import Gate
 from expertd.service.inference.versions import CLIENT
-from expertd.service.log_lines import with_fields
 from expertd.service.tracing.context import Headers
+from expertd.service.util.logs import with_fields
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("uvicorn.access")  # as over HTTP

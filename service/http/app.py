@@ -14,7 +14,6 @@ from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from expertd import __version__
-from expertd.service import log_lines
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.listener import ChannelListener
 from expertd.service.engine import engine_metrics
@@ -48,10 +47,11 @@ from expertd.service.http.routes.documentation import document
 from expertd.service.inference.endpoint import InferEndpoint
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.gate import Gate, KeyFile
-from expertd.service.sentences import any_of, shown
 from expertd.service.settings.model import Settings
 from expertd.service.statuses import infer_status
 from expertd.service.tracing import tracing_of
+from expertd.service.util import logs
+from expertd.service.util.sentences import any_of, shown
 
 _READY = "/v2/health/ready"
 _HEALTH = re.compile("/(live|ready)$")  # the paths of checks
@@ -133,7 +133,7 @@ class ExpertApp(FastAPI):
 
     def set_log_level(self, level: str) -> None:
         """Change the minimum level of the log lines of this process and of its HTTP processes."""
-        log_lines.set_level(level)
+        logs.set_level(level)
         self.pass_on_log_level(level)
 
     def stop_reading(self) -> None:

@@ -7,8 +7,8 @@ from starlette.types import Receive
 
 from expertd.service.http.protocol import OipError
 from expertd.service.inference.limits import BodyLimit
-from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
+from expertd.service.util.sentences import shown
 
 CONTROL_BODY = BodyLimit(64 * 1024)
 # In an ASGI message of our own server: bytes that the body is known to have after this part of it.

@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from expertd.service.channels.listener import ChannelListener
-from expertd.service.files import UnwritableError, temporary_directory, temporary_folder
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import AUTO
 from expertd.service.settings.sources import runtime_directory
-from expertd.service.socket_files import SocketFile, listen_at
+from expertd.service.util.files import UnwritableError, temporary_directory, temporary_folder
+from expertd.service.util.socket_files import SocketFile, listen_at
 
 _BACKLOG = 2048
 

@@ -12,7 +12,7 @@ from expertd.service.http.request_head import RequestHead
 from expertd.service.http.shared import ServerState, Shared
 from expertd.service.inference.body import LARGE_BYTES
 from expertd.service.inference.call import InferCall
-from expertd.service.log_lines import with_fields
+from expertd.service.util.logs import with_fields
 
 access_logger = logging.getLogger("uvicorn.access")
 

@@ -10,8 +10,8 @@ import httptools
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.refused import RefusedError
-from expertd.service.sentences import shown
 from expertd.service.settings.parts import Limits
+from expertd.service.util.sentences import shown
 
 logger = logging.getLogger(__name__)
 

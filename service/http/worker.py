@@ -16,9 +16,7 @@ from functools import partial
 
 from expertd.service.channels.layout import GREETING
 from expertd.service.channels.remote import RemoteEngine
-from expertd.service.engine.key_counts import KeyCounts
-from expertd.service.engine.request_counts import RequestCounts
-from expertd.service.heap import share_heap
+from expertd.service.engine.metrics.requests import KeyCounts, RequestCounts
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.certificates import Certificates
@@ -36,11 +34,11 @@ from expertd.service.http.worker_setup import (
 )
 from expertd.service.inference.endpoint import InferEndpoint
 from expertd.service.inference.gate import Gate, KeyFile
-from expertd.service.log_lines import set_level
 from expertd.service.settings.keys import Keys
 from expertd.service.statuses import infer_status
-from expertd.service.terminal import configure_logging
 from expertd.service.tracing import tracing_of
+from expertd.service.util.heap import share_heap
+from expertd.service.util.logs import configure_logging, set_level
 
 _MESSAGE_BYTES = 256
 

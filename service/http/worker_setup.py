@@ -7,11 +7,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from expertd.service.channels.cells import CELL_BYTES
-from expertd.service.engine import queue_counts, request_counts
-from expertd.service.engine.key_counts import NUM_CELLS
+from expertd.service.engine import queue_counts
+from expertd.service.engine.metrics import requests
+from expertd.service.engine.metrics.requests import NUM_KEY_CELLS
 from expertd.service.engine.queue_counts import QueueCounts
 from expertd.service.settings.certificates import TlsFiles
-from expertd.service.settings.keys import Key
+from expertd.service.settings.keys import ApiKey
 from expertd.service.settings.model import Settings
 
 # Messages to a process; the first one of a channel's comes with its descriptors.
@@ -45,7 +46,7 @@ class WorkerSetup(BaseModel):
     control: int
     listener: int
     counts: int
-    keys: tuple[Key, ...] | None = None
+    keys: tuple[ApiKey, ...] | None = None
     tls: TlsFiles | None = None
 
 
@@ -55,11 +56,11 @@ class SharedCounts:
     """
 
     def __init__(self, descriptor: int, num_processes: int, num_models: int) -> None:
-        self._stride = request_counts.num_cells(num_models)
+        self._stride = requests.num_cells(num_models)
         self._num_models = num_models
         num_queues = (1 + num_processes) * queue_counts.num_cells(num_models)
-        size = num_processes * (2 + self._stride + NUM_CELLS) + num_queues
-        num_bytes = size * request_counts.CELL_BYTES
+        size = num_processes * (2 + self._stride + NUM_KEY_CELLS) + num_queues
+        num_bytes = size * requests.CELL_BYTES
         os.ftruncate(descriptor, num_bytes)
         cells = memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
         self.connections, cells = cells[:num_processes], cells[num_processes:]
@@ -81,7 +82,7 @@ class SharedCounts:
 
     def keys(self, index: int) -> "memoryview[float]":
         """The cells of a process, for `KeyCounts`."""
-        return self._keys[index * NUM_CELLS : (index + 1) * NUM_CELLS]
+        return self._keys[index * NUM_KEY_CELLS : (index + 1) * NUM_KEY_CELLS]
 
 
 def shares(settings: Settings) -> Settings:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from expertd.service.engine.errors import EngineError, RegionsElsewhereError
-from expertd.service.engine.request_counts import Stages
+from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import StepTimes
 from expertd.service.inference.body import LARGE_BYTES, InferBody, Received, take
@@ -24,7 +24,6 @@ from expertd.service.inference.head import InferHead
 from expertd.service.inference.plan import Plan
 from expertd.service.inference.tensors import ELEMENT_BYTES, check_tokens
 from expertd.service.inference.threads import Where, pause_for_others, thread_from
-from expertd.service.log_lines import with_fields
 from expertd.service.memory import (
     Arena,
     Block,
@@ -38,9 +37,10 @@ from expertd.service.memory import (
 )
 from expertd.service.moe.request import LayerRequest, Output, fp8_rows
 from expertd.service.moe.stages import TimedStep
-from expertd.service.sentences import shortened, shown
 from expertd.service.tracing import Rpc, TraceContext, TracedRequest, Tracing, trace_context
 from expertd.service.tracing.context import Headers
+from expertd.service.util.logs import with_fields
+from expertd.service.util.sentences import shortened, shown
 
 logger = logging.getLogger(__name__)
 

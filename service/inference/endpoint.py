@@ -4,8 +4,8 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.request_counts import Stages
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import Done
 from expertd.service.inference.gate import Gate

@@ -1,7 +1,7 @@
 """The error that an infer request can fail with."""
 
 from expertd.service.engine.refusals import Reason
-from expertd.service.sentences import shortened
+from expertd.service.util.sentences import shortened
 
 _ID_CHARACTERS = 200  # longer ids are shortened in errors; UUIDs and trace ids are shorter
 

@@ -5,15 +5,15 @@ from collections.abc import Collection
 from pathlib import Path
 from time import monotonic
 
-from expertd.service.engine.key_counts import KeyCounts
+from expertd.service.engine.metrics.requests import KeyCounts
 from expertd.service.engine.steps import caller_number
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.head import InferHead
 from expertd.service.inference.versions import check_client
-from expertd.service.sentences import all_of, any_of
-from expertd.service.settings.keys import Key, Keys, Right, load_keys
+from expertd.service.settings.keys import ApiKey, Keys, Right, load_keys
 from expertd.service.settings.values import SettingsError
 from expertd.service.tracing.context import Headers
+from expertd.service.util.sentences import all_of, any_of
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Gate:
             expected = "the key that opened it, or one with the right admin"
             raise RequestError(f"{what}: expected {expected}, got key {caller}", reason="forbidden")
 
-    def _known(self, headers: Headers) -> Key | None:
+    def _known(self, headers: Headers) -> ApiKey | None:
         keys = self.refresh()
         try:
             return None if keys is None else keys.find(_secret(headers))
@@ -188,6 +188,6 @@ def _unauthorized(text: str) -> RequestError:
     return RequestError(text, reason="unauthorized")
 
 
-def _forbidden(key: Key, rights: Collection[Right]) -> RequestError:
+def _forbidden(key: ApiKey, rights: Collection[Right]) -> RequestError:
     text = f"key {key.name}: expected the right {any_of(rights)}, got {all_of(key.rights)}"
     return RequestError(text, reason="forbidden")

@@ -6,7 +6,7 @@ from typing import Any
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.inference.errors import RequestError, memory_full
 from expertd.service.memory import Buffer, NoBlockError, Place, RegionError, RegionUses, Span, is_on_gpu
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 REGION, BYTE_SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 _ROW_ALIGNMENT = 16  # of hidden states: the device reads and writes them in pieces of 16 bytes

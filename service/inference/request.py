@@ -31,7 +31,7 @@ from expertd.service.inference.tensors import (
 )
 from expertd.service.memory import Buffer, RegionUses, Span
 from expertd.service.moe.request import LayerRequest
-from expertd.service.sentences import any_of, shown
+from expertd.service.util.sentences import any_of, shown
 
 _LONG_SECONDS = 1.0  # a timeout that hardly ever passes during a step: the output is written in place
 # Parameters of the protocol that this server does not support: ignoring them would mislead.

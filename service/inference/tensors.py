@@ -9,7 +9,7 @@ from expertd.service.inference.errors import RequestError
 from expertd.service.inference.places import check_routing, hidden_states_at, output_at, routing_at
 from expertd.service.memory import Buffer, Place, RegionUses, Span
 from expertd.service.moe.request import FP8, LayerRequest
-from expertd.service.sentences import any_of
+from expertd.service.util.sentences import any_of
 
 ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4, "FP8": 1, "UINT8": 1, "INT32": 4, "INT64": 8}
 FLOATS = ("BF16", "FP16", "FP32")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from expertd import __version__
 from expertd.service.inference.errors import RequestError
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 CLIENT = b"expertd-client"
 """The header, or gRPC metadata, with the client's version."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeGuard
 
-from expertd.service.files import check_readable, why_unreadable
+from expertd.service.util.files import check_readable, why_unreadable
 
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH_BYTES = 8  # of the header's length, in front of it

@@ -21,8 +21,8 @@ from expertd.service.ranks.nodes import shared_settings
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import RankSetup, Role
 from expertd.service.ranks.starting import LoadFailedError, start_ranks, wait_loaded
-from expertd.service.sentences import shown
 from expertd.service.settings.model import Settings
+from expertd.service.util.sentences import shown
 
 logger = logging.getLogger(__name__)
 

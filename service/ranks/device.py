@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from expertd.kernels.jit import stats
 from expertd.service.engine.loading import Loaded
-from expertd.service.engine.rank_metrics import RankDevice
+from expertd.service.engine.metrics.ranks import RankDevice
 
 _SECONDS = 2.0  # between two looks
 

@@ -16,7 +16,6 @@ from expertd.service.device.cuda import use_gpu
 from expertd.service.engine.layers import Cancelled, rule_of, weights_of
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner, Step
-from expertd.service.files import temporary_directory
 from expertd.service.moe.base import Layer
 from expertd.service.moe.parallel import (
     ExchangeError,
@@ -37,6 +36,7 @@ from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
 from expertd.service.ranks.staging import MAX_RUNNING
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers
+from expertd.service.util.files import temporary_directory
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import threading
 from contextlib import suppress
 
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.engine.rank_metrics import RankDevice
+from expertd.service.engine.metrics.ranks import RankDevice
 from expertd.service.memory import HIDDEN, DeviceMemory, Mapped, Span, Unregister, check_handle
 from expertd.service.ranks.group import RankGroup
 from expertd.service.ranks.rank import Rank

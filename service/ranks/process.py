@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from expertd.service.heap import share_heap
-from expertd.service.imports import quick_imports
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.messages import receive, send
 from expertd.service.ranks.regions import Exported, MappedRegions
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import RankSetup, Rings, RingSizes, Role
-from expertd.service.terminal import configure_logging
+from expertd.service.util.heap import quick_imports, share_heap
+from expertd.service.util.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from expertd.service.engine.rank_metrics import RankDevice
+from expertd.service.engine.metrics.ranks import RankDevice
 from expertd.service.ranks.messages import receive, send
 from expertd.service.ranks.regions import Exported, Region
 from expertd.service.ranks.ring import Bell

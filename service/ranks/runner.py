@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.service.engine.rank_metrics import RankState
+from expertd.service.engine.metrics.ranks import RankState
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.ranks.group import RankGroup

@@ -10,9 +10,9 @@ from time import time
 
 from pydantic import BaseModel, ConfigDict
 
-from expertd.service.files import read_text
 from expertd.service.settings.parts import TlsSettings
 from expertd.service.settings.values import SettingsError
+from expertd.service.util.files import read_text
 
 _CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 _KEY_END = "PRIVATE KEY-----"

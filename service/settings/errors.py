@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from expertd.service.sentences import did_you_mean, expected_and_got, like
 from expertd.service.settings.schema import all_keys, is_setting, model_at
 from expertd.service.settings.sources import NOT_SETTINGS, VARIABLE, variable_name
-from expertd.service.settings.values import DisagreementError, Key, Values, dotted
+from expertd.service.settings.values import DisagreementError, Key, Value, dotted
+from expertd.service.util.sentences import did_you_mean, expected_and_got, like
 
 _NAMED = re.compile(r"([a-z_]\w*(?:\.\w+)*): (.*)", re.DOTALL)
 _WORD = re.compile(r"[a-z_]\w*(?:\.\w+)*")
-_MOST_ORIGINS = 3
-_MOST_SENTENCES = 20
+_MAX_ORIGINS = 3
+_MAX_SENTENCES = 20
 
 
-def sentences(error: ValidationError, values: Values, otherwise: str) -> list[str]:
+def sentences(error: ValidationError, values: Value, otherwise: str) -> list[str]:
     """`origin: name: expected this, got that` for each mistake; after the first few, their number.
 
     The origins are those of the values the mistake concerns, or `otherwise` if all of them are defaults.
@@ -27,19 +27,19 @@ def sentences(error: ValidationError, values: Values, otherwise: str) -> list[st
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     found = [_sentence(detail, text, values, otherwise) for detail in details for text in _texts(detail)]
     found = list(dict.fromkeys(found))
-    if (more := len(found) - _MOST_SENTENCES) > 0:
-        found[_MOST_SENTENCES:] = [f"{otherwise}: expected valid settings, got {more} more that are not"]
+    if (more := len(found) - _MAX_SENTENCES) > 0:
+        found[_MAX_SENTENCES:] = [f"{otherwise}: expected valid settings, got {more} more that are not"]
     return found
 
 
-def _sentence(error: ErrorDetails, text: str, values: Values, otherwise: str) -> str:
+def _sentence(error: ErrorDetails, text: str, values: Value, otherwise: str) -> str:
     key = tuple(str(part) for part in error["loc"])
     name, shown = _name_and_text(error, key, text)
     if error["type"] == "extra_forbidden":
         shown += _meant(key, values)
     origins = [origin for about in _about(error, key, text) for origin in values.origins(about)]
     origins = origins or values.nearest(key) or [otherwise]
-    return f"{', '.join(list(dict.fromkeys(origins))[:_MOST_ORIGINS])}: {f'{name}: ' if name else ''}{shown}"
+    return f"{', '.join(list(dict.fromkeys(origins))[:_MAX_ORIGINS])}: {f'{name}: ' if name else ''}{shown}"
 
 
 def _texts(error: ErrorDetails) -> Sequence[str]:
@@ -61,7 +61,7 @@ def _name_and_text(error: ErrorDetails, key: Key, text: str) -> tuple[str, str]:
     return name, text
 
 
-def _meant(key: Key, values: Values) -> str:
+def _meant(key: Key, values: Value) -> str:
     """A hint at the setting that a misspelt one was meant to be, or at those of its name in other groups."""
     is_variable = any(origin.startswith(VARIABLE) for origin in values.origins(key))
     numbers = dict(enumerate(key))

@@ -11,10 +11,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from expertd.service.files import read_text
-from expertd.service.sentences import all_of, shown
 from expertd.service.settings.values import SettingsError
 from expertd.service.settings.yaml_text import TooManyValuesError, YamlTextError, parse
+from expertd.service.util.files import read_text
+from expertd.service.util.sentences import all_of, shown
 
 Right = Literal["infer", "admin", "metrics"]
 RIGHTS: tuple[Right, ...] = get_args(Right)
@@ -27,7 +27,7 @@ _FIELDS = ("name", "sha256", "rights")
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """What is known of a key."""
 
     name: str
@@ -39,9 +39,9 @@ class Key:
 class Keys:
     """The keys of one version of a file."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[ApiKey, ...]
 
-    def find(self, secret: bytes) -> Key | None:
+    def find(self, secret: bytes) -> ApiKey | None:
         """The key that is `secret`, in a time that does not depend on how much of it is right."""
         digest, found = sha256(secret).hexdigest(), None
         for key in self.keys:
@@ -111,8 +111,8 @@ def _repeated(entries: list[dict[str, Any]]) -> Iterator[str]:
                 yield f"{number}.{field}: expected another one than that of key {first}, got the same"
 
 
-def _key(entry: dict[str, Any]) -> Key:
-    return Key(entry["name"], entry["sha256"], tuple(entry["rights"]))
+def _key(entry: dict[str, Any]) -> ApiKey:
+    return ApiKey(entry["name"], entry["sha256"], tuple(entry["rights"]))
 
 
 def _kind(value: object) -> str:

@@ -15,7 +15,7 @@ from expertd.service.settings.sources import (
     from_flags,
     from_torchrun,
 )
-from expertd.service.settings.values import SettingsError, Values
+from expertd.service.settings.values import SettingsError, Value
 
 __all__ = ["Flag", "SettingsError", "default_config", "load_settings", "read_settings", "serves_demo"]
 
@@ -33,22 +33,20 @@ def load_settings(path: Path | None, flags: Sequence[Flag] = ()) -> Settings:
     return read_settings(path, flags)[0]
 
 
-def serves_demo(values: Values) -> bool:
+def serves_demo(values: Value) -> bool:
     """Whether the layer to serve is that of `DEMO`, because nothing else was said."""
     return any(origin.startswith(f"{DEMO}:") for origin in values.origins(("models",)))
 
 
-def read_settings(path: Path | None, flags: Sequence[Flag] = ()) -> tuple[Settings, Values]:
+def read_settings(path: Path | None, flags: Sequence[Flag] = ()) -> tuple[Settings, Value]:
     """Load settings as `load_settings` does; also return the given values, which know their origins."""
-    values = Values()
-    of_file, others = from_file(path) if path else [], [*from_environment(), *from_flags(flags)]
-    for assignment in (*of_file, *from_torchrun(of_file, others), *others):
-        values.put(assignment)
-    if path is None and not values.tree.get("models") and not values.tree.get("checkpoints"):
-        for assignment in from_file(DEMO):
-            if assignment.key == ("models",):
-                values.put(assignment)
+    values = from_file(path) if path else Value({}, None)
+    others = [*from_environment(), *from_flags(flags)]
+    for key, value in (*from_torchrun(values, others), *others):
+        values = values.put(key, value)
+    if path is None and not any(values.plain.get(name) for name in ("models", "checkpoints")):
+        values = values.put(("models",), from_file(DEMO).content["models"])
     try:
-        return Settings.model_validate(values.tree), values
+        return Settings.model_validate(values.plain), values
     except ValidationError as error:
         raise SettingsError(*sentences(error, values, str(path or "settings"))) from error

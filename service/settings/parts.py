@@ -17,6 +17,8 @@ from expertd.service.settings.values import check_agreement, matching
 
 MIB = 1024 * 1024
 AUTO = Path("auto")
+MAX_PARTITIONS = 32
+MAX_PARTITION_NAME = 64  # characters, in a file as in a call
 
 
 class Frozen(BaseModel):
@@ -119,9 +121,9 @@ class Limits(Frozen):
     @model_validator(mode="after")
     def _one_request_fits(self) -> Self:
         check_agreement(
-            f"max_request_tokens: expected at most {name} ({most}), got {self.max_request_tokens}"
+            f"max_request_tokens: expected at most {name} ({maximum}), got {self.max_request_tokens}"
             for name in ("max_batch_tokens", "max_queue_tokens")
-            if self.max_request_tokens > (most := getattr(self, name))
+            if self.max_request_tokens > (maximum := getattr(self, name))
         )
         return self
 
@@ -320,3 +322,34 @@ class PlacementSettings(Frozen):
         description="what ranks get equal shares of: tokens, or experts that are activated in a step, which "
         "suits small steps",
     )
+
+
+class LaneSettings(Frozen):
+    """Two lanes, each with queues and steps of its own: `decode` for short requests, `prefill` for others."""
+
+    decode_max_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="maximum tokens of a request on the decode lane, whose steps run beside those of the "
+        "prefill lane (docs/scheduling.md); 0: there are no lanes, and all steps take turns",
+    )
+    decode_batch_tokens: int = Field(
+        default=256, ge=1, description="maximum tokens of a step on the decode lane"
+    )
+    decode_partition: str | None = Field(
+        default=None, description="name of the SM partition of the decode lane; null: the whole device"
+    )
+    prefill_partition: str | None = Field(
+        default=None, description="name of the SM partition of the prefill lane; null: the whole device"
+    )
+
+    @property
+    def are_on(self) -> bool:
+        """Whether there are lanes."""
+        return self.decode_max_tokens > 0
+
+    @property
+    def partitions(self) -> dict[str, str]:
+        """The partitions that lanes run in, by the setting that names them."""
+        named = {"decode_partition": self.decode_partition, "prefill_partition": self.prefill_partition}
+        return {setting: name for setting, name in named.items() if name is not None}

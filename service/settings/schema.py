@@ -1,15 +1,21 @@
-"""Looks up settings by key in the fields of `Settings`."""
+"""Looks up settings by key in the fields of `Settings`, and reads their values in variables and flags."""
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from functools import cache, reduce
+from operator import getitem
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
+from pydantic_settings import EnvSettingsSource
+from pydantic_settings.sources.utils import parse_env_vars
 
 from expertd.service.settings.model import Settings
 from expertd.service.settings.values import Key
-from expertd.service.settings.variables import VariableSource
+from expertd.service.settings.yaml_text import parse
+
+_DELIMITER = "\0"  # between the parts of a key, which may have any other characters
 
 
 def is_setting(key: Key) -> bool:
@@ -40,6 +46,18 @@ def default_at(key: Key) -> Any:
     return None if default is PydanticUndefined else to_jsonable_python(default)
 
 
+def read(key: Key, text: str) -> Any:
+    """The value in a variable or flag: lists and mappings are YAML, "null" is None, other texts stay texts.
+
+    Raises YamlTextError.
+    """
+    source = _source()
+    variable = {_DELIMITER.join(key): text}
+    source.env_vars = parse_env_vars(variable, case_sensitive=True, parse_none_str=source.env_parse_none_str)
+    tree = source()
+    return reduce(getitem, key, tree) if tree else text  # empty: unknown, or null; both are refused later
+
+
 def _field_at(key: Key) -> Any:
     field: Any = Settings
     for part in key:
@@ -47,6 +65,24 @@ def _field_at(key: Key) -> Any:
     return field
 
 
+class _Source(EnvSettingsSource):
+    """pydantic-settings' own for the environment, with YAML and indices of lists."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: str) -> Any:
+        """Parse a list or mapping as YAML, a superset of JSON except for tabs."""
+        return parse(value.replace("\t", " ")).value
+
+    def next_field(
+        self, field: FieldInfo | Any | None, key: str, case_sensitive: bool | None = None
+    ) -> FieldInfo | None:
+        """The field or type at `key` below `field`; in a list, a number selects the type of its entries."""
+        annotation = field.annotation if isinstance(field, FieldInfo) else field
+        if get_origin(annotation) is tuple:
+            entry: FieldInfo | None = get_args(annotation)[0] if key.isdecimal() else None
+            return entry  # really a type, as the base class returns for values of a mapping
+        return super().next_field(field, key, case_sensitive)
+
+
 @cache
-def _source() -> VariableSource:
-    return VariableSource(Settings, env_prefix="")
+def _source() -> _Source:
+    return _Source(Settings, env_prefix="", env_nested_delimiter=_DELIMITER)

@@ -10,7 +10,7 @@ from expertd.limits import MAX_EXPERTS, SCALE_BLOCK
 from expertd.routing import Routing
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.parts import Frozen
-from expertd.service.settings.spans import Layers, Span, numbers
+from expertd.service.settings.spans import Layers, Range, numbers
 from expertd.service.settings.values import matching
 
 
@@ -108,7 +108,7 @@ class ModelSettings(Frozen):
         description="whether answers have the shared experts' part; false: their weights are not read, and "
         "callers compute them",
     )
-    local_experts: Span | None = Field(
+    local_experts: Range | None = Field(
         default=None, description="routed experts held here, e.g. `0-63`; null: all"
     )
     routing: RoutingSettings = Field(default=RoutingSettings(), description="routing rule")
@@ -176,7 +176,7 @@ class CheckpointSettings(Frozen):
     layers: Layers = Field(
         default="all", description="MoE layers to serve, e.g. `3`, `3-5`, `3-5,9` or `all`"
     )
-    experts: Span | None = Field(
+    experts: Range | None = Field(
         default=None,
         description="routed experts held here, e.g. `0-63`; null: all; shared experts go with expert 0",
     )

@@ -2,28 +2,36 @@
 
 import os
 import re
-from collections.abc import Sequence
-from functools import partial, reduce
-from itertools import chain
-from operator import getitem
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from expertd.service.files import read_text
-from expertd.service.sentences import shown
-from expertd.service.settings.model import ENV_DELIMITER, ENV_PREFIX, Settings
-from expertd.service.settings.rendezvous import TORCHRUN, torchrun_assignments
-from expertd.service.settings.values import Assignment, Key, SettingsError, dotted
-from expertd.service.settings.variables import VariableSource
+from expertd.service.settings.fields import ENV_DELIMITER, ENV_PREFIX, Fields
+from expertd.service.settings.schema import read
+from expertd.service.settings.values import Key, SettingsError, Value, dotted
 from expertd.service.settings.yaml_text import YamlTextError, parse
+from expertd.service.util.files import read_text
+from expertd.service.util.sentences import shown
 
 NOT_SETTINGS = ("ca", "cache_dir", "config", "key")
 """Of other variables: the client reads CA and KEY, the kernel cache CACHE_DIR, `default_config` CONFIG."""
 VARIABLE = "environment variable "
 """The beginning of the origin of a variable's value."""
 
+# torchrun's variables and their settings; NODE_RANK overrides GROUP_RANK, as the one that people set
+_TORCHRUN = {
+    "NNODES": "nnodes",
+    "GROUP_RANK": "node_rank",
+    "NODE_RANK": "node_rank",
+    "MASTER_ADDR": None,
+    "MASTER_PORT": None,
+}
 # Kubernetes sets such variables in every pod for a Service named "expertd".
 _SERVICE_LINK = re.compile(rf"{ENV_PREFIX}(SERVICE_(HOST|PORT).*|PORT_\d+_(TCP|UDP).*)")
+
+
+Override = tuple[Key, Value]
+"""A value, and the key where it overrides that of earlier sources."""
 
 
 class Flag(NamedTuple):
@@ -51,7 +59,7 @@ def runtime_directory() -> Path | None:
     return Path(value) if value.startswith("/") else None
 
 
-def from_file(path: Path) -> list[Assignment]:
+def from_file(path: Path) -> Value:
     """The settings in a YAML file. Raises SettingsError."""
     try:
         parsed = parse(read_text(path))
@@ -73,12 +81,12 @@ def from_file(path: Path) -> list[Assignment]:
             key = key[:-1]
         return f"{path}:{parsed.lines[key]}" if key else str(path)
 
-    return [Assignment((name,), value, origin) for name, value in values.items()]
+    return Value.of(values, origin)._replace(origin=None)
 
 
-def from_environment() -> list[Assignment]:
+def from_environment() -> list[Override]:
     """The settings in EXPERTD_... variables; nested keys come last and override. Raises SettingsError."""
-    source, assignments = VariableSource(Settings), []
+    overrides = []
     seen: dict[str, str] = {}  # names that differ in case only stand for one setting
     for name, text in sorted(os.environ.items()):
         if (
@@ -89,56 +97,48 @@ def from_environment() -> list[Assignment]:
             continue
         path = name.removeprefix(ENV_PREFIX).lower()
         key = tuple(path.split(ENV_DELIMITER))
-        if not text and key[0] in Settings.model_fields:
+        if not text and key[0] in Fields.model_fields:
             continue
         if key == ("port",) and text.startswith(("tcp://", "udp://")):  # also a service link
             continue
         if (other := seen.setdefault(path, name)) != name:
             raise SettingsError(f"environment: expected one of {other} and {name}, got both")
-        assignments.append(_read(source, f"{ENV_PREFIX}{path}", key, text, f"{VARIABLE}{name}"))
-    return sorted(assignments, key=lambda assignment: len(assignment.key))
+        overrides.append(_override(key, text, f"{VARIABLE}{name}"))
+    return sorted(overrides, key=lambda override: len(override[0]))
 
 
-def from_torchrun(of_file: Sequence[Assignment], others: Sequence[Assignment]) -> list[Assignment]:
+def from_torchrun(of_file: Value, others: Sequence[Override]) -> Iterator[Override]:
     """The settings in variables with torchrun's names, if they or another source give the number of nodes.
 
     They override the file, and `others` override them.
     """
-    found = {name: text for name in TORCHRUN if (text := os.environ.get(name))}
-    counts = [[each.value for each in source if each.key == ("nnodes",)] for source in (of_file, others)]
-    counts.insert(1, [found["NNODES"]] if "NNODES" in found else [])
-    given = [*chain(*counts)]
-    if not given:
-        return []  # an environment of other programs
-    if str(given[-1]) == "1":
-        found.pop("MASTER_ADDR", None)  # torchrun sets it for one node, too, which meets nobody
-    return torchrun_assignments(found)
+    variables = {name: text for name in _TORCHRUN if (text := os.environ.get(name))}
+    counts = [of_file.content[name].plain for name in of_file.content if name == "nnodes"]
+    counts += [text for name, text in variables.items() if name == "NNODES"]
+    counts += [value.plain for key, value in others if key == ("nnodes",)]
+    if not counts:
+        return  # an environment of other programs
+    for name, key in _TORCHRUN.items():
+        if key and name in variables:
+            yield _override((key,), variables[name], f"{VARIABLE}{name}")
+    # torchrun sets them for one node, too, which meets nobody.
+    if str(counts[-1]) != "1" and {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
+        place = f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+        yield _override(("rendezvous",), place, "environment variables MASTER_ADDR, MASTER_PORT")
 
 
-def from_flags(flags: Sequence[Flag]) -> list[Assignment]:
+def from_flags(flags: Sequence[Flag]) -> list[Override]:
     """The settings in flags, in the given order. Raises SettingsError."""
-    source = VariableSource(Settings, env_prefix="", env_nested_delimiter=".")
-    assignments = []
-    for name, path, value in flags:
-        key, origin = tuple(path.split(".")), f"flag {name}"
-        if isinstance(value, str):
-            assignments.append(_read(source, path, key, value, origin))
-        else:
-            assignments.append(Assignment(key, value, partial(_always, origin)))
-    return assignments
+    return [_override(tuple(flag.key.split(".")), flag.value, f"flag {flag.name}") for flag in flags]
 
 
-def _read(source: VariableSource, name: str, key: Key, text: str, origin: str) -> Assignment:
-    try:
-        tree = source.read(name, text)
-    except YamlTextError as error:
-        raise SettingsError(_sentence(origin, (*key, *error.key), error)) from error
-    value = reduce(getitem, key, tree) if tree else text  # empty: unknown, or null; both are refused later
-    return Assignment(key, value, partial(_always, origin))
-
-
-def _always(origin: str, _: Key) -> str:
-    return origin
+def _override(key: Key, value: Any, origin: str) -> Override:
+    if isinstance(value, str):
+        try:
+            value = read(key, value)
+        except YamlTextError as error:
+            raise SettingsError(_sentence(origin, (*key, *error.key), error)) from error
+    return key, Value.of(value, lambda _: origin)
 
 
 def _sentence(origin: str, key: Key, error: Exception) -> str:

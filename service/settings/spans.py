@@ -67,6 +67,6 @@ def _list_to_text(value: object) -> object:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else _to_text(value)
 
 
-Span = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_one)]
+Range = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_one)]
 Layers = Annotated[str, BeforeValidator(_to_text), AfterValidator(_checked_layers)]
 Devices = Annotated[str, BeforeValidator(_list_to_text), AfterValidator(_checked)]

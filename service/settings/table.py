@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from expertd.service import tables
 from expertd.service.settings.model import Settings
+from expertd.service.util import tables
 
 _BOUNDS = {
     "minimum": "at least {}",
@@ -113,7 +113,7 @@ def _number(bound: float) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the table into a document, or compare; returns the exit code."""
-    return tables.run("settings", settings_table, "expertd.service.settings.table", arguments, in_chart)
+    return tables.run({"settings": settings_table}, "expertd.service.settings.table", arguments, in_chart)
 
 
 if __name__ == "__main__":

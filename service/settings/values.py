@@ -1,14 +1,12 @@
-"""Nested values merged from several sources, with the origin of each."""
+"""Nested values merged from several sources, with the origin of each, and the sentences about wrong ones."""
 
-import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import AfterValidator
 
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 _PLAIN = re.compile(r"[\w-]{1,60}")
 Key = tuple[str, ...]
@@ -17,7 +15,7 @@ Key = tuple[str, ...]
 
 def dotted(key: Key) -> str:
     """The key with dots between its parts; unusual parts are quoted, long ones are cut."""
-    return ".".join(part if _PLAIN.fullmatch(part) else f"{part!a:.60}" for part in _text(key))
+    return ".".join(part if _PLAIN.fullmatch(part) else f"{part!a:.60}" for part in map(str, key))
 
 
 class SettingsError(Exception):
@@ -66,94 +64,74 @@ def check_host(host: str) -> str:
 HostName = Annotated[str, AfterValidator(check_host)]
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """A value for `key`; `origin` maps the full key of each of its parts to the part's origin."""
+class Value(NamedTuple):
+    """A value from a source, with its origin; a mapping or list holds more of them.
 
-    key: Key
-    value: Any
-    origin: Callable[[Key], str]
+    origin  None for a mapping that is there only for the values in it
+    """
 
+    content: Any
+    origin: str | None
 
-@dataclass
-class Values:
-    """The merged values: `tree` holds them as nested mappings and lists."""
+    @classmethod
+    def of(cls, content: Any, origin: Callable[[Key], str], key: Key = ()) -> Self:
+        """`content` and all that it holds; `origin` gives that of what is at a key, below `key`."""
+        held = content
+        if isinstance(content, dict):
+            held = {name: cls.of(item, origin, (*key, str(name))) for name, item in content.items()}
+        elif isinstance(content, list):
+            held = [cls.of(item, origin, (*key, str(index))) for index, item in enumerate(content)]
+        return cls(held, origin(key))
 
-    tree: dict[str, Any] = field(default_factory=dict)
-    _origins: dict[Key, str] = field(default_factory=dict)
+    @property
+    def plain(self) -> Any:
+        """The value without origins."""
+        if isinstance(self.content, dict):
+            return {name: item.plain for name, item in self.content.items()}
+        return [item.plain for item in self.content] if isinstance(self.content, list) else self.content
 
-    def put(self, assignment: Assignment) -> None:
-        """Add a value: mappings are merged with the present ones, anything else replaces the present value.
+    def merged(self, other: Self) -> Self:
+        """This value overridden by another: mappings are merged, anything else is replaced."""
+        if not (isinstance(self.content, dict) and isinstance(other.content, dict)):
+            return other
+        mine = self.content
+        new = {
+            name: mine[name].merged(item) if name in mine else item for name, item in other.content.items()
+        }
+        return self._replace(content=mine | new)
 
-        A number in the key selects an entry of a list. Raises SettingsError if the list has no such entry.
+    def put(self, key: Key, other: Self, above: Key = ()) -> Self:
+        """This value with that at `key` overridden, where a number is the index of a list's entry.
+
+        above  the key of this value. Raises SettingsError if a list has no such entry.
         """
-        key, value, origin = assignment.key, assignment.value, assignment.origin
-        container, last = self._place(key, origin)
-        below = container.get(last) if isinstance(container, dict) else container[last]
-        if isinstance(value, Mapping) and isinstance(below, dict):
-            for name, item in value.items():
-                self.put(Assignment((*key, name), item, origin))
-            return
-        self._forget(key)
-        container[last] = copy.deepcopy(value)
-        for part in _parts(key, value):
-            self._origins[part] = origin(part)
+        if not key:
+            return self.merged(other)
+        name, held = key[0], self.content
+        if isinstance(held, list):
+            if not (name.isdecimal() and int(name) < len(held)):
+                raise SettingsError(
+                    f"{other.origin}: {dotted(above)}: expected the index of one of its "
+                    f"{len(held)} entries, counted from 0, got {name!a:.80}"
+                )
+            new = held[int(name)].put(key[1:], other, (*above, name))
+            return self._replace(content=[*held[: int(name)], new, *held[int(name) + 1 :]])
+        below = held if isinstance(held, dict) else {}
+        new = below.get(name, type(self)({}, None)).put(key[1:], other, (*above, name))
+        return type(self)(below | {name: new}, self.origin if below is held else None)
 
-    def origins(self, key: Key) -> list[str]:
+    def origins(self, key: Key = ()) -> list[str]:
         """The origin of the value at `key`, or else the origins of its parts; empty for a default."""
-        key = _text(key)
-        if key in self._origins:
-            return [self._origins[key]]
-        return [origin for part, origin in self._origins.items() if part[: len(key)] == key]
+        held = dict(enumerate(self.content)) if isinstance(self.content, list) else self.content
+        # Parts of keys are texts; names in YAML may be others, which are refused later.
+        items = {str(name): item for name, item in held.items()} if isinstance(held, dict) else {}
+        if key:
+            return items[key[0]].origins(key[1:]) if key[0] in items else []
+        if self.origin is not None:
+            return [self.origin]
+        return [origin for item in items.values() for origin in item.origins()]
 
     def nearest(self, key: Key) -> list[str]:
         """The origins of `key`, or else of the innermost enclosing value that has any."""
-        for end in range(len(key), 0, -1):
-            if found := self.origins(key[:end]):
-                return found
-        return []
-
-    def _place(self, key: Key, origin: Callable[[Key], str]) -> tuple[Any, str | int]:
-        """The mapping or list that is to hold the value at `key`, and the value's key or index in it."""
-        container: Any = self.tree
-        for depth, part in enumerate(key[:-1], 1):
-            index = _index(container, key[:depth], origin)
-            below = container.get(part) if isinstance(container, dict) else container[index]
-            if not isinstance(below, (dict, list)):
-                self._forget(key[:depth])
-                below = container[index] = {}
-            container = below
-        return container, _index(container, key, origin)
-
-    def _forget(self, key: Key) -> None:
-        for part in [part for part in self._origins if part[: len(key)] == _text(key)]:
-            del self._origins[part]
-
-
-def _index(container: Any, key: Key, origin: Callable[[Key], str]) -> str | int:
-    """The last part of `key`, converted to an index if `container` is a list."""
-    part = key[-1]
-    if not isinstance(container, list):
-        return part
-    if not (part.isdecimal() and int(part) < len(container)):
-        raise SettingsError(
-            f"{origin(key)}: {dotted(key[:-1])}: expected the index of one of its "
-            f"{len(container)} entries, counted from 0, got {part!a:.80}"
-        )
-    return int(part)
-
-
-def _parts(key: Key, value: Any) -> Iterator[Key]:
-    yield _text(key)
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else ()
-    for name, item in items:
-        yield from _parts((*key, str(name)), item)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-def _text(key: Key) -> Key:
-    """`key` as strings: YAML keys can be of other types, which validation refuses later."""
-    return tuple(map(str, key))
+        found = (self.origins(key[:end]) for end in range(len(key), 0, -1))
+        return next(filter(None, found), [])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from expertd.service.engine.metric_table import FAMILIES
+from expertd.service.engine.metrics.table import FAMILIES
 from expertd.service.http.rights import CALLS
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from expertd.service.engine.metric_table import FAMILIES
+from expertd.service.engine.metrics.table import FAMILIES
 from tests.prometheus.processes import (
     Prometheus,
     gpu_exporter,

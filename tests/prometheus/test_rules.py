@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from deploy import dashboard
-from expertd.service.engine.metric_table import FAMILIES
+from expertd.service.engine.metrics.table import FAMILIES
 from tests.paths import ROOT
 from tests.prometheus.processes import CONFIGS, needs_prometheus, panel_expressions, rules, selectors
 

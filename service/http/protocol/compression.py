@@ -5,7 +5,7 @@ import zlib
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.inference.limits import BodyLimit
 from expertd.service.memory import Buffer
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 _WINDOW_BITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _PIECE_BYTES = 64 * 1024

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.inference.tensors import FLOATS
 from expertd.service.memory import Buffer
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 _KINDS = {
     NoneType: "null",

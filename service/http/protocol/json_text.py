@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from expertd.service.http.protocol.errors import OipError
 from expertd.service.memory import Buffer
-from expertd.service.sentences import long_integer
+from expertd.service.util.sentences import long_integer
 
 
 def json_of(data: Buffer, where: str, instead: str = "") -> Any:

@@ -20,7 +20,7 @@ from expertd.service.inference.request import (
 )
 from expertd.service.inference.tensors import ELEMENT_BYTES, FP8S, Output, Tensor, check_shapes, layer_request
 from expertd.service.memory import Buffer, Span, host_view
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 _MAX_OBJECTS = 1000
 _SIZE = "binary_data_size"

@@ -20,7 +20,7 @@ from expertd.service.http.routes.schemas import (
     SystemMemory,
 )
 from expertd.service.inference.gate import Gate
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 ChannelId = Annotated[str, Path(description="id of an open channel")]
 _BODY: dict[str, Any] = {

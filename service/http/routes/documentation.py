@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.rights import rights_for
 from expertd.service.http.routes.schemas import ErrorResponse, InferJsonRequest, InferJsonResponse
-from expertd.service.sentences import any_of
 from expertd.service.settings.keys import Right
+from expertd.service.util.sentences import any_of
 
 _STATUS_TEXTS = {
     400: "The request is invalid",

@@ -5,11 +5,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from expertd.service import log_lines
 from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.parsing import parsed
 from expertd.service.http.routes.schemas import LogLevel
+from expertd.service.util import logs
 
 _BODY: dict[str, Any] = {
     "requestBody": {
@@ -28,7 +28,7 @@ def log_router(set_level: Callable[[str], None], bodies: BodyReader) -> APIRoute
     @router.get("/log", response_model=LogLevel)
     async def get_log() -> dict[str, str]:
         """The minimum level of log lines."""
-        return {"level": log_lines.level()}
+        return {"level": logs.level()}
 
     @router.put(
         "/log", response_model=LogLevel, responses=errors(400, 408, 413, 415, 422), openapi_extra=_BODY
@@ -37,6 +37,6 @@ def log_router(set_level: Callable[[str], None], bodies: BodyReader) -> APIRoute
         """Change the minimum level of log lines until the server ends."""
         wanted = parsed(LogLevel, await control_body(request, bodies))
         set_level(wanted.level)
-        return {"level": log_lines.level()}
+        return {"level": logs.level()}
 
     return router

@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field
 
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.metrics.steps import ModelStatistics, Total
 from expertd.service.engine.spec import MODEL_VERSION
-from expertd.service.engine.statistics import ModelStatistics, Total
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.open_inference import ModelName, Version
 

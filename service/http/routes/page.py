@@ -14,7 +14,7 @@ from expertd.service.engine.metrics import Metrics
 from expertd.service.http.feed import Feed, Viewer
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.snapshots import Snapshots
-from expertd.service.sentences import shown
+from expertd.service.util.sentences import shown
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 # No script or style but those of the page's own files, and no connection but to this server.

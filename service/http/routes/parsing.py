@@ -5,7 +5,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from expertd.service.http.protocol import OipError, json_of
-from expertd.service.sentences import expected_and_got, shortened
+from expertd.service.util.sentences import expected_and_got, shortened
 
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -13,7 +13,7 @@ from expertd.service.http.protocol import OipError, json_of
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.open_inference import ModelName
 from expertd.service.http.routes.schemas import ModelIndexEntry, ModelStateResponse
-from expertd.service.sentences import shortened, shown
+from expertd.service.util.sentences import shortened, shown
 
 _DEPENDENTS = "unload_dependents"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, NonNegativeInt, PositiveInt, Tag
 
 from expertd.service.engine.profile_limits import MAX_SECONDS, MAX_STEPS, SECONDS, STEPS
-from expertd.service.settings.partition_limits import MAX_NAME_LENGTH, MAX_PARTITIONS
+from expertd.service.settings.parts import MAX_PARTITION_NAME, MAX_PARTITIONS
 
 
 class ErrorResponse(BaseModel):
@@ -89,7 +89,7 @@ class PartitionsRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    partitions: dict[Annotated[str, Field(max_length=MAX_NAME_LENGTH)], PositiveInt] = Field(
+    partitions: dict[Annotated[str, Field(max_length=MAX_PARTITION_NAME)], PositiveInt] = Field(
         max_length=MAX_PARTITIONS
     )
 

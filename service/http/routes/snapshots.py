@@ -8,10 +8,10 @@ from typing import Any
 from expertd import __version__
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import EngineError, PartitionsUnavailableError
-from expertd.service.engine.metric_family import PREFIX, SECONDS
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.request_counts import RequestTotals
-from expertd.service.engine.step_metrics import StepTotals
+from expertd.service.engine.metrics.family import PREFIX, SECONDS
+from expertd.service.engine.metrics.requests import RequestTotals
+from expertd.service.engine.metrics.steps import StepTotals
 from expertd.service.http.feed import SECONDS as INTERVAL_SECONDS
 from expertd.service.http.routes.partitions import shown_partitions
 from expertd.service.settings.lanes import lanes_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import dequantize_blocks, quantize_blocks
-from expertd.service.checkpoints.decode import quantize_by_powers
+from expertd.service.checkpoints.weights import quantize_by_powers
 from tests.service.checkpoints.encoders import ENCODERS
 
 _SIZE = (1024, 2048)

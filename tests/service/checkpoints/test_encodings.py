@@ -11,7 +11,7 @@ from torch import Tensor
 
 from expertd.kernels import dequantize_blocks, quantize_blocks, resolve_backend
 from expertd.service.checkpoints import CheckpointError, models_of
-from expertd.service.checkpoints.listing import list_layers
+from expertd.service.checkpoints.expand import list_layers
 from expertd.service.engine.layers import layer_of
 from expertd.service.moe.weights import ExpertWeights
 from expertd.service.settings.served import CheckpointSettings

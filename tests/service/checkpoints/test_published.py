@@ -5,7 +5,7 @@ import re
 import pytest
 
 from expertd.service.checkpoints import CheckpointError
-from expertd.service.checkpoints.families.refused import REFUSED
+from expertd.service.checkpoints.families import REFUSED
 from tests.paths import ROOT
 from tests.service.checkpoints.published import PUBLISHED, is_rounded, replaced, report, understood
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from expertd.kernels import Quantized, dequantize_blocks, quantize_blocks
 from expertd.service.checkpoints import CheckpointError, models_of
-from expertd.service.checkpoints.decode import quantize_by_powers
-from expertd.service.checkpoints.weights import read_layer
+from expertd.service.checkpoints.weights import quantize_by_powers, read_layer
 from expertd.service.moe.weights import ExpertWeights
 from expertd.service.settings.served import CheckpointSettings
 from tests.kernels.helpers import fresh_generator

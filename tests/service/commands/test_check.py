@@ -18,10 +18,10 @@ from expertd.service.cli import main
 from expertd.service.commands import serve
 from expertd.service.commands.devices import check_sockets
 from expertd.service.commands.serve import exposure
-from expertd.service.files import UnwritableError
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks import shares
 from expertd.service.tracing import tracing
+from expertd.service.util.files import UnwritableError
 from tests.service.apps import tiny_settings
 from tests.service.certificates import FOLDER
 from tests.service.full import REASONS, break_temporary_files

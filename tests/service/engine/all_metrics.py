@@ -2,13 +2,10 @@
 
 from types import SimpleNamespace
 
-from expertd.service.engine.gpu_sensors import GpuSensors
-from expertd.service.engine.lane_metrics import LaneMetrics, lane_queue_metrics
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.placement_metrics import placement_metrics
-from expertd.service.engine.queue_metrics import QueueState, queue_metrics
-from expertd.service.engine.rank_metrics import RankDevice, RankState
-from expertd.service.engine.use_metrics import memory_metrics, use_metrics
+from expertd.service.engine.metrics.device import GpuSensors, memory_metrics, use_metrics
+from expertd.service.engine.metrics.ranks import RankDevice, RankState, placement_metrics
+from expertd.service.engine.metrics.steps import QueueState, lane_queue_metrics, queue_metrics
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
 from tests.service.engine.test_placement_metrics import Given
@@ -19,7 +16,7 @@ SHAPE = LayerShape(128, 128, 4, 2)
 def everything() -> Metrics:
     """Every metric there is: of lanes, ranks, placements and GPUs too, with the model "tiny"."""
     metrics = Metrics("0")
-    metrics.add_models({"tiny": SHAPE}, 4)
+    metrics.add_models({"tiny": SHAPE}, 4, ["decode", "prefill"])
     metrics.watch_models(lambda: {"tiny": True})
     metrics.watch_jit(lambda: SimpleNamespace(compilations=1, compile_seconds=2.0, cache_hits=3))
     metrics.watch_partitions(lambda: (132, {"decode": 32}))
@@ -32,7 +29,6 @@ def everything() -> Metrics:
     metrics.watch(lambda: use_metrics(["tiny"], use))
     metrics.watch(lambda: memory_metrics((1, 2)))
     metrics.watch(lambda: placement_metrics(Given()))
-    metrics.watch(LaneMetrics(["tiny"], ["decode", "prefill"]).collect)
     metrics.watch(lambda: lane_queue_metrics({"decode": {"tiny": QueueState(1, 2, 3)}}))
     sensors = GpuSensors()
     metrics.watch(lambda: sensors.metrics(["GPU-a"]))

@@ -12,7 +12,7 @@ from expertd.service.engine.steps import Runner, Step
 from expertd.service.http.server import serve
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.model import Settings
-from expertd.service.terminal import configure_logging
+from expertd.service.util.logs import configure_logging
 from tests.service.apps import MODEL, tiny_settings
 
 TOKENS = 13

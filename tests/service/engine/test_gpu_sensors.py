@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pynvml
 import pytest
 
-from expertd.service.engine.gpu_sensors import REASONS, GpuSensors
+from expertd.service.engine.metrics.device import REASONS, GpuSensors
 from tests.service.engine.fake_nvml import fake_nvml
 
 

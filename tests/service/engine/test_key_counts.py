@@ -1,7 +1,7 @@
 """Counts by the name of a key, in memory that processes share."""
 
-from expertd.service.engine import key_counts
-from expertd.service.engine.key_counts import NUM_CELLS, KeyCounts, key_metrics
+from expertd.service.engine.metrics import requests
+from expertd.service.engine.metrics.requests import NUM_KEY_CELLS, KeyCounts, key_metrics
 
 
 def series(*cells: "memoryview[float]") -> dict[tuple[str, str], float]:
@@ -30,7 +30,7 @@ def test_the_counts_of_all_processes_are_summed_by_name() -> None:
 
 
 def test_a_process_that_ends_leaves_its_counts_to_its_successor() -> None:
-    cells = memoryview(bytearray(8 * NUM_CELLS)).cast("d")
+    cells = memoryview(bytearray(8 * NUM_KEY_CELLS)).cast("d")
     first = KeyCounts(cells)
     first.admitted("a")
     first.admitted("b")
@@ -43,7 +43,7 @@ def test_a_process_that_ends_leaves_its_counts_to_its_successor() -> None:
 
 def test_names_beyond_the_bound_are_counted_without_one() -> None:
     counts = KeyCounts()
-    most = key_counts._MAX_NAMES - 1
+    most = requests._MAX_NAMES - 1
     for number in range(most + 5):
         counts.admitted(str(number))
     found = series(counts.cells)

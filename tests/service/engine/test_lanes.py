@@ -52,7 +52,7 @@ async def running(
 ) -> AsyncIterator[Pair]:
     settings = tiny_settings({**LIMITS, **limits}, lanes=LANES)
     metrics = metrics or Metrics("0")
-    metrics.add_models({model.name: model.shape for model in settings.models}, 4)
+    metrics.add_models({model.name: model.shape for model in settings.models}, 4, ["decode", "prefill"])
     lanes = scheduler_of(settings, metrics)
     assert isinstance(lanes, Lanes)
     kind = DeviceRunner if one_thread else EchoRunner

@@ -109,7 +109,7 @@ async def test_every_request_is_answered_once_and_rightly(one_thread: bool, spin
     limits = {"max_request_tokens": 16, "max_batch_tokens": 16, "prefill_chunk_tokens": 4}
     settings = tiny_settings(limits, lanes={"decode_max_tokens": 2, "decode_batch_tokens": 8})
     metrics = Metrics("0")
-    metrics.add_models({model.name: model.shape for model in settings.models}, 4)
+    metrics.add_models({model.name: model.shape for model in settings.models}, 4, ["decode", "prefill"])
     lanes = scheduler_of(settings, metrics)
     assert isinstance(lanes, Lanes)
     for lane in lanes.lanes:

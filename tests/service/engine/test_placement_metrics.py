@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.metrics.ranks import placement_metrics
 from expertd.service.engine.placement import PlacementState
-from expertd.service.engine.placement_metrics import placement_metrics
 
 
 class Given:

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from prometheus_client.metrics_core import Metric
 
-from expertd.service.engine.metric_family import SECONDS
-from expertd.service.engine.refusals import Reason
-from expertd.service.engine.request_counts import (
+from expertd.service.engine.metrics.family import SECONDS
+from expertd.service.engine.metrics.requests import (
     CELL_BYTES,
     RequestCounts,
     num_cells,
     request_metrics,
     request_totals,
 )
-from expertd.service.engine.statistics import StepSums, Total
+from expertd.service.engine.metrics.steps import StepSums, Total
+from expertd.service.engine.refusals import Reason
 from expertd.service.statuses import CONNECTION_REASONS, infer_status
 
 MODELS = ("a", "b")

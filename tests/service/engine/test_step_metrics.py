@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from expertd.layout import Layout
-from expertd.service.engine.metric_family import SECONDS, Family
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.statistics import StepSums, Total
-from expertd.service.engine.tallies import Tally
+from expertd.service.engine.metrics.family import SECONDS, HistogramCounts, MetricFamily
+from expertd.service.engine.metrics.steps import StepSums, Total
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
@@ -115,9 +114,9 @@ def test_loads_are_of_some_steps_together() -> None:
 
 
 def test_a_bound_belongs_to_its_bucket() -> None:
-    family = Family("histogram", "test_seconds", "a test", "seconds", buckets=(1.0, 2.0))
-    tally, shown = Tally(family), family.histogram()
-    tally.add([0.5, 1.0, 1.5, 2.0, 2.5])
-    tally.add([])
-    tally.add_to(shown)
+    family = MetricFamily("histogram", "test_seconds", "a test", "seconds", buckets=(1.0, 2.0))
+    counts, shown = HistogramCounts(family), family.histogram()
+    counts.add([0.5, 1.0, 1.5, 2.0, 2.5])
+    counts.add([])
+    counts.add_to(shown)
     assert [sample.value for sample in shown.samples] == [2, 4, 5, 5, 7.5], "buckets, count, sum"

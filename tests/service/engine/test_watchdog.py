@@ -180,7 +180,7 @@ SERVER = """
 import sys, threading
 from expertd.service.engine import engine
 from expertd.service.http.server import serve
-from expertd.service.terminal import configure_logging
+from expertd.service.util.logs import configure_logging
 from tests.service.apps import serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
 

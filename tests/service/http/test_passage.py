@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from expertd.service.engine.key_counts import KeyCounts
+from expertd.service.engine.metrics.requests import KeyCounts
 from expertd.service.engine.steps import caller_number
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.infer_head import HttpHead

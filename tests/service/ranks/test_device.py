@@ -9,7 +9,7 @@ import pytest
 from expertd.kernels.jit.statistics import JitStats
 from expertd.service.engine.loading import Loaded
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.rank_metrics import RankDevice, RankState
+from expertd.service.engine.metrics.ranks import RankDevice, RankState
 from expertd.service.ranks import device
 from expertd.service.ranks.rank import Rank
 from tests.service.waiting import wait_for

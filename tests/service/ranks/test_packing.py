@@ -11,7 +11,7 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.messages import NOWHERE, receive, send
 from expertd.service.ranks.packing import outputs_of, pack, unpack
 from expertd.service.ranks.split import BYTES
-from expertd.service.settings.partition_limits import MAX_NAME_LENGTH, MAX_PARTITIONS
+from expertd.service.settings.parts import MAX_PARTITION_NAME, MAX_PARTITIONS
 
 HIDDEN, TOP_K = 128, 2
 
@@ -72,7 +72,7 @@ def test_a_long_error_is_cut_to_what_a_message_takes(letter: str) -> None:
 
 def test_a_message_takes_every_set_of_partitions() -> None:
     sizes = {f"{number:02}" + 62 * "\x1b": 10**6 for number in range(MAX_PARTITIONS)}
-    assert {len(name) for name in sizes} == {MAX_NAME_LENGTH}
+    assert {len(name) for name in sizes} == {MAX_PARTITION_NAME}
     named = [(name, sms, sms) for name, sms in sizes.items()]
     with contextlib.ExitStack() as stack:
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -8,8 +8,9 @@ import yaml
 
 from expertd.kernels import backend_names
 from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
+from expertd.service.settings.fields import ENV_PREFIX
 from expertd.service.settings.loader import Flag, SettingsError, default_config, load_settings
-from expertd.service.settings.model import ENV_PREFIX, Settings
+from expertd.service.settings.model import Settings
 from expertd.service.settings.spans import numbers, spans
 from tests.paths import DEMO, ROOT
 from tests.service.settings.refusals import MODEL

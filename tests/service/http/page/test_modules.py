@@ -8,7 +8,7 @@ import pytest
 import torch
 from playwright.sync_api import Browser
 
-from expertd.service.engine.metric_family import SECONDS
+from expertd.service.engine.metrics.family import SECONDS
 from tests.service.apps import serving_runner, tiny_settings
 from tests.service.http.page.browser import needs_chromium, visit
 from tests.service.http.page.threads import serving_in_thread

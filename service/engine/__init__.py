@@ -1,1 +1,0 @@
-"""The server without HTTP: loading, queues, steps, metrics."""

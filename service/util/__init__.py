@@ -1,0 +1,1 @@
+"""What several packages of the service use, and what knows none of them."""

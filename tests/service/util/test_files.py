@@ -1,0 +1,182 @@
+"""Files that cannot be read or written are reported with their path and the reason."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertd.service.moe.weights import random_weights, save_weights
+from expertd.service.util.files import (
+    NO_ROOM,
+    UnwritableError,
+    check_readable,
+    check_writable,
+    read_text,
+    temporary_folder,
+    write_whole,
+)
+from tests.service.checkpoints.builders import Checkpoint
+from tests.service.full import REASONS, break_temporary_files, largest_file
+from tests.service.moe.test_weights import SHAPE
+
+UID = 65534 if os.geteuid() == 0 else os.geteuid()
+DENIED = (
+    f"cannot be read: Permission denied to uid {UID}, and it belongs to uid {os.geteuid()} with mode 0000"
+)
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user may enter, unlike those of tmp_path."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def as_nobody(code: str) -> str:
+    """The output of `code` in a process that may not read root's files.
+
+    It imports everything first, because the other user may not read the code.
+    """
+    program = (
+        "import os\nfrom pathlib import Path\n"
+        "from expertd.service.checkpoints import CheckpointError, models_of\n"
+        "from expertd.service.moe.weights import load_weights\n"
+        "from expertd.service.moe.shape import LayerShape\n"
+        "from expertd.service.settings.loader import SettingsError, load_settings\n"
+        "from expertd.service.settings.served import CheckpointSettings\n"
+        f"if os.geteuid() == 0: os.setuid({UID})\n"
+        f"try: {code}\n"
+        "except (ValueError, SettingsError) as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+@pytest.mark.slow
+def test_an_unreadable_weights_file(open_directory: Path) -> None:
+    path = open_directory / "layer.safetensors"
+    save_weights(path, random_weights(SHAPE, 0, "cpu"))
+    path.chmod(0)
+    output = as_nobody(f"load_weights({str(path)!r}, LayerShape(256, 128, 3, 2), 'cpu')")
+    assert output.startswith(f"{path}: {DENIED}; make it readable (chmod a+r")
+    assert "--user in a container" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["config.json", "model.safetensors.index.json", "model-00002-*"])
+def test_an_unreadable_file_of_a_checkpoint(open_directory: Path, pattern: str) -> None:
+    directory = Checkpoint("qwen3", open_directory / "model", torch.float32).directory
+    directory.chmod(0o755)
+    for file in directory.iterdir():
+        file.chmod(0o644)
+    (path,) = directory.glob(pattern)
+    path.chmod(0)
+    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
+    assert output.startswith(f"{path}: {DENIED}; ")
+
+
+@pytest.mark.slow
+def test_an_unreadable_directory(open_directory: Path) -> None:
+    directory = open_directory / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    directory.chmod(0)
+    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
+    directory.chmod(0o700)
+    assert output.startswith(
+        f"{directory}/config.json: cannot be read: Permission denied to uid {UID}; make it"
+    )
+
+
+@pytest.mark.slow
+def test_an_unreadable_configuration_file(open_directory: Path) -> None:
+    path = open_directory / "config.yaml"
+    path.write_text("port: 1")
+    path.chmod(0)
+    assert as_nobody(f"load_settings(Path({str(path)!r}))").startswith(f"{path}: {DENIED}; ")
+
+
+def test_other_file_types_and_encodings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected a regular file, got a directory$"):
+        check_readable(tmp_path)
+    with pytest.raises(ValueError, match=r"none: cannot be read: No such file or directory$"):
+        check_readable(tmp_path / "none")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin: expected UTF-8, got .* at byte 3$"):
+        read_text(tmp_path / "latin")
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_without_a_temporary_folder_the_reason_is_named(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = break_temporary_files(monkeypatch, kind, tmp_path)
+    expected = "it: expected a folder for temporary files (TMPDIR) that can be written to"
+    with pytest.raises(UnwritableError) as caught, temporary_folder("it"):
+        pass
+    assert str(caught.value) == f"{expected}, got {tried}: {REASONS[kind]}"
+    assert os.strerror(caught.value.errno or 0) == REASONS[kind]
+
+
+def test_a_temporary_folder_may_be_lost_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(UnwritableError, match=rf"got {tmp_path}/gone: No such file or directory$"):
+        temporary_folder("it").__enter__()
+
+
+def test_a_temporary_folder_is_private_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with temporary_folder("it") as folder:
+        assert folder.parent == tmp_path
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "file").touch()
+    with pytest.raises(KeyError), temporary_folder("it"):
+        raise KeyError
+    with temporary_folder("it") as folder:
+        folder.rmdir()  # as an HTTP process does when the server is gone
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("new", None),
+        ("old", None),
+        ("pipe", None),
+        ("missing/new", "No such file or directory"),
+        ("old/new", "Not a directory"),
+    ],
+)
+def test_a_file_is_tried_before_it_is_written(tmp_path: Path, name: str, reason: str | None) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    os.mkfifo(tmp_path / "pipe")
+    if reason is None:
+        check_writable(tmp_path / name, "it")
+    else:
+        with pytest.raises(UnwritableError, match=f"got {tmp_path / name}: {reason}$"):
+            check_writable(tmp_path / name, "it")
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "pipe"}
+    assert (tmp_path / "old").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name", ["new", "old", "link"])
+def test_no_part_of_a_file_is_left(tmp_path: Path, name: str) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("/dev/full")
+    with largest_file(1000), pytest.raises(UnwritableError) as caught:
+        write_whole(tmp_path / name, bytes(2000), "it")
+    assert caught.value.errno in NO_ROOM
+    assert str(caught.value).startswith(
+        f"it: expected a file that can be written to, got {tmp_path / name}: "
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "link"} - ({name} - {"link"})
+    write_whole(tmp_path / "new", bytes(2000), "it")
+    assert (tmp_path / "new").stat().st_size == 2000
