@@ -23,7 +23,7 @@ from expertd.service.memory import HIDDEN, Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots, joined, rows_of
 from expertd.service.moe.recurring import RecurringSteps
-from expertd.service.moe.request import FP8, LayerRequest, Output, StepResult, row_bytes
+from expertd.service.moe.request import FP8, LayerRequest, Output, Plan, StepResult, row_bytes
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.stages import GpuStages
 from expertd.service.moe.staging import ALIGNMENT, Staging, StepBuffers, address_of, is_aligned
@@ -33,7 +33,7 @@ INTEGERS = {"INT32": torch.int32, "INT64": torch.int64}
 _Routing = tuple[Tensor, Tensor]
 
 
-class _Plan(NamedTuple):
+class _Repeat(NamedTuple):
     """What the next step of the same request repeats if it has the same buffers, and nothing has changed."""
 
     graph: Graph
@@ -53,6 +53,7 @@ class DeviceSteps:
         self._layer = layer
         self._staging, self._device = staging, device
         self._recurring = RecurringSteps()
+        self._owner = object()  # of plans
 
     def release_graphs(self) -> None:
         """Free the graphs of steps that recur."""
@@ -76,12 +77,12 @@ class DeviceSteps:
 
     def again(self, request: LayerRequest) -> RunningStep | None:
         """As `begin` for a request alone that recurs, in less time; None: not possible."""
-        plans = request.plan
-        if type(plans) is not dict:
+        repeats = request.planned(self._owner)
+        if repeats is None:
             return None
         began = time.perf_counter()
         buffers = self._staging.take()
-        plan: _Plan | None = plans.get(buffers)
+        plan: _Repeat | None = repeats.get(buffers)
         if plan is None or plan.valid != self._valid(buffers) or not self._device.is_current(plan.stream):
             self._staging.give_back(buffers)
             return None
@@ -159,10 +160,11 @@ class DeviceSteps:
         self._copy_out(buffers, copies_out, stream, batch, stages)
         request = batch.requests[0]
         if graph is not None and len(batch.requests) == 1 and _stays_in_place(request):
-            if type(request.plan) is not dict:
-                request.plan = {}
+            repeats = request.planned(self._owner)
+            if repeats is None:
+                request.plan = Plan(self._owner, None, repeats := {})
             own = Batch([replace(request, plan=None)])  # no circle of references
-            request.plan[buffers] = _Plan(
+            repeats[buffers] = _Repeat(
                 graph, self._valid(buffers), own, stream, copies_in, copies_out, outputs
             )
         return outputs

@@ -7,7 +7,6 @@ writes the outputs where they are wanted: for the host, a step is one launch and
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from expertd.service.device import Device, Graph, GraphPool, Stream
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, Output, Plan, StepResult
 from expertd.service.moe.running import RunningStep
 from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
 from expertd.service.moe.step_counts import HostCopies
@@ -54,14 +53,6 @@ class _Tensors:
         device.synchronize()  # other streams will use them
 
 
-class _Plan(NamedTuple):
-    """What the next step of the same request repeats; `owner` identifies the captured graphs."""
-
-    owner: object
-    key: tuple[int, bool]
-    table: bytes
-
-
 class StepGraphs:
     """The graphs of one layer on one stream. They share memory with those of other layers of the same sizes:
     until the step of one has ended, nothing fits.
@@ -84,7 +75,7 @@ class StepGraphs:
         self._staging, self._device = staging, staging.device
         sizes = layer.shape.hidden_size, layer.shape.top_k
         self._tensors = staging.shared(sizes, lambda: _Tensors(*sizes, staging.device, staging.host_copies))
-        self._owner = object()
+        self._owner = object()  # of plans: identifies the captured graphs
         self._graphs: dict[tuple[int, bool], Graph] = {}
         self._tensors.table.write([])  # no requests: it still names those of another layer's last step
         for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
@@ -120,21 +111,22 @@ class StepGraphs:
         )
         key = padded or padded_tokens(batch.num_tokens), not batch.with_routing if routed is None else routed
         if len(batch.requests) == 1 and _stays_in_place(batch.requests[0]):
-            batch.requests[0].plan = _Plan(self._owner, key, tensors.table.only_request())
+            batch.requests[0].plan = Plan(self._owner, None, (key, tensors.table.only_request()))
         return self._replay(key, batch.requests, partial(self._outputs, batch), began)
 
     def again(self, request: LayerRequest) -> RunningStep | None:
         """As `begin` for a request alone that was alone before, in less time; None: not possible."""
-        plan = request.plan
-        if type(plan) is not _Plan or plan.owner is not self._owner:
+        planned = request.planned(self._owner)
+        if planned is None:
             return None
         if not self._device.is_current(self._stream) or not self._tensors.are_free:
             return None
         began = time.perf_counter()
-        self._tensors.table.restore(plan.table)
+        key, table = planned
+        self._tensors.table.restore(table)
         assert request.output is not None
         outputs: list[Output] = [request.output]
-        return self._replay(plan.key, (request,), lambda: outputs, began)
+        return self._replay(key, (request,), lambda: outputs, began)
 
     def _replay(
         self,

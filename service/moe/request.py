@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,18 @@ class Signal:
     value: int = 0
 
 
+class Plan(NamedTuple):
+    """What the next step of the same request repeats.
+
+    owner  who has made it, and alone understands `what`
+    state  of the owner, in which it is valid
+    """
+
+    owner: object
+    state: object
+    what: Any
+
+
 @dataclass(slots=True)
 class LayerRequest:
     """One request's tensors: row-major bytes of validated size, and Open Inference Protocol datatypes.
@@ -36,10 +48,9 @@ class LayerRequest:
     hidden_states [num_tokens, H] of `datatype` (BF16, FP16, FP32, or FP8: rows of `row_bytes`); topk_ids
     [num_tokens, top_k] of `topk_ids_datatype` (INT32, INT64) and topk_weights [num_tokens, top_k] FP32, both
     or neither. A step reads spans in place, and copies buffers. The output [num_tokens, H] of
-    `output_datatype` is written to `output`; None: to memory of the runner's own. `plan` is the runner's:
-    what it keeps for the next step of the same request. `scales` are those of FP8 values that lie apart from
-    them, [num_tokens, H/128] FP32; only for a GPU. To `timed` the runner adds each of the request's steps,
-    whose stages it then times; None: it does not.
+    `output_datatype` is written to `output`; None: to memory of the runner's own. `plan` is the runner's.
+    `scales` are those of FP8 values that lie apart from them, [num_tokens, H/128] FP32; only for a GPU. To
+    `timed` the runner adds each of the request's steps, whose stages it then times; None: it does not.
     """
 
     num_tokens: int
@@ -51,9 +62,14 @@ class LayerRequest:
     output_datatype: str
     output: Span | None = None
     signal: Signal | None = None
-    plan: Any = field(default=None, repr=False, compare=False)
+    plan: Plan | None = field(default=None, repr=False, compare=False)
     scales: Buffer | Span | None = None
     timed: list[TimedStep] | None = field(default=None, repr=False, compare=False)
+
+    def planned(self, owner: object, state: object = None) -> Any:
+        """What `owner` keeps for the next step of this request in this state; None: nothing."""
+        plan = self.plan
+        return plan.what if plan is not None and plan.owner is owner and plan.state == state else None
 
 
 def row_bytes(datatype: str, hidden_size: int) -> int:

@@ -3,13 +3,12 @@
 import mmap
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from expertd.service.engine.errors import RequestRefusedError, SomeRefusedError
 from expertd.service.memory import Buffer, Mapped, Register, Span, host_view
-from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.request import LayerRequest, Plan
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, numbered, packed_body
 from expertd.service.ranks.regions import SharedRegions
 
@@ -25,14 +24,6 @@ def staging_bytes(max_tokens: int, hidden_size: int, top_k: int) -> int:
     """Enough for any step: hidden states and outputs in FP32, 64-bit ids, FP32 weights, one token each."""
     sizes = (4 * hidden_size, 8 * top_k, 4 * top_k, 4 * hidden_size)
     return max_tokens * sum(size + _ALIGNMENT for size in sizes)
-
-
-class _Plan(NamedTuple):
-    """The command of a request alone, for its next step; only if nothing of the request is copied."""
-
-    model: int
-    changes: int  # `SharedRegions.changes`: after others, places may be wrong
-    body: bytes
 
 
 class Staging:
@@ -82,11 +73,11 @@ class StagedStep:
 
     def command(self, number: int, model: int) -> bytes:
         """The command that makes the ranks run the step. Raises SomeRefusedError."""
-        changes, request = self._regions.changes, self._requests[0]
-        alone = len(self._requests) == 1
-        if alone and type(request.plan) is _Plan and request.plan[:2] == (model, changes):
+        request, alone = self._requests[0], len(self._requests) == 1
+        state = model, self._regions.changes  # after others, places may be wrong
+        if alone and (planned := request.planned(self._regions, state)) is not None:
             self._outputs.append(None)  # a request with a plan has memory of its own
-            return numbered(number, request.plan.body)
+            return numbered(number, planned)
         placed, refused = [], {}
         for place, each in enumerate(self._requests):
             try:
@@ -96,8 +87,8 @@ class StagedStep:
         if refused:
             raise SomeRefusedError(refused)
         body = packed_body(model, placed)
-        if alone and self._staging.is_clear:
-            request.plan = _Plan(model, changes, body)
+        if alone and self._staging.is_clear:  # nothing of the request is copied
+            request.plan = Plan(self._regions, state, body)
         return numbered(number, body)
 
     @property
