@@ -11,8 +11,9 @@ from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.engine.memory_needs import staging_of_model
 from expertd.service.http.listening import has_channels
 from expertd.service.http.worker_setup import channel_sizes, shares
+from expertd.service.ranks.front.staging import staging_bytes
+from expertd.service.ranks.setup import MAX_SENT
 from expertd.service.ranks.shares import shares_here, size
-from expertd.service.ranks.staging import MAX_SENT, staging_bytes
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 

@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         from expertd.service.engine.profile_run import profile_steps
     loader: Loader = load
     if settings.num_ranks > 1:
-        from expertd.service.ranks.loading import load_ranks
+        from expertd.service.ranks.front.loading import load_ranks
 
         loader = load_ranks
     wanted = arguments.steps, arguments.tokens, arguments.seconds

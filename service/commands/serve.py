@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.node_rank > 0:
         os.putenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # else its store traces the stack when the front end ends
         with quick_imports():
-            from expertd.service.ranks.agent import run_agent
+            from expertd.service.ranks.nodes.agent import run_agent
 
         try:
             check_before_listening(settings)
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         beside = _grpc_server(settings)
         if settings.num_ranks == 1:
             return serve(settings, beside=beside)
-        from expertd.service.ranks.loading import load_ranks
+        from expertd.service.ranks.front.loading import load_ranks
 
         return serve(settings, load_ranks, beside)
     except (BindError, MemoryError) as error:

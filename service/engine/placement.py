@@ -1,4 +1,4 @@
-"""What the engine and HTTP know of placements; `expertd.service.ranks.balancer` implements it."""
+"""What the engine and HTTP know of placements; `expertd.service.ranks.front.balancer` implements it."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
 """A layer on several devices: one process for each, and the front end that starts them and sends them steps.
 
-`expertd.service.ranks.loading.load_ranks` is the entry. docs/ranks.md explains the processes.
+`expertd.service.ranks.front.loading.load_ranks` is the entry. docs/ranks.md explains the processes.
 """

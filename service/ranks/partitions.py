@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.loading import Loaded
-from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.front.group import RankGroup
 from expertd.service.ranks.setup import PARTITIONS
 
 logger = logging.getLogger(__name__)

@@ -122,7 +122,7 @@ def main() -> int:
 
 def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
     with quick_imports():
-        from expertd.service.ranks.proxy import Proxy
+        from expertd.service.ranks.nodes.proxy import Proxy
 
     proxy = Proxy(setup, control.regions, rings, control.send)
     control.replace_partitions = proxy.replace_partitions
@@ -133,11 +133,11 @@ def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
 def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) -> int:
     # Imported here: it takes seconds, in which the front end may end already.
     with quick_imports():
-        from expertd.service.ranks.device import tell_changes
-        from expertd.service.ranks.part import RankWorker
+        from expertd.service.ranks.nodes.remote import RemoteSteps
         from expertd.service.ranks.partitions import replace, shown
         from expertd.service.ranks.recording import RankRecorder, write_trace
-        from expertd.service.ranks.remote import RemoteSteps
+        from expertd.service.ranks.worker.device import tell_changes
+        from expertd.service.ranks.worker.worker import RankWorker
 
     remote = None
     if setup.role is Role.REMOTE:

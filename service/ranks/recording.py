@@ -17,7 +17,7 @@ from expertd.service.engine.joint_trace import of_process
 from expertd.service.engine.loading import Loaded
 from expertd.service.engine.recorder import Recorder, check_size, import_profiler, storage_error
 from expertd.service.ranks import setup as words
-from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.front.group import RankGroup
 from expertd.service.ranks.messages import ERROR_BYTES
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,12 @@ from typing import IO, NamedTuple
 from expertd.service.ranks.meeting import Meeting
 from expertd.service.ranks.messages import end_bytes, move_bytes, step_bytes
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
-from expertd.service.ranks.staging import MAX_SENT
 from expertd.service.settings.model import Settings
 
+MAX_RUNNING = 2
+"""Steps of a rank at a time, with memory of their own: one whose bytes are copied, and one that computes."""
+MAX_SENT = MAX_RUNNING + 1
+"""Steps that ranks have commands of at a time, so that one that has ended a step begins the next at once."""
 NUM_SLOTS = MAX_SENT + 2  # of each ring: steps, a move of experts, and a meeting
 SPIN_SECONDS = 50e-6  # before sleeping: the next step of a busy layer comes within it
 

@@ -26,14 +26,14 @@ _IMPORTS = (
     "expertd.service.cli",
     "expertd.service.commands.serve",
     "expertd.service.http.server",
-    "expertd.service.ranks.agent",
-    "expertd.service.ranks.device",
-    "expertd.service.ranks.loading",
-    "expertd.service.ranks.part",
+    "expertd.service.ranks.nodes.agent",
+    "expertd.service.ranks.worker.device",
+    "expertd.service.ranks.front.loading",
+    "expertd.service.ranks.worker.worker",
     "expertd.service.ranks.partitions",
-    "expertd.service.ranks.proxy",
+    "expertd.service.ranks.nodes.proxy",
     "expertd.service.ranks.recording",
-    "expertd.service.ranks.remote",
+    "expertd.service.ranks.nodes.remote",
 )
 
 

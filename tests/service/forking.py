@@ -36,7 +36,8 @@ _ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 _ROOM = " " * 400  # in the command line of the fork server, for that of a new process
 _PR_SET_CHILD_SUBREAPER = 36
 _ANSWER_SECONDS = 60.0  # of the fork server, which may have to import torch first
-_STARTING = ("expertd.service.ranks.rank", "expertd.service.http.workers")  # modules that start processes
+# Modules that start processes.
+_STARTING = ("expertd.service.ranks.front.rank", "expertd.service.http.workers")
 
 
 class Request(TypedDict):

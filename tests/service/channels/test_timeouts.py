@@ -12,7 +12,7 @@ import pytest
 from expertd.service.channels.channel import Channel
 from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.loading import load
-from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.front.loading import load_ranks
 from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows, serving, tiny_settings
 from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped

@@ -17,8 +17,8 @@ from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import experts_of_rank
 from expertd.service.moe.weights import ExpertWeights
 from expertd.service.ranks.messages import Kind, MoveCommand
-from expertd.service.ranks.mover import Mover
-from expertd.service.ranks.transport import PeerTransport, TorchTransport, Transport
+from expertd.service.ranks.worker.mover import Mover
+from expertd.service.ranks.worker.transport import PeerTransport, TorchTransport, Transport
 from tests.service.moe.parallel.cases import part_of, weights_of
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=10, top_k=3)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from expertd.service.engine.loading import Loaded, load
 from expertd.service.engine.steps import Runner
 from expertd.service.moe.request import LayerRequest
-from expertd.service.ranks.group import RankGroup
-from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.front.group import RankGroup
+from expertd.service.ranks.front.loading import load_ranks
 from expertd.service.ranks.messages import StepEnd
-from expertd.service.ranks.staging import MAX_SENT
+from expertd.service.ranks.setup import MAX_SENT
 from expertd.service.settings.model import Settings
 from tests.families import HIDDEN
 from tests.service.apps import Serving, hidden_request, output_of, rows, serving

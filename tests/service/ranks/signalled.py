@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from expertd.service.ranks import agent
+from expertd.service.ranks.nodes import agent
 from tests.service.ranks.nodes import node_settings
 
 if __name__ == "__main__":

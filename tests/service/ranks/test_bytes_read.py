@@ -13,9 +13,9 @@ import torch.distributed as dist
 from expertd.service.engine.layers import weights_of
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.meeting import Meeting
-from expertd.service.ranks.mover import RankPlacements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup
+from expertd.service.ranks.worker.mover import RankPlacements
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import PlacementSettings
 from expertd.service.settings.served import ModelSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.front.loading import load_ranks
 from tests.service.apps import rows, serving, tiny_settings
 from tests.service.channels.servers import claimed
 from tests.service.competing import CHUNKS, holding, in_chunks, polled

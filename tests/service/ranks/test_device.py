@@ -10,8 +10,8 @@ from expertd.kernels.jit.statistics import JitStats
 from expertd.service.engine.loading import Loaded
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.ranks import RankDevice, RankState
-from expertd.service.ranks import device
-from expertd.service.ranks.rank import Rank
+from expertd.service.ranks.front.rank import Rank
+from expertd.service.ranks.worker import device
 from tests.service.waiting import wait_for
 
 

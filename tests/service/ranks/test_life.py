@@ -14,7 +14,7 @@ import yaml
 
 from expertd.service.memory import host_view
 from expertd.service.moe.request import zero_request
-from expertd.service.ranks.rank import Rank
+from expertd.service.ranks.front.rank import Rank
 from expertd.service.ranks.setup import STOP
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.http.processes import alive, two_processes

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertd.service.ranks.link import Kind, Link
 from expertd.service.ranks.meeting import on_this_machine
+from expertd.service.ranks.nodes.link import Kind, Link
 
 Links = tuple[Link, Link]
 

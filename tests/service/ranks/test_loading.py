@@ -16,7 +16,7 @@ from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
 from expertd.service.engine.layers import LoadCancelledError
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights
-from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.front.loading import load_ranks
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import PlacementSettings
 from expertd.service.settings.served import CheckpointSettings

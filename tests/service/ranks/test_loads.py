@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from expertd.service.moe.placement.rounds import Fetch
-from expertd.service.ranks.balancer import SliceSize
+from expertd.service.ranks.front.balancer import SliceSize
 from expertd.service.ranks.messages import NO_STEP, Kind, MoveCommand, StepCommand, move_bytes
 from expertd.service.ranks.placement import LoadWindow
 

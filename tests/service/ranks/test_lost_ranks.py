@@ -12,8 +12,8 @@ import pytest
 
 from expertd.service.engine.errors import DeviceLostError, RequestRefusedError
 from expertd.service.memory import Mapped
-from expertd.service.ranks.staging import MAX_SENT
-from expertd.service.ranks.supervisor import Supervisor
+from expertd.service.ranks.front.supervisor import Supervisor
+from expertd.service.ranks.setup import MAX_SENT
 from tests.service.apps import Serving, error_of, hidden_request, output_of, rows, tiny_settings
 from tests.service.ranks.servers import close, output_for, rank_processes, serving_ranks, watch_steps
 from tests.service.ranks.steps import LIMITS

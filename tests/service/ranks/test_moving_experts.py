@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.moe.placement import Placement
 from expertd.service.moe.placement.rounds import Fetch
-from expertd.service.ranks import balancer
-from expertd.service.ranks.balancer import Balancer
+from expertd.service.ranks.front import balancer
+from expertd.service.ranks.front.balancer import Balancer
 from expertd.service.ranks.messages import Kind, MoveCommand
 from tests.service.apps import Serving, error_of, output_of, rows, tiny_settings
 from tests.service.moe.placement.greedy import chosen_replicas
@@ -89,7 +89,7 @@ async def test_a_move_that_fails_on_one_rank_starts_all_again(caplog: pytest.Log
     settings = tiny_settings(ranks=2, models=[SMALL], placement={"policy": "static"})
     halves = [[0, 1, 2, 4], [3, 5, 6, 7]]
     async with serving_ranks(settings) as server, asyncio.timeout(60):
-        with caplog.at_level(logging.INFO, "expertd.service.ranks.balancer"):
+        with caplog.at_level(logging.INFO, "expertd.service.ranks.front.balancer"):
             await change(server, action="pin", model="tiny", ranks=halves)
         assert caplog.messages == ["model tiny: pinned the placement, moved 2 experts"]
         expected = await output_for(server, rows(3))

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from expertd.service.ranks import nodes, supervisor
-from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.front import supervisor
+from expertd.service.ranks.front.loading import load_ranks
+from expertd.service.ranks.nodes import board as nodes
 from tests.service.apps import Serving, error_of, rows, serving, tiny_settings
 from tests.service.channels.servers import claimed
 from tests.service.http.processes import alive

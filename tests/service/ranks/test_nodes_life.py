@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.front.loading import load_ranks
 from tests.service.apps import MODEL
 from tests.service.http.processes import GOOD, alive, asked, connected
 from tests.service.processes import server_process
@@ -88,7 +88,7 @@ def test_an_agent_outlives_its_front_end(tmp_path: Path) -> None:
 
 def test_a_front_end_ends_if_a_node_does_not_come(caplog: pytest.LogCaptureFixture) -> None:
     expected = r"node 1: expected an agent within 1\.5 s, got none"
-    caplog.set_level(logging.INFO, "expertd.service.ranks.nodes")
+    caplog.set_level(logging.INFO, "expertd.service.ranks.nodes.board")
     with pytest.raises(ValueError, match=expected):
         load_ranks(node_settings(rendezvous_timeout_seconds=1.5), lambda: False)
     assert caplog.messages.count("waiting 1.5 s for node 1") == 1

@@ -14,12 +14,12 @@ import pytest
 from expertd.service.engine.errors import SomeRefusedError
 from expertd.service.memory import Mapped, Span, Unregister, nothing_to_register
 from expertd.service.moe.request import LayerRequest
+from expertd.service.ranks.front.runner import RankRunner, Steps
+from expertd.service.ranks.front.staging import StagedStep, Staging
+from expertd.service.ranks.front.supervisor import Supervisor
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand, number_and_body
-from expertd.service.ranks.own_steps import OwnSteps
 from expertd.service.ranks.regions import MappedRegions, SharedRegions
-from expertd.service.ranks.runner import RankRunner, Steps
-from expertd.service.ranks.staging import StagedStep, Staging
-from expertd.service.ranks.supervisor import Supervisor
+from expertd.service.ranks.worker.own_steps import OwnSteps
 from tests.service.apps import HIDDEN, tiny_settings
 
 SIZE = 1 << 16

@@ -9,8 +9,8 @@ import pytest
 from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.messages import NOWHERE, receive, send
-from expertd.service.ranks.packing import outputs_of, pack, unpack
-from expertd.service.ranks.split import BYTES
+from expertd.service.ranks.nodes.link import outputs_of, pack, unpack
+from expertd.service.ranks.worker.own_steps import BYTES
 from expertd.service.settings.parts import MAX_PARTITION_NAME, MAX_PARTITIONS
 
 HIDDEN, TOP_K = 128, 2

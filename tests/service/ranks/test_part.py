@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertd.service.ranks.part import share_sms
+from expertd.service.ranks.worker.worker import share_sms
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from expertd.service.moe.placement import contiguous_placement, global_placement
-from expertd.service.ranks.balancer import pinned
+from expertd.service.ranks.front.balancer import pinned
 from tests.service.apps import error_of, output_of, rows, serving, tiny_settings
 from tests.service.ranks.placing import (
     LIMITS,

@@ -15,8 +15,8 @@ from expertd.service.engine.errors import StorageFullError, StorageUnavailableEr
 from expertd.service.engine.profile_run import profile_steps
 from expertd.service.ranks import recording
 from expertd.service.ranks import setup as words
-from expertd.service.ranks.group import RankGroup
-from expertd.service.ranks.loading import load_ranks
+from expertd.service.ranks.front.group import RankGroup
+from expertd.service.ranks.front.loading import load_ranks
 from expertd.service.ranks.recording import RankRecorder, RankRecordings
 from tests.service.apps import Serving, error_of, rows, tiny_settings
 from tests.service.full import REASONS, break_temporary_files

@@ -11,10 +11,11 @@ from expertd.service.moe.needs import weights_bytes
 from expertd.service.moe.placement import contiguous_placement
 from expertd.service.moe.split import experts_of_rank
 from expertd.service.ranks import shares as module
-from expertd.service.ranks.exchange_sizes import ExchangeSizes, exchange_bytes
 from expertd.service.ranks.shares import (
+    ExchangeSizes,
     Share,
     check_device_memory,
+    exchange_bytes,
     experts_of,
     free_bytes,
     more_ranks,

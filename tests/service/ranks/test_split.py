@@ -9,7 +9,7 @@ from expertd.service.memory import Span
 from expertd.service.moe.batch import Batch
 from expertd.service.moe.split import part_of
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand
-from expertd.service.ranks.split import requests_of
+from expertd.service.ranks.worker.own_steps import requests_of
 
 HIDDEN, TOP_K = 128, 2
 

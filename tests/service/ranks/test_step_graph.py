@@ -4,7 +4,7 @@ import pytest
 
 from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest
-from expertd.service.ranks.step_graph import graph_of
+from expertd.service.ranks.worker.own_steps import graph_of
 
 HOST, GPU = 1, 2
 

@@ -11,11 +11,12 @@ from typing import Any, cast
 
 import pytest
 
-from expertd.service.ranks import agent, group, supervisor
-from expertd.service.ranks.group import RankGroup
-from expertd.service.ranks.inbox import Inbox
+from expertd.service.ranks.front import group, supervisor
+from expertd.service.ranks.front.group import RankGroup
+from expertd.service.ranks.front.rank import Inbox
+from expertd.service.ranks.front.supervisor import Supervisor
+from expertd.service.ranks.nodes import agent
 from expertd.service.ranks.recording import write_trace
-from expertd.service.ranks.supervisor import Supervisor
 from tests.paths import ROOT
 from tests.service.apps import tiny_settings
 from tests.service.ranks.nodes import node_settings

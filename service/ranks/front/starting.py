@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from expertd.service.ranks.inbox import Inbox
-from expertd.service.ranks.rank import Rank
+from expertd.service.ranks.front.rank import Inbox, Rank
 from expertd.service.ranks.regions import Region, SharedRegions
 from expertd.service.ranks.setup import RankSetup
 

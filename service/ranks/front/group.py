@@ -8,13 +8,11 @@ from typing import Any
 
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.step_time import StepTime
-from expertd.service.ranks.inbox import Inbox
+from expertd.service.ranks.front.rank import Inbox, Rank
+from expertd.service.ranks.front.starting import end_ranks, map_seconds
 from expertd.service.ranks.messages import StepEnd
-from expertd.service.ranks.rank import Rank
 from expertd.service.ranks.regions import Region
-from expertd.service.ranks.setup import SPIN_SECONDS, STOP
-from expertd.service.ranks.staging import MAX_SENT
-from expertd.service.ranks.starting import end_ranks, map_seconds
+from expertd.service.ranks.setup import MAX_SENT, SPIN_SECONDS, STOP
 
 logger = logging.getLogger(__name__)
 

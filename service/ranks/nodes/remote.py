@@ -11,12 +11,11 @@ from torch import Tensor
 from expertd.service.memory import Register, host_view
 from expertd.service.moe.split import part_of
 from expertd.service.ranks import setup as words
-from expertd.service.ranks.link import Kind, Link
+from expertd.service.ranks.front.staging import staging_bytes
 from expertd.service.ranks.messages import StepCommand, StepEnd
-from expertd.service.ranks.packing import outputs_of
+from expertd.service.ranks.nodes.link import Kind, Link, outputs_of
 from expertd.service.ranks.regions import MappedRegions
-from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
-from expertd.service.ranks.staging import MAX_SENT, staging_bytes
+from expertd.service.ranks.setup import MAX_SENT, SPIN_SECONDS, RankSetup, Rings
 
 _REGIONS = range(1, 1 + MAX_SENT)  # one for each step that was sent
 

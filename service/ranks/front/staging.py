@@ -12,10 +12,6 @@ from expertd.service.moe.request import LayerRequest, Plan
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, numbered, packed_body
 from expertd.service.ranks.regions import SharedRegions
 
-MAX_RUNNING = 2
-"""Steps of a rank at a time, with memory of their own: one whose bytes are copied, and one that computes."""
-MAX_SENT = MAX_RUNNING + 1
-"""Steps that ranks have commands of at a time, so that one that has ended a step begins the next at once."""
 _ALIGNMENT = 64
 _BYTES = {"BF16": 2, "FP16": 2, "FP32": 4}
 

@@ -17,7 +17,7 @@ from expertd.service.ranks.messages import ERROR_BYTES, Kind, MoveCommand
 from expertd.service.ranks.placement import read_placements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup, largest_expert
-from expertd.service.ranks.transport import (
+from expertd.service.ranks.worker.transport import (
     PeerTransport,
     Receive,
     Send,

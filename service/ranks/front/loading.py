@@ -5,14 +5,15 @@ from contextlib import ExitStack
 
 from expertd.service.engine.layers import Cancelled, LoadCancelledError
 from expertd.service.engine.loading import Loaded
-from expertd.service.ranks.balancer import Balancer
+from expertd.service.ranks.front.balancer import Balancer
+from expertd.service.ranks.front.runner import RankRunner, Steps
+from expertd.service.ranks.front.staging import Staging, staging_bytes
+from expertd.service.ranks.front.starting import LoadFailedError
+from expertd.service.ranks.front.supervisor import Supervisor
 from expertd.service.ranks.partitions import RankPartitions
 from expertd.service.ranks.placement import PlacementStore, load_windows
 from expertd.service.ranks.recording import RankRecordings
-from expertd.service.ranks.runner import RankRunner, Steps
-from expertd.service.ranks.staging import MAX_SENT, Staging, staging_bytes
-from expertd.service.ranks.starting import LoadFailedError
-from expertd.service.ranks.supervisor import Supervisor
+from expertd.service.ranks.setup import MAX_SENT
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)

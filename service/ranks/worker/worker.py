@@ -27,13 +27,12 @@ from expertd.service.moe.parallel import (
 )
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.weights import MATRICES
-from expertd.service.ranks.exchange_sizes import ExchangeSizes, most_tokens
 from expertd.service.ranks.messages import MOVED, NO_STEP, MoveCommand, StepEnd, number_and_body
-from expertd.service.ranks.mover import RankPlacements, check_moves
-from expertd.service.ranks.own_steps import OwnStep, OwnSteps
 from expertd.service.ranks.regions import MappedRegions
-from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings, Role
-from expertd.service.ranks.staging import MAX_RUNNING
+from expertd.service.ranks.setup import MAX_RUNNING, SPIN_SECONDS, RankSetup, Rings, Role
+from expertd.service.ranks.shares import ExchangeSizes, most_tokens
+from expertd.service.ranks.worker.mover import RankPlacements, check_moves
+from expertd.service.ranks.worker.own_steps import OwnStep, OwnSteps
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers
 from expertd.service.util.files import temporary_directory

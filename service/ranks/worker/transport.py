@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertd.service.device import device_of
 from expertd.service.memory import host_view
-from expertd.service.ranks.split import SpanOf
+from expertd.service.ranks.worker.own_steps import SpanOf
 
 _ALIGNMENT = 4096
 

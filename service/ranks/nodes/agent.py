@@ -13,14 +13,13 @@ from contextlib import closing
 from types import FrameType
 from typing import Any
 
-from expertd.service.ranks.board import BEAT_SECONDS, Board
-from expertd.service.ranks.group import RankGroup
-from expertd.service.ranks.inbox import Inbox
+from expertd.service.ranks.front.group import RankGroup
+from expertd.service.ranks.front.rank import Inbox
+from expertd.service.ranks.front.starting import LoadFailedError, start_ranks, wait_loaded
 from expertd.service.ranks.meeting import Meeting, between_nodes
-from expertd.service.ranks.nodes import shared_settings
+from expertd.service.ranks.nodes.board import BEAT_SECONDS, Board, shared_settings
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import RankSetup, Role
-from expertd.service.ranks.starting import LoadFailedError, start_ranks, wait_loaded
 from expertd.service.settings.model import Settings
 from expertd.service.util.sentences import shown
 

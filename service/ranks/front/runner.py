@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from expertd.service.engine.metrics.ranks import RankState
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
-from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.front.group import RankGroup
+from expertd.service.ranks.front.staging import StagedStep, Staging
+from expertd.service.ranks.front.supervisor import Supervisor
 from expertd.service.ranks.messages import StepEnd
 from expertd.service.ranks.placement import LoadWindow
-from expertd.service.ranks.staging import StagedStep, Staging
-from expertd.service.ranks.supervisor import Supervisor
 from expertd.service.settings.served import ModelSettings
 
 

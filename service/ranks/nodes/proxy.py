@@ -14,15 +14,14 @@ import torch
 
 from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks import setup as words
-from expertd.service.ranks.board import Board
-from expertd.service.ranks.link import Kind, Link
 from expertd.service.ranks.messages import NO_STEP, StepCommand, StepEnd
-from expertd.service.ranks.packing import PackedStep, pack, unpack
+from expertd.service.ranks.nodes.board import Board
+from expertd.service.ranks.nodes.link import Kind, Link, PackedStep, pack, unpack
+from expertd.service.ranks.nodes.remote import region_of
 from expertd.service.ranks.recording import said
 from expertd.service.ranks.regions import MappedRegions
-from expertd.service.ranks.remote import region_of
 from expertd.service.ranks.setup import SPIN_SECONDS, RankSetup, Rings
-from expertd.service.ranks.split import requests_of
+from expertd.service.ranks.worker.own_steps import requests_of
 
 _END_SECONDS = 1.5  # for the rank to end after its last step
 _REPORT_SECONDS = 0.3

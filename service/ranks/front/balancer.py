@@ -19,13 +19,13 @@ from expertd.service.moe.placement import Placement, global_placement, plan_chan
 from expertd.service.moe.placement.rounds import Round, rounds
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import MATRICES
-from expertd.service.ranks.group import RankGroup
+from expertd.service.ranks.front.group import RankGroup
+from expertd.service.ranks.front.staging import Staging
+from expertd.service.ranks.front.supervisor import Supervisor
 from expertd.service.ranks.messages import Kind, MoveCommand
 from expertd.service.ranks.placement import LoadWindow, PlacementStore
 from expertd.service.ranks.setup import largest_expert
-from expertd.service.ranks.staging import Staging
-from expertd.service.ranks.supervisor import Supervisor
-from expertd.service.ranks.transport import spaced
+from expertd.service.ranks.worker.transport import spaced
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
