@@ -55,7 +55,7 @@ class Backend(ABC):
         """Do everything that a first call would otherwise do lazily, above all compilation."""
 
     def packed(self, weights: Quantized) -> Quantized:
-        """The same weights [G, N, K], only for calls of this backend, with no more memory than those need.
+        """The same weights [G, N, K], only for calls of this backend, which may free the FP8 copy.
 
         Its data may be on the meta device: then it can be neither read nor changed.
         """

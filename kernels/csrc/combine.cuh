@@ -37,10 +37,10 @@ struct Items {
     const Ranks& ranks;
     const int* firsts;  // [kMaxRanks + 1]: rank r has the tokens from firsts[r] on
     const Problem& problem;
-    int column;  // this thread's first one; n: it has none
-    int share;   // CTAs that share a token's columns
-    int stride;  // tokens of a round of all CTAs
-    int lag;     // an own token is completed that many tokens later
+    int column;          // this thread's first one; n: it has none
+    int ctas_per_token;  // CTAs that share a token's columns
+    int stride;          // tokens of a round of all CTAs
+    int lag;             // completion lags by this many tokens
     u64 until;
 
     // This thread's first column of a chunk of them; n: it has none.
@@ -66,7 +66,7 @@ struct Items {
     __device__ __forceinline__ i64 pairs(Item item) const {  // of its token, among those of all ranks
         return static_cast<i64>(firsts[owner(item)] + token(item)) * problem.top_k;
     }
-    __device__ __forceinline__ const Pair* sent(Item item) const {  // its pairs
+    __device__ __forceinline__ const Pair* pairs_of(Item item) const {  // its pairs
         return ranks.pairs(ranks.rank, ranks.calls - 1) + pairs(item);
     }
     __device__ __forceinline__ int own_id(Item item, int slot) const {  // of an own token's expert, -1: none
@@ -88,11 +88,11 @@ struct Items {
         return reinterpret_cast<const uint4*>(problem.rows + static_cast<i64>(row) * problem.n + column);
     }
     __device__ __forceinline__ int index() const { return static_cast<int>(blockIdx.x) / problem.parts(); }
-    __device__ __forceinline__ Item first() const { return {index() / share, index() % share + 1}; }
+    __device__ __forceinline__ Item first() const { return {index() / ctas_per_token, index() % ctas_per_token + 1}; }
     __device__ __forceinline__ Item after(Item item) const {
-        const int other = item.other + share;
+        const int other = item.other + ctas_per_token;
         if (other <= static_cast<int>(ranks.num_ranks)) return {item.token, other};
-        return {item.token + stride, index() % share + 1};
+        return {item.token + stride, index() % ctas_per_token + 1};
     }
 };
 
@@ -113,11 +113,11 @@ __device__ __forceinline__ void begin(const Items& items) {
 
 // Runs everything of a CTA: `fetch` loads what does not depend on the preceding launch, one item ahead of `run`.
 template <class How>
-__device__ __forceinline__ void run_all(const Items& items, int most, const How& how) {
+__device__ __forceinline__ void run_all(const Items& items, int max_rank_tokens, const How& how) {
     Item item = items.first();
     auto next = how.fetch(item);
     begin(items);
-    const int end = most + items.lag;
+    const int end = max_rank_tokens + items.lag;
 #pragma unroll 1
     while (item.token < end) {
         const Item now = item;
@@ -129,17 +129,18 @@ __device__ __forceinline__ void run_all(const Items& items, int most, const How&
 }
 
 // What a CTA needs, once `shared` is filled.
-__device__ __forceinline__ Items items_of(const Shared& shared, const Problem& problem, int most, int share) {
-    const int parts = problem.parts(), stride = static_cast<int>(gridDim.x) / parts / share;
+__device__ __forceinline__ Items items_of(const Shared& shared, const Problem& problem, int max_rank_tokens,
+                                          int ctas_per_token) {
+    const int parts = problem.parts(), stride = static_cast<int>(gridDim.x) / parts / ctas_per_token;
     const int part = static_cast<int>(blockIdx.x) % parts;
     const int column = problem.first_column + part * kColumns + static_cast<int>(threadIdx.x) * 8;
     return {shared.ranks,
             shared.firsts,
             problem,
             column < problem.end_column ? column : problem.n,
-            share,
+            ctas_per_token,
             stride,
-            stride < most ? stride / 2 : 0,
+            stride < max_rank_tokens ? stride / 2 : 0,
             shared.ranks.until()};
 }
 

@@ -9,8 +9,8 @@ extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
     combine_rows(const Ranks* ranks, RANK_TOKENS, const int* __restrict__ places, int num_experts,  // see Problem
                  const int* __restrict__ topk_ids, const float* __restrict__ topk_weights,          // likewise
                  const u16* rows, const int* __restrict__ inverse_permutation,                      // likewise
-                 int most,                                                                          // tokens of a rank
-                 int share,                                                                         // see Items
+                 int max_rank_tokens,                                                               // tokens of a rank
+                 int ctas_per_token,                                                                // see Items
                  int* counters,                                       // see run_all_staged
                  int top_k, int n, int first_column, int end_column,  // see Problem
                  const u16* __restrict__ bias,                        // likewise
@@ -23,12 +23,13 @@ extern "C" __global__ void __launch_bounds__(combine::kThreads, CTAS)
     combine::fill(shared, place_of, ranks, places, num_experts);
     const combine::Problem problem = {rows, inverse_permutation, topk_ids,   topk_weights, place_of, num_experts, top_k,
                                       n,    first_column,        end_column, bias,         out};
-    const combine::Items items = combine::items_of(shared, problem, most, share);
+    const combine::Items items = combine::items_of(shared, problem, max_rank_tokens, ctas_per_token);
 #if STAGED
-    combine::run_all_staged(items, most, counters, {items, *reinterpret_cast<combine::StagedSums::Storage*>(memory)});
+    combine::run_all_staged(items, max_rank_tokens, counters,
+                            {items, *reinterpret_cast<combine::StagedSums::Storage*>(memory)});
 #elif EXACT
-    combine::run_all(items, most, combine::Rows{items});
+    combine::run_all(items, max_rank_tokens, combine::Rows{items});
 #else
-    combine::run_all(items, most, combine::Sums{items});
+    combine::run_all(items, max_rank_tokens, combine::Sums{items});
 #endif
 }

@@ -214,15 +214,15 @@ struct StagedSums {
 struct Turns {
     const Items& items;
     int* counter;
-    int most;   // tokens of a rank
-    int token;  // lane 0: the next one
+    int max_rank_tokens;  // tokens of a rank
+    int token;            // lane 0: the next one
 
-    __device__ __forceinline__ int end() const { return most + items.lag; }
+    __device__ __forceinline__ int end() const { return max_rank_tokens + items.lag; }
 
     __device__ __forceinline__ Item after(Item item) {
         const int num_ranks = static_cast<int>(items.ranks.num_ranks);
-        item.other += items.share;
-        const bool takes = item.other == max(num_ranks, 2) && items.stride < most && item.token < end();
+        item.other += items.ctas_per_token;
+        const bool takes = item.other == max(num_ranks, 2) && items.stride < max_rank_tokens && item.token < end();
         if (takes && threadIdx.x == 0) token = items.stride + ptx::increment(counter, end() - 1);
         if (item.other <= num_ranks) return item;
         return {__shfl_sync(0xffffffff, token, 0), items.first().other};
@@ -230,9 +230,9 @@ struct Turns {
 };
 
 // As run_all. `counters`: for each kColumns of this launch, tokens taken; 0 between launches.
-__device__ __forceinline__ void run_all_staged(const Items& items, int most, int* counters, StagedSums how) {
+__device__ __forceinline__ void run_all_staged(const Items& items, int max_rank_tokens, int* counters, StagedSums how) {
     Item now = items.first();
-    Turns turns = {items, counters + blockIdx.x % items.problem.parts(), most, now.token + items.stride};
+    Turns turns = {items, counters + blockIdx.x % items.problem.parts(), max_rank_tokens, now.token + items.stride};
     auto fetched = how.sums.fetch(now);
     begin(items);
     // Bulk loads then see kNothing where earlier launches have put it. A sum that another rank writes meanwhile they

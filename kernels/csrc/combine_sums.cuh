@@ -29,7 +29,7 @@ struct Sums {
             const i64 own = static_cast<i64>(items.token(item)) * problem.top_k + first;
             slots.load(inverse, problem.topk_weights + own, 1, count);
         } else {
-            slots.load(inverse, &items.sent(item)[first].weight, sizeof(Pair) / sizeof(float), count);
+            slots.load(inverse, &items.pairs_of(item)[first].weight, sizeof(Pair) / sizeof(float), count);
         }
         return slots;
     }

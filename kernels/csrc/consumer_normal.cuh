@@ -29,16 +29,16 @@ class Consumer {
 
     template <typename Epilogue>
     __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
-        Pipeline pipeline;
-        for (Walk walk;; walk.advance()) {
-            const Tile tile = announced_tile(shared_, walk, problem);
+        StageRing stage_ring;
+        for (TileRing tile_ring;; tile_ring.advance()) {
+            const Tile tile = announced_tile(shared_, tile_ring, problem);
             if (tile.rows < 0) break;
             // Through a shuffle the compiler knows that the warp agrees; else it would wait after each wgmma of a pair.
             const bool computes = tile.rows > first_row_ && tile.column < problem.n;
             if (!__shfl_sync(0xffffffff, computes, 0)) {  // only release the stages
-                for (int left = problem.k_blocks; left > 0; --left, pipeline.advance()) {
-                    ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
-                    release(&shared_.empty[pipeline.index]);
+                for (int left = problem.k_blocks; left > 0; --left, stage_ring.advance()) {
+                    ptx::mbarrier_wait(&shared_.full[stage_ring.index], stage_ring.phase);
+                    release(&shared_.empty[stage_ring.index]);
                 }
                 continue;
             }
@@ -46,9 +46,9 @@ class Consumer {
             Sums sum = {};
             if constexpr (!kSwiglu) second_ = floats::kScaleBlock - tile.column % floats::kScaleBlock;
             if constexpr (kInPairs)
-                multiply_in_pairs(sum, pipeline, problem.k_blocks);
+                multiply_in_pairs(sum, stage_ring, problem.k_blocks);
             else
-                multiply_by_rounds(sum, pipeline, problem.k_blocks);
+                multiply_by_rounds(sum, stage_ring, problem.k_blocks);
             epilogue.store(sum, tile);
         }
         epilogue.finish();
@@ -56,13 +56,13 @@ class Consumer {
 
   private:
     // Two K blocks in flight.
-    __device__ __forceinline__ void multiply_in_pairs(Sums& sum, Pipeline& pipeline, int k_blocks) {
+    __device__ __forceinline__ void multiply_in_pairs(Sums& sum, StageRing& stage_ring, int k_blocks) {
         Accumulators acc[2];  // not set to 0: ptxas would wait for the first product before it sets the second
-        Pipeline done = pipeline;
+        StageRing done = stage_ring;
         const auto multiply = [&](Accumulators& acc) {
-            ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
-            this->multiply(acc, pipeline.index);
-            pipeline.advance();
+            ptx::mbarrier_wait(&shared_.full[stage_ring.index], stage_ring.phase);
+            this->multiply(acc, stage_ring.index);
+            stage_ring.advance();
         };
         const auto promote_next = [&](const Accumulators& acc) {
             const Scales scales = scales_of(done.index);
@@ -75,17 +75,17 @@ class Consumer {
 
     // A round of the ring is unrolled: with every address known, the four wgmma of a K block follow each other closely
     // enough to keep the warpgroups out of each other's way.
-    __device__ __forceinline__ void multiply_by_rounds(Sums& sum, Pipeline& pipeline, int left) {
+    __device__ __forceinline__ void multiply_by_rounds(Sums& sum, StageRing& stage_ring, int left) {
         Accumulators acc = {};
         while (left > 0) {
-            if (pipeline.index == 0 && left >= kStages) {
+            if (stage_ring.index == 0 && left >= kStages) {
 #pragma unroll
-                for (int stage = 0; stage < kStages; ++stage) accumulate(sum, acc, stage, pipeline.phase);
-                pipeline.phase ^= 1;
+                for (int stage = 0; stage < kStages; ++stage) accumulate(sum, acc, stage, stage_ring.phase);
+                stage_ring.phase ^= 1;
                 left -= kStages;
             } else {
-                accumulate(sum, acc, pipeline.index, pipeline.phase);
-                pipeline.advance();
+                accumulate(sum, acc, stage_ring.index, stage_ring.phase);
+                stage_ring.advance();
                 --left;
             }
         }

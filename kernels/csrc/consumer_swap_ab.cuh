@@ -19,18 +19,18 @@ class Consumer {
 
     template <typename Epilogue>
     __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
-        Pipeline pipeline;
-        for (Walk walk;; walk.advance()) {
-            const Tile tile = announced_tile(shared_, walk, problem);
+        StageRing stage_ring;
+        for (TileRing tile_ring;; tile_ring.advance()) {
+            const Tile tile = announced_tile(shared_, tile_ring, problem);
             if (tile.rows < 0) break;
             switch ((tile.rows + 15) / 16) {
-                case 1: multiply<1>(epilogue, pipeline, tile, problem.k_blocks); break;
-                case 2: multiply<2>(epilogue, pipeline, tile, problem.k_blocks); break;
+                case 1: multiply<1>(epilogue, stage_ring, tile, problem.k_blocks); break;
+                case 2: multiply<2>(epilogue, stage_ring, tile, problem.k_blocks); break;
                 case 3:
-                    if constexpr (kBlockM > 32) multiply<3>(epilogue, pipeline, tile, problem.k_blocks);
+                    if constexpr (kBlockM > 32) multiply<3>(epilogue, stage_ring, tile, problem.k_blocks);
                     break;
                 case 4:
-                    if constexpr (kBlockM > 32) multiply<4>(epilogue, pipeline, tile, problem.k_blocks);
+                    if constexpr (kBlockM > 32) multiply<4>(epilogue, stage_ring, tile, problem.k_blocks);
                     break;
             }
         }
@@ -41,17 +41,18 @@ class Consumer {
     // One tile of up to 16 * kSlices rows: all of K, then the epilogue. Each height has its own code, so that a short
     // tile has few accumulators and a narrow wgmma.
     template <int kSlices, typename Epilogue>
-    __device__ __forceinline__ void multiply(Epilogue& epilogue, Pipeline& pipeline, const Tile& tile, int k_blocks) {
+    __device__ __forceinline__ void multiply(Epilogue& epilogue, StageRing& stage_ring, const Tile& tile,
+                                             int k_blocks) {
         const auto b = wgmma::Descriptor::of(shared_.b[0] + warpgroup_ * 64 * kBlockK);
         const auto a = wgmma::Descriptor::of(shared_.a[0]);
         const int lane = threadIdx.x % 32;
         float sum[kSlices * 8] = {}, acc[2][kSlices * 8] = {};
-        Pipeline done = pipeline;
+        StageRing done = stage_ring;
         const auto multiply = [&](float (&d)[kSlices* 8]) {
-            ptx::mbarrier_wait(&shared_.full[pipeline.index], pipeline.phase);
-            wgmma::multiply_block<16 * kSlices>(d, b + pipeline.index * kBlockN * kBlockK,
-                                                a + pipeline.index * kBlockM * kBlockK);
-            pipeline.advance();
+            ptx::mbarrier_wait(&shared_.full[stage_ring.index], stage_ring.phase);
+            wgmma::multiply_block<16 * kSlices>(d, b + stage_ring.index * kBlockN * kBlockK,
+                                                a + stage_ring.index * kBlockM * kBlockK);
+            stage_ring.advance();
         };
         // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the
         // fragment is a row of a; its scale is already multiplied by that of b.

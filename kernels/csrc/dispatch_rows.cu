@@ -14,7 +14,7 @@ constexpr int kScales = kColumns / floats::kScaleBlock;  // of those
 constexpr auto kDatatype = floats::DATATYPE;
 
 // A caller's four values, or its scale: kNothing, which is NaN, would say that nothing has arrived, so another NaN.
-__device__ __forceinline__ u32 arriving(u32 word, u32 nan) { return word == kNothing ? nan : word; }
+__device__ __forceinline__ u32 without_sentinel(u32 word, u32 nan) { return word == kNothing ? nan : word; }
 
 struct Problem {
     const void* hidden_states;       // [own_rows, k], contiguous; e4m3: rows of k + k / 32 bytes
@@ -33,7 +33,7 @@ struct Own {
     quantize::Row row;
     int id = -1;  // of lane l's slot
 };
-struct Arrival {
+struct IncomingToken {
     uint4 columns;
     u32 scale;
     int row;  // of lane l's slot
@@ -65,9 +65,9 @@ struct Dispatch {
                 const uint4 columns = *reinterpret_cast<const uint4*>(from + column);
                 const u32 words[4] = {columns.x, columns.y, columns.z, columns.w};
 #pragma unroll
-                for (int i = 0; i < 4; ++i) own.row.words[i] = arriving(words[i], 0x7f7f7f7f);
+                for (int i = 0; i < 4; ++i) own.row.words[i] = without_sentinel(words[i], 0x7f7f7f7f);
                 const u32 scale = *reinterpret_cast<const u32*>(from + problem.k + column / floats::kScaleBlock * 4);
-                own.row.scale = __uint_as_float(arriving(scale, 0x7fffffff));
+                own.row.scale = __uint_as_float(without_sentinel(scale, 0x7fffffff));
             }
         } else {
             own.row.load<kDatatype>(problem.hidden_states, static_cast<i64>(token) * problem.k + column, valid);
@@ -118,7 +118,7 @@ struct Dispatch {
     }
 
     // Writes an own token to its permuted rows here. Called by whole warps.
-    __device__ __forceinline__ void keep(int token, const Own& own) const {
+    __device__ __forceinline__ void write_own_rows(int token, const Own& own) const {
         if (token >= tokens(ranks.rank)) return;
         const i64 among_all = static_cast<i64>(firsts[ranks.rank]) + token;
 #pragma unroll 1
@@ -127,32 +127,32 @@ struct Dispatch {
     }
 
     // Begins to receive a token of rank `source`.
-    __device__ __forceinline__ Arrival fetch(u32 source, int token) const {
-        Arrival arrival = {{}, 0, -1};
-        if (token >= tokens(source)) return arrival;
+    __device__ __forceinline__ IncomingToken fetch(u32 source, int token) const {
+        IncomingToken incoming = {{}, 0, -1};
+        if (token >= tokens(source)) return incoming;
         const i64 among_all = static_cast<i64>(firsts[source]) + token;
-        arrival.row = permuted_row(among_all, 0);
+        incoming.row = permuted_row(among_all, 0);
         if (has_columns()) {
-            arrival.columns = ptx::load_relaxed_system(data(ranks.rank, among_all));
-            if (threadIdx.x % 8 == 0) arrival.scale = ptx::load_relaxed_system(scale(ranks.rank, among_all, column));
+            incoming.columns = ptx::load_relaxed_system(data(ranks.rank, among_all));
+            if (threadIdx.x % 8 == 0) incoming.scale = ptx::load_relaxed_system(scale(ranks.rank, among_all, column));
         }
-        return arrival;
+        return incoming;
     }
 
     // Receives it, if it comes to this rank. Called by whole warps.
-    __device__ __forceinline__ void receive(u32 source, int token, Arrival arrival) const {
+    __device__ __forceinline__ void receive(u32 source, int token, IncomingToken incoming) const {
         if (token >= tokens(source)) return;
         const i64 among_all = static_cast<i64>(firsts[source]) + token;
         bool is_here = !has_columns();
 #pragma unroll 1
         for (int first = 0; first < problem.top_k; first += 32) {
-            if (first > 0) arrival.row = permuted_row(among_all, first);
-            const bool comes = __any_sync(0xffffffff, arrival.row >= 0);
+            if (first > 0) incoming.row = permuted_row(among_all, first);
+            const bool comes = __any_sync(0xffffffff, incoming.row >= 0);
             if (!is_here && comes) {
                 is_here = true;
-                wait(source, arrival, data(ranks.rank, among_all), scale(ranks.rank, among_all, column));
+                wait(source, incoming, data(ranks.rank, among_all), scale(ranks.rank, among_all, column));
             }
-            write(arrival.row, arrival.columns, __uint_as_float(arrival.scale));
+            write(incoming.row, incoming.columns, __uint_as_float(incoming.scale));
         }
     }
 
@@ -162,13 +162,14 @@ struct Dispatch {
     }
 
     // Waits for a token's columns and its scale, and clears their places.
-    __device__ __forceinline__ void wait(u32 source, Arrival& arrival, uint4* columns_place, u32* scale_place) const {
+    __device__ __forceinline__ void wait(u32 source, IncomingToken& incoming, uint4* columns_place,
+                                         u32* scale_place) const {
         const bool has_scale = threadIdx.x % 8 == 0;
         ranks.wait_while_missing(until, [&]() -> u32 {
-            const bool no_columns = Ranks::is_missing(arrival.columns),
-                       no_scale = has_scale && Ranks::is_missing(arrival.scale);
-            if (no_columns) arrival.columns = ptx::load_relaxed_system(columns_place);
-            if (no_scale) arrival.scale = ptx::load_relaxed_system(scale_place);
+            const bool no_columns = Ranks::is_missing(incoming.columns),
+                       no_scale = has_scale && Ranks::is_missing(incoming.scale);
+            if (no_columns) incoming.columns = ptx::load_relaxed_system(columns_place);
+            if (no_scale) incoming.scale = ptx::load_relaxed_system(scale_place);
             return no_columns || no_scale ? source + 1 : 0;
         });
         *columns_place = {kNothing, kNothing, kNothing, kNothing};
@@ -202,8 +203,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
                   int num_experts, const void* __restrict__ hidden_states, const int* __restrict__ topk_ids,
                   int own_rows,                    // see Problem
                   const int* inverse_permutation,  // likewise
-                  int most,                        // tokens of a rank
-                  int share,                       // CTAs that share a token's columns
+                  int max_rank_tokens,             // tokens of a rank
+                  int ctas_per_token,              // CTAs that share a token's columns
                   int* counters,                   // for each kColumns: tokens taken, 0 between launches
                   int top_k, int k, u8* __restrict__ data, float* __restrict__ scales, u32 scale_stride  // see Problem
     ) {
@@ -221,10 +222,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
     const int column =
         static_cast<int>(blockIdx.x) % parts * kColumns + static_cast<int>(threadIdx.x) * quantize::kEach;
     Dispatch dispatch = {ranks, firsts, problem, column, 0, to_send, &taken};
-    // Item 0 of a token sends and keeps the own one, item i receives that of rank + i. This CTA has each `share`-th.
-    const int first = index % share, stride = static_cast<int>(gridDim.x) / parts / share;
+    // Item 0 of a token sends and keeps the own one, item i receives that of rank + i. This CTA has each
+    // `ctas_per_token`-th.
+    const int first = index % ctas_per_token, stride = static_cast<int>(gridDim.x) / parts / ctas_per_token;
     const bool sends = first == 0;
-    int token = index / share;
+    int token = index / ctas_per_token;
     Own own;  // a token that is sent, and not kept yet
     if (sends) own = dispatch.load(token);
     ptx::wait_for_async_copies();
@@ -240,25 +242,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, CTAS)
     };
     // After a CTA's first token, the next one goes to whichever is ready for it: not all SMs send equally fast. Each
     // CTA takes one past the end, which wraps the counter to 0.
-    const bool takes = stride < most;
+    const bool takes = stride < max_rank_tokens;
     int* const counter = counters + blockIdx.x % parts;
 #pragma unroll 1
-    while (token < most) {
+    while (token < max_rank_tokens) {
         int next = token + stride;
-        if (takes && threadIdx.x == 0) next = stride + ptx::increment(counter, most - 1);
-        int i = sends ? share : first;
-        Arrival arrival = {{}, 0, -1};
-        if (i < num_ranks) arrival = dispatch.fetch(source(i), token);
+        if (takes && threadIdx.x == 0) next = stride + ptx::increment(counter, max_rank_tokens - 1);
+        int i = sends ? ctas_per_token : first;
+        IncomingToken incoming = {{}, 0, -1};
+        if (i < num_ranks) incoming = dispatch.fetch(source(i), token);
         if (sends) {
-            dispatch.keep(token, own);
+            dispatch.write_own_rows(token, own);
             next = dispatch.of_thread_0(next);
             own = dispatch.load(next);
             dispatch.send(next, own);
         }
 #pragma unroll 1
-        for (; i < num_ranks; i += share) {
-            const Arrival here = arrival;
-            if (i + share < num_ranks) arrival = dispatch.fetch(source(i + share), token);
+        for (; i < num_ranks; i += ctas_per_token) {
+            const IncomingToken here = incoming;
+            if (i + ctas_per_token < num_ranks) incoming = dispatch.fetch(source(i + ctas_per_token), token);
             dispatch.receive(source(i), token, here);
         }
         token = next;

@@ -35,10 +35,10 @@ extern "C" __global__ void __launch_bounds__(kFewPairs, 1)
     ptx::launch_dependents();  // may send tokens from now on
     const int at = static_cast<u32>(id) < static_cast<u32>(num_experts) ? place_of[id] : -1;
     if (thread < own_pairs) send<1>(ranks, first_pair + thread, 1, {at}, {static_cast<u32>(at) & 0xffff}, {weight});
-    Arriving<1> arriving = {ranks, firsts, top_k, num_pairs, kFewPairs, until, {{kNoGroup, 0.0f}}};
-    arriving.load(thread);
-    arriving.wait(thread);
+    IncomingPairs<1> incoming = {ranks, firsts, top_k, num_pairs, kFewPairs, until, {{kNoGroup, 0.0f}}};
+    incoming.load(thread);
+    incoming.wait(thread);
     if (thread == 0) ranks_in_memory->calls = ranks.calls + 1;
-    compare_all<kFewPairs>(arriving.pairs[0].sorted, num_pairs, inverse_permutation,
+    compare_all<kFewPairs>(incoming.pairs[0].sorted, num_pairs, inverse_permutation,
                            {offsets, offsets_copy, tile_counters, num_groups});
 }

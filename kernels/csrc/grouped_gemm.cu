@@ -33,11 +33,11 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
     };
     int loaded_ahead = -1;  // K blocks of the first tile whose b was loaded before the preceding launch was complete
     const int take_at = problem.rank == 0 ? max(problem.k_blocks - kTakeAhead, 0) : -1;
-    Pipeline pipeline;
-    Walk walk;
-    for (;; walk.advance()) {
+    StageRing stage_ring;
+    TileRing tile_ring;
+    for (;; tile_ring.advance()) {
         // -- announce the tile
-        const Tile tile = problem.part_of(announce(shared, walk, problem.rank, next));
+        const Tile tile = problem.part_of(announce(shared, tile_ring, problem.rank, next));
         if (tile.rows < 0) break;
         const int boxes = boxes_of(tile), row = problem.first_row(tile);
         int taken = 0;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
         }
 
         // -- load the tile, a K block per stage
-        Pipeline at = pipeline;
+        StageRing at = stage_ring;
         if (ptx::elect_one()) {
 #pragma unroll 1
             for (int kb = 0; kb < problem.k_blocks; ++kb, at.advance()) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
             }
         }
         __syncwarp();
-        pipeline.advance_by(problem.k_blocks);
+        stage_ring.advance_by(problem.k_blocks);
         loaded_ahead = 0;
         if (problem.rank == 0) next = scheduler.tile(gridDim.x / kCluster + __reduce_add_sync(0xffffffff, taken));
     }
@@ -89,10 +89,10 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
     // With SwiGLU, those of the gates alone.
     const int blocks_n = (problem.n + floats::kScaleBlock - 1) / floats::kScaleBlock;
     int next = scale_warp;  // this warp's next K block, counted from the tile's first
-    Pipeline pipeline;
-    pipeline.advance(next);
-    for (Walk walk;; walk.advance()) {
-        const Tile tile = announced_tile(shared, walk, problem);
+    StageRing stage_ring;
+    stage_ring.advance(next);
+    for (TileRing tile_ring;; tile_ring.advance()) {
+        const Tile tile = announced_tile(shared, tile_ring, problem);
         if (tile.rows < 0) break;
 
         // -- locate the tile's scales
@@ -122,16 +122,16 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
         while (next < k_blocks) {
 #pragma unroll
             for (int ahead = 0; ahead < kScalesAhead && next < k_blocks; ++ahead) {
-                ptx::mbarrier_wait(&shared.empty[pipeline.index], pipeline.phase ^ 1);
+                ptx::mbarrier_wait(&shared.empty[stage_ring.index], stage_ring.phase ^ 1);
 #pragma unroll
                 for (int part = 0; part < kScaleParts; ++part)
 #pragma unroll
                     for (int i = 0; i < kBlockM / 32; ++i)
-                        shared.scales[pipeline.index][part][i * 32 + lane] = a_value[ahead][i] * b_value[ahead][part];
-                publish(&shared.full[pipeline.index]);
+                        shared.scales[stage_ring.index][part][i * 32 + lane] = a_value[ahead][i] * b_value[ahead][part];
+                publish(&shared.full[stage_ring.index]);
                 if (next + kScalesAhead * kScaleWarps < k_blocks) load(ahead, next + kScalesAhead * kScaleWarps);
                 next += kScaleWarps;
-                pipeline.advance(kScaleWarps);
+                stage_ring.advance(kScaleWarps);
             }
         }
         next -= k_blocks;

@@ -122,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 index += where[part] >= 0 ? own[chunk.group[part]] : 0;
             else if (i + part * 32 < end)
                 index = chunk.take(own, part);
-            sorted[part] = Sorted{static_cast<u32>(where[part]) & 0xffff, static_cast<u32>(cta), index}.packed();
+            sorted[part] =
+                PairDestination{static_cast<u32>(where[part]) & 0xffff, static_cast<u32>(cta), index}.packed();
         }
         send<kAtOnce>(ranks, first_pair + i + lane, end - i - lane, where, sorted, weights);
         if (kSingle) break;
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     };
     const auto inside = [&](u32 row) { return static_cast<int>(min(row, static_cast<u32>(num_pairs))); };
     const int stride = ctas * kThreads, first_of_thread = cta * kThreads + thread;
-    Arriving<kAtOnce> arriving = {ranks, firsts, top_k, num_pairs, stride, until, {}};
+    IncomingPairs<kAtOnce> incoming = {ranks, firsts, top_k, num_pairs, stride, until, {}};
     int all = 0;  // rows of the counts before
     uint4 next = begin_to_count(4 * thread);
 #pragma unroll 1
@@ -154,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             now = ranks.wait_for(now, counts_at(i), segment_of(i) >> segment_bits, until);
             if (Ranks::is_missing(now)) now = {0, 0, 0, 0};
         }
-        arriving.load(first_of_thread);  // is on its way meanwhile
+        incoming.load(first_of_thread);  // is on its way meanwhile
         const Sum sum = Sum::of(static_cast<int>(now.x + now.y + now.z + now.w));
         const u32 x = all + sum.below, y = x + now.x, z = y + now.y, w = z + now.z;
         all += sum.all;
@@ -168,16 +169,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 #pragma unroll 1
     for (int first = first_of_thread; first < num_pairs; first += kAtOnce * stride) {
-        if (first > first_of_thread) arriving.load(first);
-        arriving.wait(first);
+        if (first > first_of_thread) incoming.load(first);
+        incoming.wait(first);
 #pragma unroll
         for (int part = 0; part < kAtOnce; ++part) {
             const int pair = first + part * stride;
             if (pair >= num_pairs) break;
-            const Sorted sorted = Sorted::of(arriving.pairs[part].sorted);
-            const u32 segment = (arriving.source(pair) << segment_bits) + sorted.segment;
+            const PairDestination sorted = PairDestination::of(incoming.pairs[part].sorted);
+            const u32 segment = (incoming.source(pair) << segment_bits) + sorted.segment;
             const u32 i = (sorted.group << all_segment_bits) + segment;
-            const bool is_here = arriving.pairs[part].sorted < kNoGroup && i < static_cast<u32>(num_counts);
+            const bool is_here = incoming.pairs[part].sorted < kNoGroup && i < static_cast<u32>(num_counts);
             const u32 row = is_here ? first_rows[i] + sorted.index : num_pairs;
             inverse_permutation[pair] = row < static_cast<u32>(num_pairs) ? static_cast<int>(row) : -1;
         }

@@ -23,7 +23,7 @@ __device__ __forceinline__ void send(const Ranks& ranks, i64 pair, int left, con
 
 // The pairs of all ranks, as they arrive: kCount of them for this thread, `pair` and each `stride`-th from there on.
 template <int kCount>
-struct Arriving {
+struct IncomingPairs {
     const Ranks& ranks;
     const int* firsts;  // [kMaxRanks + 1]: rank r has the tokens from firsts[r] on
     int top_k, num_pairs, stride;

@@ -5,16 +5,15 @@
 // it changes, and then restores it. A launch's writes are in L2, where those of other GPUs arrive, before the next
 // launch passes its wait; so nothing new is overwritten. A rank begins a call once all ranks have received the tokens
 // of the call before: each of them counts its calls in every rank's memory, when the last combine_rows begins. By then
-// it has also cleared the counts of pairs. It still reads the pairs of that call, but those of the next one are written
-// elsewhere.
+// it has also cleared the counts of pairs. Pairs are double-buffered by call.
 #pragma once
 
 #include "ptx.cuh"
 
 constexpr int kMaxRanks = 8;
 constexpr int kCounterStride = 32;    // u32: each counter has a cache line of its own
-constexpr u32 kNothing = 0xffffffff;  // NaNs in e4m3, bf16 and fp32, but conversions and arithmetic make other ones
-constexpr u32 kNoGroup = 0xfffffffe;  // instead of Sorted, for a pair whose expert is on another rank
+constexpr u32 kNothing = 0xffffffff;  // NaNs in e4m3, bf16 and fp32, but arithmetic yields a different NaN
+constexpr u32 kNoGroup = 0xfffffffe;  // instead of a PairDestination, for a pair whose expert is on another rank
 constexpr int kMaxSegments = 8;       // of a rank's pairs, see permutation_of_ranks.cu
 
 // A token's expert, and its weight: one word of 8 bytes, so `sorted` announces both.
@@ -29,12 +28,14 @@ struct __align__(8) Pair {
 };
 
 // Where a pair belongs on the rank that holds its expert.
-struct Sorted {
+struct PairDestination {
     u32 group, segment;  // of the pairs of its token's rank
     u32 index;           // among those of the segment with the same expert; less than MAX_RANK_PAIRS in limits.py
 
     __device__ __forceinline__ u32 packed() const { return index << 13 | segment << 10 | group; }
-    static __device__ __forceinline__ Sorted of(u32 packed) { return {packed % 1024, packed / 1024 % 8, packed >> 13}; }
+    static __device__ __forceinline__ PairDestination of(u32 packed) {
+        return {packed % 1024, packed / 1024 % 8, packed >> 13};
+    }
 };
 
 // The memory of one rank; every rank has one of the same layout. Sizes are those of kernels/rank_memory.py.

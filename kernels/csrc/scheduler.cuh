@@ -25,7 +25,7 @@ struct Columns {
 };
 
 // Used by a whole warp and kept in its registers, a lane for each group: nothing is loaded before a launch's first tile
-// is known, so the way there is short. More than 32 groups are looked at 32 at a time.
+// is known, which keeps start-up latency low. More than 32 groups are looked at 32 at a time.
 template <Layout kLayout, int kTileM, int kTileN, int kHeightStep>
 class TileScheduler {
   public:

@@ -36,8 +36,8 @@ struct Position {
         }
     }
 };
-using Pipeline = Position<kStages>;
-using Walk = Position<kTiles>;
+using StageRing = Position<kStages>;
+using TileRing = Position<kTiles>;
 
 // A warp has written its share of a stage.
 __device__ __forceinline__ void publish(u64* full) {
@@ -57,11 +57,11 @@ __device__ __forceinline__ void release(u64* empty) {
 }
 
 // The cluster's next tile, for the TMA warp: the first CTA, which knows it, announces it to every waiting warp.
-__device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk, int rank, Tile tile) {
-    u64* announced = &shared.announced[walk.index];
+__device__ __forceinline__ Tile announce(SharedStorage& shared, const TileRing& tile_ring, int rank, Tile tile) {
+    u64* announced = &shared.announced[tile_ring.index];
     if constexpr (kCluster == 1) {
         if (ptx::elect_one()) {
-            shared.tiles[walk.index] = tile;
+            shared.tiles[tile_ring.index] = tile;
             ptx::mbarrier_arrive(announced);
         }
         __syncwarp();
@@ -70,21 +70,22 @@ __device__ __forceinline__ Tile announce(SharedStorage& shared, const Walk& walk
             const u32 lane = threadIdx.x % 32;
             if (lane < kCluster) {
                 const int4 record = {tile.group, tile.row, tile.rows, tile.column};
-                ptx::store_to_cta(&shared.tiles[walk.index], record, announced, lane);
+                ptx::store_to_cta(&shared.tiles[tile_ring.index], record, announced, lane);
             }
         }
         if (ptx::elect_one()) ptx::mbarrier_arrive_expect_bytes(announced, sizeof(Tile));
         __syncwarp();
-        ptx::mbarrier_wait(announced, walk.phase);
-        tile = shared.tiles[walk.index];
+        ptx::mbarrier_wait(announced, tile_ring.phase);
+        tile = shared.tiles[tile_ring.index];
     }
     return tile;
 }
 
 // The tile announced at this position, for all other warps.
-__device__ __forceinline__ Tile announced_tile(SharedStorage& shared, const Walk& walk, const Problem& problem) {
-    ptx::mbarrier_wait(&shared.announced[walk.index], walk.phase);
-    return problem.part_of(shared.tiles[walk.index]);
+__device__ __forceinline__ Tile announced_tile(SharedStorage& shared, const TileRing& tile_ring,
+                                               const Problem& problem) {
+    ptx::mbarrier_wait(&shared.announced[tile_ring.index], tile_ring.phase);
+    return problem.part_of(shared.tiles[tile_ring.index]);
 }
 
 // The last cluster to finish resets the counter for the next launch.

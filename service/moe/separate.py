@@ -37,7 +37,7 @@ class SeparateExperts:
     def __init__(self, shape: LayerShape, weights: ExpertWeights, backend: Backend, rule: ExpertRule) -> None:
         self._backend, self._rule, self._held = backend, rule, len(shape.held_experts)
         self._num_shared = shape.num_shared_experts
-        # Made once: the backend knows weights by their tensors.
+        # Made once: the backend caches by tensor identity.
         self._routed, self._shared = cut(weights, self._held)
 
     def pack(self, name: str) -> bool:

@@ -310,7 +310,9 @@ def spawn(rank: Callable[[int, int, int, int], None], num_ranks: int) -> None:
     multiprocessing.spawn(rank, (num_ranks, port, seed), num_ranks)  # type: ignore[attr-defined, no-untyped-call]
 
 
-@pytest.mark.parametrize("way", combine_rows._WAYS, ids=lambda way: way.by_dtype[torch.float32].source.name)
+@pytest.mark.parametrize(
+    "way", combine_rows._COMBINE_VARIANTS, ids=lambda way: way.by_dtype[torch.float32].source.name
+)
 @pytest.mark.parametrize("num_experts", [8, 1024])
 def test_all_ctas_of_combine_run_at_once(way: combine_rows._CombineVariant, num_experts: int) -> None:
     """The driver says how many an SM runs: what the launch bounds ask for, if shared memory suffices."""

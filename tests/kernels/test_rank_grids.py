@@ -52,7 +52,7 @@ def test_ctas_are_whole_rows_that_run_at_once(
 def test_ctas_without_a_token_share_those_of_others(
     num_ctas: int, tokens: list[int], columns: int, expected: int
 ) -> None:
-    assert rank_grids.sharing(num_ctas, tokens, columns) == expected
+    assert rank_grids.ctas_per_token(num_ctas, tokens, columns) == expected
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
@@ -63,7 +63,7 @@ def test_ctas_that_share_a_token_have_one_only(num_ranks: int, num_sms: int) -> 
     for most in [*range(200), 1024, 4096]:
         tokens = [most] * num_ranks
         num_ctas = ctas(num_sms, 4, tokens, 7168)
-        share = rank_grids.sharing(num_ctas, tokens, 7168)
+        share = rank_grids.ctas_per_token(num_ctas, tokens, 7168)
         shared += share > 1
         assert share == 1 or num_ctas // 4 // share >= most
     assert (shared > 0) is (num_ranks > 1 and num_sms > 1)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
-from expertd.kernels.backends.hopper.rank_grids import COLUMNS, ctas, place_bytes, sharing
+from expertd.kernels.backends.hopper.rank_grids import COLUMNS, ctas, ctas_per_token, place_bytes
 from expertd.kernels.jit import Variant
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 
 
 class _CombineVariant(NamedTuple):
-    """One way to combine.
+    """One variant to combine.
 
     by_dtype      the variants, by the dtype of the result
     ctas          per SM at most
@@ -28,7 +28,7 @@ class _CombineVariant(NamedTuple):
     shared_bytes: Callable[[int], int]
 
 
-def _way(
+def _variant(
     prefix: str,
     threads: int,
     ctas: int,
@@ -36,7 +36,7 @@ def _way(
     storage_bytes: int = 0,
     **defines: int,
 ) -> _CombineVariant:
-    """A way, and its definitions; storage_bytes: of shared memory, besides a copy of places."""
+    """Its definitions; storage_bytes: of shared memory, besides a copy of places."""
     defines = {"EXACT": 0, "STAGED": 0, "BIASED": 0} | defines
 
     def shared_bytes(num_experts: int) -> int:
@@ -49,20 +49,20 @@ def _way(
     return _CombineVariant(by_dtype, ctas, columns, shared_bytes)
 
 
-_SUMS = _way("", 256, ctas=4)
-_EXACT = _way("exact_", 256, ctas=3, EXACT=1)
-_BIASED_SUMS = _way("biased_", 256, ctas=4, BIASED=1)
-_BIASED_EXACT = _way("biased_exact_", 256, ctas=3, EXACT=1, BIASED=1)
+_SUMS = _variant("", 256, ctas=4)
+_EXACT = _variant("exact_", 256, ctas=3, EXACT=1)
+_BIASED_SUMS = _variant("biased_", 256, ctas=4, BIASED=1)
+_BIASED_EXACT = _variant("biased_exact_", 256, ctas=3, EXACT=1, BIASED=1)
 # Two stages of four entries, two results, and a row of nothing; two barriers.
-_STAGED = _way(
+_STAGED = _variant(
     "staged_", 32, ctas=8, columns=1024, storage_bytes=(2 * 4 * 2 + 2 * 4 + 2) * 1024 + 16, STAGED=1
 )
 STAGED_TOKENS = 512
 """From this number of tokens of a rank on, staging is faster, if rows are wide."""
 _STAGED_COLUMNS = 2048  # from this width on
 
-_WAYS = _SUMS, _STAGED, _EXACT, _BIASED_SUMS, _BIASED_EXACT
-VARIANTS = tuple(variant for way in _WAYS for variant in way.by_dtype.values())
+_COMBINE_VARIANTS = _SUMS, _STAGED, _EXACT, _BIASED_SUMS, _BIASED_EXACT
+VARIANTS = tuple(variant for each in _COMBINE_VARIANTS for variant in each.by_dtype.values())
 
 
 def combine_rows(
@@ -87,20 +87,20 @@ def combine_rows(
     experts, added to each row of an expert before it is weighted; None: nothing is.
     """
     top_k, n, places = inverse.shape[1], rows.shape[1], tokens.places
-    most, columns, num_experts = max(tokens.counts), columns or range(n), places.numel()
-    is_staged = most >= STAGED_TOKENS and n >= _STAGED_COLUMNS
+    max_rank_tokens, columns, num_experts = max(tokens.counts), columns or range(n), places.numel()
+    is_staged = max_rank_tokens >= STAGED_TOKENS and n >= _STAGED_COLUMNS
     if bias is not None:
-        way = _BIASED_EXACT if memory.exact else _BIASED_SUMS
+        variant = _BIASED_EXACT if memory.exact else _BIASED_SUMS
     else:
-        way = _EXACT if memory.exact else _STAGED if is_staged else _SUMS
-    shared_bytes = way.shared_bytes(num_experts)
+        variant = _EXACT if memory.exact else _STAGED if is_staged else _SUMS
+    shared_bytes = variant.shared_bytes(num_experts)
     # A CTA waits for rows that later CTAs of other ranks return: all of a launch must run at once.
-    per_sm = min(way.ctas, kernels.ctas_per_sm(on.device, way.by_dtype[out.dtype], shared_bytes))
-    num_ctas = ctas(on, num_sms, per_sm, tokens.counts, len(columns), way.columns)
-    share = sharing(num_ctas, tokens.counts, len(columns), way.columns)
+    per_sm = min(variant.ctas, kernels.ctas_per_sm(on.device, variant.by_dtype[out.dtype], shared_bytes))
+    num_ctas = ctas(on, num_sms, per_sm, tokens.counts, len(columns), variant.columns)
+    sharing = ctas_per_token(num_ctas, tokens.counts, len(columns), variant.columns)
     kernels.launch(
-        on, way.by_dtype[out.dtype], Grid(num_ctas, 1, shared_bytes),
+        on, variant.by_dtype[out.dtype], Grid(num_ctas, 1, shared_bytes),
         memory.ranks, *tokens.packed, places, np.int32(num_experts), topk_ids, topk_weights,
-        rows, inverse, np.int32(most), np.int32(share), memory.combine_counters, np.int32(top_k), np.int32(n),
-        np.int32(columns.start), np.int32(columns.stop), bias, out,
+        rows, inverse, np.int32(max_rank_tokens), np.int32(sharing), memory.combine_counters,
+        np.int32(top_k), np.int32(n), np.int32(columns.start), np.int32(columns.stop), bias, out,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source, variants_by_dtype
-from expertd.kernels.backends.hopper.rank_grids import ctas, place_bytes, sharing
+from expertd.kernels.backends.hopper.rank_grids import ctas, ctas_per_token, place_bytes
 from expertd.kernels.jit import Variant
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, as_floats
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -46,14 +46,13 @@ def dispatch_rows(
     data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
     size = (math.ceil(k / SCALE_BLOCK), num_rows)
     scales = torch.empty(size, dtype=torch.float32, device=inverse.device)
-    most = max(tokens.counts)
     num_ctas = ctas(on, num_sms, _CTAS, tokens.counts, k)
-    share = sharing(num_ctas, tokens.counts, k)
+    sharing = ctas_per_token(num_ctas, tokens.counts, k)
     kernels.launch(
         on, _BY_DTYPE[hidden_states.dtype], Grid(num_ctas, 1, place_bytes(places.numel())),
         memory.ranks, *tokens.packed, places, np.int32(places.numel()),
-        hidden_states, topk_ids, np.int32(len(topk_ids)), inverse, np.int32(most), np.int32(share),
-        memory.dispatch_counters,
+        hidden_states, topk_ids, np.int32(len(topk_ids)), inverse, np.int32(max(tokens.counts)),
+        np.int32(sharing), memory.dispatch_counters,
         np.int32(top_k), np.int32(k), data, scales, np.uint32(num_rows),
     )  # fmt: skip
     return Quantized(data, scales.t())

@@ -35,7 +35,7 @@ def ctas(
     return min(max(1, len(tokens) * max(tokens)), max(1, most)) * each
 
 
-def sharing(num_ctas: int, tokens: Sequence[int], columns: int, columns_at_once: int = COLUMNS) -> int:
+def ctas_per_token(num_ctas: int, tokens: Sequence[int], columns: int, columns_at_once: int = COLUMNS) -> int:
     """The CTAs of a launch that share a token's columns, so that few have nothing to do."""
     each = num_ctas // math.ceil(columns / columns_at_once)
     return max(1, min(len(tokens), each // max(1, *tokens)))
