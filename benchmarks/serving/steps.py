@@ -26,7 +26,7 @@ from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.staging import Staging
+from expertd.service.moe.step.staging import Staging
 from expertd.service.moe.weights import random_weights
 from expertd.service.settings.parts import Limits
 

@@ -11,7 +11,7 @@ from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.device import memory_metrics, use_metrics
 from expertd.service.engine.metrics.ranks import placement_metrics
 from expertd.service.engine.metrics.steps import lane_queue_metrics, queue_metrics
-from expertd.service.moe.step_counts import NOTHING
+from expertd.service.moe.step.step_counts import NOTHING
 
 
 def watch(engine: Engine, metrics: Metrics) -> None:

@@ -22,7 +22,7 @@ from expertd.service.engine.profiling import RankRecordings
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.request import LayerRequest
-from expertd.service.moe.step_counts import NOTHING, StepUse
+from expertd.service.moe.step.step_counts import NOTHING, StepUse
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 from expertd.service.util.logs import progress_bar, shows_bars

@@ -20,9 +20,9 @@ from expertd.service.moe.needs import Needs
 from expertd.service.moe.out_of_memory import does_not_fit, in_one_sentence
 from expertd.service.moe.request import LayerRequest, zero_request
 from expertd.service.moe.runner import LayerRunner
-from expertd.service.moe.stages import StageTimer
-from expertd.service.moe.staging import Staging
-from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
+from expertd.service.moe.step.stages import StageTimer
+from expertd.service.moe.step.staging import Staging
+from expertd.service.moe.step.step_counts import HostCopies, Launches, StepUse
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from expertd.backends import Capabilities
 from expertd.service.engine.layers import has_biases, rule_of
-from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.needs import GRAPH_TOKENS, Needs, needs_of, part_of_layer, staging_bytes, together
+from expertd.service.moe.step.batch import FLOATS
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import Limits

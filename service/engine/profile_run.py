@@ -12,8 +12,8 @@ from expertd.service.engine.errors import NotReadyError
 from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.profiling import Recording
-from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.step.batch import FLOATS
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from expertd.service.device import Device, Stream
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.runner import LayerRunner
-from expertd.service.moe.stages import StageTimer
-from expertd.service.moe.staging import Staging
-from expertd.service.moe.step_counts import HostCopies, Launches
+from expertd.service.moe.step.batch import FLOATS
+from expertd.service.moe.step.stages import StageTimer
+from expertd.service.moe.step.staging import Staging
+from expertd.service.moe.step.step_counts import HostCopies, Launches
 from expertd.service.settings.lanes import Lane
 from expertd.service.settings.served import ModelSettings
 

@@ -36,7 +36,7 @@ from expertd.service.memory import (
     is_on_gpu,
 )
 from expertd.service.moe.request import LayerRequest, Output, fp8_rows
-from expertd.service.moe.stages import TimedStep
+from expertd.service.moe.step.stages import TimedStep
 from expertd.service.tracing import Rpc, TraceContext, TracedRequest, Tracing, trace_context
 from expertd.service.tracing.context import Headers
 from expertd.service.util.logs import with_fields

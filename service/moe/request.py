@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
 from expertd.service.memory.span import Buffer, Span, host_view
-from expertd.service.moe.stages import TimedStep
+from expertd.service.moe.step.stages import TimedStep
 
 Output = Buffer | Span
 

@@ -12,16 +12,16 @@ from expertd.kernels import as_floats
 from expertd.service.device import Device, GraphPool, Stream
 from expertd.service.memory import host_view
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import Batch, rows_of
-from expertd.service.moe.device_step import DeviceSteps
-from expertd.service.moe.graphs import StepGraphs
-from expertd.service.moe.host_step import HostSteps
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
-from expertd.service.moe.running import DoneStep, RunningStep
-from expertd.service.moe.stages import GpuStages, HostStages, StageTimer, TimedStep
-from expertd.service.moe.staging import Staging
-from expertd.service.moe.step_counts import HostCopies, Launches
+from expertd.service.moe.step.batch import Batch, rows_of
+from expertd.service.moe.step.device_step import DeviceSteps
+from expertd.service.moe.step.graphs import StepGraphs
+from expertd.service.moe.step.host_step import HostSteps
+from expertd.service.moe.step.running import DoneStep, RunningStep
+from expertd.service.moe.step.stages import GpuStages, HostStages, StageTimer, TimedStep
+from expertd.service.moe.step.staging import Staging
+from expertd.service.moe.step.step_counts import HostCopies, Launches
 
 if TYPE_CHECKING:
     from expertd.kernels.partitions import SMPartitions

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from expertd.service.engine.steps import StepTimes
-from expertd.service.moe.stages import TimedStep
+from expertd.service.moe.step.stages import TimedStep
 from expertd.service.tracing.context import Headers, TraceContext
 
 

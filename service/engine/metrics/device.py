@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from expertd.service.engine.metrics.family import MetricFamily, samples
-from expertd.service.moe.step_counts import Launches, StepUse
+from expertd.service.moe.step.step_counts import Launches, StepUse
 
 _ONE, _GPU = "with one rank", "on a GPU, with one rank"
 STEPS = MetricFamily(

@@ -7,7 +7,7 @@ from expertd.service.engine.metrics.device import GpuSensors, memory_metrics, us
 from expertd.service.engine.metrics.ranks import RankDevice, RankState, placement_metrics
 from expertd.service.engine.metrics.steps import QueueState, lane_queue_metrics, queue_metrics
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.step_counts import HostCopies, Launches, StepUse
+from expertd.service.moe.step.step_counts import HostCopies, Launches, StepUse
 from tests.service.engine.test_placement_metrics import Given
 
 SHAPE = LayerShape(128, 128, 4, 2)

@@ -19,12 +19,12 @@ from expertd.kernels import (
 )
 from expertd.service.device import device_of
 from expertd.service.engine.chunks import part_of
-from expertd.service.moe.batch import joined
-from expertd.service.moe.batch import rows_of as rows_of_bytes
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import FP8, LayerRequest, fp8_rows, row_bytes
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.step.batch import joined
+from expertd.service.moe.step.batch import rows_of as rows_of_bytes
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.requests import Place, as_bytes, layer_request, on_gpu, pinned, rows_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from expertd.service.moe.step_counts import HostCopies
+from expertd.service.moe.step.step_counts import HostCopies
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 64 * 1024, 64 * 1024 + 4, 300_000])

@@ -10,12 +10,12 @@ from expertd.backends import BACKENDS
 from expertd.kernels import resolve_backend
 from expertd.service.device import device_of
 from expertd.service.device.host_memory import free_host_bytes
-from expertd.service.moe.graphs import TOKEN_COUNTS
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.needs import GRAPH_TOKENS, needs_of, part_of_layer, together, weights_bytes
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.step.graphs import TOKEN_COUNTS
 from expertd.service.moe.weights import random_weights
 from tests.service.cgroups import V2, fake_groups
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from expertd.kernels import resolve_backend
 from expertd.service.device import device_of
 from expertd.service.memory import host_view
-from expertd.service.moe.device_step import without_outside
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.step.device_step import without_outside
 from expertd.service.moe.weights import random_weights
 from tests.backends import KINDS, plain_backend
 from tests.kernels.helpers import diff, fresh_generator

@@ -14,13 +14,13 @@ from expertd.kernels import OtherGlu, resolve_backend
 from expertd.service.device import Device, device_of
 from expertd.service.device.cuda import CudaDevice
 from expertd.service.engine.chunks import part_of
-from expertd.service.moe import stages as module
-from expertd.service.moe.batch import Batch
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Plan
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.stages import Events, GpuStages, HostStages, StageTimer, TimedStep
+from expertd.service.moe.step import stages as module
+from expertd.service.moe.step.batch import Batch
+from expertd.service.moe.step.stages import Events, GpuStages, HostStages, StageTimer, TimedStep
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.requests import layer_request

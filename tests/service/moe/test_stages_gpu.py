@@ -15,7 +15,7 @@ from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.stages import Stage, StageTimer
+from expertd.service.moe.step.stages import Stage, StageTimer
 from expertd.service.moe.weights import random_weights
 from expertd.service.tracing import TracedRequest, Tracing
 from tests.kernels.helpers import forbid_host_sync, fresh_generator

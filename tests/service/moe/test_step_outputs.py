@@ -8,8 +8,8 @@ import torch
 
 from expertd.service.device import Copies
 from expertd.service.memory import Span
-from expertd.service.moe.batch import Batch
-from expertd.service.moe.device_step import DeviceSteps
+from expertd.service.moe.step.batch import Batch
+from expertd.service.moe.step.device_step import DeviceSteps
 from tests.service.moe.requests import as_bytes, layer_request
 
 WIDTH = 128

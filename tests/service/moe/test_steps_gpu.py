@@ -10,12 +10,12 @@ import torch
 
 from expertd.service.device import device_of
 from expertd.service.memory import Arena, Span
-from expertd.service.moe.device_step import DeviceSteps
-from expertd.service.moe.graphs import StepGraphs
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
-from expertd.service.moe.running import RunningStep
+from expertd.service.moe.step.device_step import DeviceSteps
+from expertd.service.moe.step.graphs import StepGraphs
+from expertd.service.moe.step.running import RunningStep
 from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
 from tests.service.moe.gpu_runner import DEVICE, PLACES, SHAPE, runner_with_graphs
 from tests.service.moe.requests import DTYPES, Place, as_bytes, layer_request, on_gpu, pinned, rows_of

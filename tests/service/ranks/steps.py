@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 
 from expertd.service.memory import host_view
-from expertd.service.moe.batch import FLOATS
 from expertd.service.moe.request import LayerRequest
+from expertd.service.moe.step.batch import FLOATS
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, Serving, binary_request, output_of
 
 LIMITS = {"max_request_tokens": 1024, "max_batch_tokens": 1024, "max_queue_tokens": 16384}

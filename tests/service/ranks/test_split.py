@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from expertd.service.memory import Span
-from expertd.service.moe.batch import Batch
 from expertd.service.moe.split import part_of
+from expertd.service.moe.step.batch import Batch
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand
 from expertd.service.ranks.worker.own_steps import requests_of
 

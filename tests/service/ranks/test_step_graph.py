@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertd.service.moe.graphs import TOKEN_COUNTS
+from expertd.service.moe.step.graphs import TOKEN_COUNTS
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest
 from expertd.service.ranks.worker.own_steps import graph_of
 

@@ -14,7 +14,7 @@ import pytest
 
 from expertd import __version__
 from expertd.service.engine.steps import StepTimes
-from expertd.service.moe.stages import Stage
+from expertd.service.moe.step.stages import Stage
 from expertd.service.settings.parts import TracingSettings
 from expertd.service.tracing import Rpc, TracedRequest, Tracing
 from tests.paths import ROOT

@@ -16,10 +16,10 @@ from expertd.service.commands.serve import check_tracing
 from expertd.service.device import device_of
 from expertd.service.engine.steps import StepTimes
 from expertd.service.grpc.tables import SERVICE
-from expertd.service.moe import stages
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.runner import LayerRunner
-from expertd.service.moe.stages import HostStages, StageTimer
+from expertd.service.moe.step import stages
+from expertd.service.moe.step.stages import HostStages, StageTimer
 from expertd.service.moe.weights import random_weights
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import TracingSettings

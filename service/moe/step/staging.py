@@ -11,7 +11,7 @@ from expertd.limits import MAX_GROUPS
 from expertd.service.device import Device, GraphPool, Stream
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.request import LayerRequest
-from expertd.service.moe.step_counts import HostCopies
+from expertd.service.moe.step.step_counts import HostCopies
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from expertd.kernels import as_floats
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch, rows_of
 from expertd.service.moe.request import LayerRequest, Output, StepResult
-from expertd.service.moe.stages import HostStages
-from expertd.service.moe.step_counts import HostCopies
+from expertd.service.moe.step.batch import FLOATS, Batch, rows_of
+from expertd.service.moe.step.stages import HostStages
+from expertd.service.moe.step.step_counts import HostCopies
 
 _ALIGNMENT = 16  # bytes, of an output that the layer writes in place
 

@@ -21,13 +21,13 @@ from expertd.kernels import HiddenStates, Quantized, as_floats, values_of
 from expertd.service.device import Copies, Device, Graph, Stream
 from expertd.service.memory import HIDDEN, Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots, joined, rows_of
-from expertd.service.moe.recurring import RecurringSteps
 from expertd.service.moe.request import FP8, LayerRequest, Output, Plan, StepResult, row_bytes
-from expertd.service.moe.running import RunningStep
-from expertd.service.moe.stages import GpuStages
-from expertd.service.moe.staging import ALIGNMENT, Staging, StepBuffers, address_of, is_aligned
-from expertd.service.moe.step_counts import Launches
+from expertd.service.moe.step.batch import FLOATS, Batch, count_named, empty_slots, joined, rows_of
+from expertd.service.moe.step.recurring import RecurringSteps
+from expertd.service.moe.step.running import RunningStep
+from expertd.service.moe.step.stages import GpuStages
+from expertd.service.moe.step.staging import ALIGNMENT, Staging, StepBuffers, address_of, is_aligned
+from expertd.service.moe.step.step_counts import Launches
 
 INTEGERS = {"INT32": torch.int32, "INT64": torch.int64}
 _Routing = tuple[Tensor, Tensor]

@@ -18,11 +18,11 @@ from expertd.limits import MAX_GROUPS
 from expertd.service.device import Device, Graph, GraphPool, Stream
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.batch import FLOATS, Batch, count_named, empty_slots
 from expertd.service.moe.request import LayerRequest, Output, Plan, StepResult
-from expertd.service.moe.running import RunningStep
-from expertd.service.moe.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
-from expertd.service.moe.step_counts import HostCopies
+from expertd.service.moe.step.batch import FLOATS, Batch, count_named, empty_slots
+from expertd.service.moe.step.running import RunningStep
+from expertd.service.moe.step.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
+from expertd.service.moe.step.step_counts import HostCopies
 
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
