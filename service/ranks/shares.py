@@ -37,11 +37,11 @@ class ExchangeSizes(NamedTuple):
     def of(cls, settings: Settings, model: ModelSettings) -> "ExchangeSizes":
         """Those of a model; where weights multiply the experts' input, a slot counts as a token."""
         each = rows_per_token(model.top_k, rule_of(model))
-        own = most_tokens(settings) * each
+        own = max_rank_tokens(settings) * each
         return cls(own, settings.num_ranks * own, model.hidden_size, model.top_k // each)
 
 
-def most_tokens(settings: Settings) -> int:
+def max_rank_tokens(settings: Settings) -> int:
     """Of a rank in a step, or in a graph, which pads it."""
     return max(len(part_of(settings.limits.max_batch_tokens, 0, settings.num_ranks)), GRAPH_TOKENS)
 

@@ -35,8 +35,8 @@ class ReplicaTables:
         # Slots that name no expert have number -1, the last of this table: no rank.
         self._places = torch.tensor([*places, num_ranks << 16], dtype=torch.int32, device=device)
         self.places = self._places[:-1]
-        most = len(physical) - len(set(physical)) + 1  # an expert has no more, with any placement
-        self._replicas = torch.full((num_experts + 1, most), -1, dtype=torch.int32, device=device)
+        max_replicas = len(physical) - len(set(physical)) + 1  # an expert has no more, with any placement
+        self._replicas = torch.full((num_experts + 1, max_replicas), -1, dtype=torch.int32, device=device)
         self._counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
         self.replace(self.physical)
 
@@ -48,8 +48,8 @@ class ReplicaTables:
         replicas: list[list[int]] = [[] for _ in range(self.num_experts + 1)]
         for number, expert in enumerate(physical):
             replicas[expert].append(number)
-        most = self._replicas.shape[1]
-        table = [numbers + [-1] * (most - len(numbers)) for numbers in replicas]
+        max_replicas = self._replicas.shape[1]
+        table = [numbers + [-1] * (max_replicas - len(numbers)) for numbers in replicas]
         self._replicas.copy_(torch.tensor(table, dtype=torch.int32))
         self._counts.copy_(torch.tensor([len(numbers) for numbers in replicas]))
         self.physical = list(physical)
@@ -86,9 +86,9 @@ def tables_of(
     if set(physical) != set(held):
         different = sorted(set(physical) ^ set(held))[:4]
         raise ValueError(f"physical: expected each expert of the layer and no other, got {different} wrong")
-    most = len(experts_of_rank(physical, 0, num_ranks))
-    if most > len(held):
-        raise ValueError(f"physical: expected at most {len(held)} on a rank, got {most}")
+    num_slots = len(experts_of_rank(physical, 0, num_ranks))
+    if num_slots > len(held):
+        raise ValueError(f"physical: expected at most {len(held)} on a rank, got {num_slots}")
     return ReplicaTables(shape.num_experts, physical, num_ranks, device)
 
 

@@ -25,12 +25,12 @@ _ALONE_SECONDS = 1.0  # for other ranks to fail too: those that wait for one tha
 class RankGroup:
     """Ranks that have loaded. `look` is for one thread at a time, also `begin` and `wait`; the rest for any.
 
-    generation    tells it from other groups
-    ranks         its members, by their numbers
-    lost          why it is lost, None: it is not. Every waiting ends then, that for steps once `end` says
-                  that no rank runs any: until then their memory is not free
-    step_seconds  that a step may take
-    why_beside    says why ranks are lost by other signs than their own; asked often
+    generation      tells it from other groups
+    ranks           its members, by their numbers
+    lost            why it is lost, None: it is not. Every waiting ends then, that for steps once `end` says
+                    that no rank runs any: until then their memory is not free
+    step_seconds    that a step may take
+    why_nodes_lost  says why ranks of other nodes are lost; asked often
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class RankGroup:
         ranks: Sequence[Rank],
         inbox: Inbox,
         step_seconds: float,
-        why_beside: Callable[[], str | None] = lambda: None,
+        why_nodes_lost: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.generation = generation
         self.ranks = ranks
         self.lost: str | None = None
         self._inbox = inbox
-        self._why_beside = why_beside
+        self._why_nodes_lost = why_nodes_lost
         self._is_over = False  # no rank runs a step any more
         self._flights: dict[
             int, dict[int, StepEnd]
@@ -61,7 +61,7 @@ class RankGroup:
             if (why := rank.why_gone()) is not None:
                 self.lose(why)
         first = min(list(self._flights), default=None)
-        if (late := self._first_step.why_late(first) or self._why_beside()) is not None:
+        if (late := self._first_step.why_late(first) or self._why_nodes_lost()) is not None:
             self.lose(late)
 
     def map(self, regions: Sequence[Region]) -> None:

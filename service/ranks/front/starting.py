@@ -46,16 +46,16 @@ def end_ranks(ranks: Sequence[Rank]) -> None:
 
 
 def wait_loaded(
-    ranks: Sequence[Rank], inbox: Inbox, stop: Callable[[], bool], why_beside: Callable[[], str | None]
+    ranks: Sequence[Rank], inbox: Inbox, stop: Callable[[], bool], why_nodes_lost: Callable[[], str | None]
 ) -> None:
     """Return once all ranks have loaded, or `stop` is true. Raises LoadFailedError.
 
-    why_beside  says why ranks are lost by other signs than their own; asked often
+    why_nodes_lost  says why ranks of other nodes are lost; asked often
     """
     while not stop() and not all(rank.about for rank in ranks):
         check_loading(ranks, inbox, LOOK_SECONDS)
-        if (beside := why_beside()) is not None:
-            raise LoadFailedError(f"loading: {beside}", False)
+        if (why := why_nodes_lost()) is not None:
+            raise LoadFailedError(f"loading: {why}", False)
 
 
 def check_loading(ranks: Sequence[Rank], inbox: Inbox, seconds: float) -> None:

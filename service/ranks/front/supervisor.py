@@ -199,12 +199,12 @@ class Supervisor(PresentRanks):
             if self._stopped:
                 return
             nodes.begin(generation)
-        why_beside = (lambda: None) if nodes is None else nodes.why_lost
+        why_nodes_lost = (lambda: None) if nodes is None else nodes.why_lost
         timeout = self._settings.step_timeout_seconds
         ranks = start_ranks(self._setups(), self._inbox)
-        group = RankGroup(generation, ranks, self._inbox, timeout, why_beside)
+        group = RankGroup(generation, ranks, self._inbox, timeout, why_nodes_lost)
         try:
-            wait_loaded(ranks, self._inbox, lambda: self._stopped, why_beside)
+            wait_loaded(ranks, self._inbox, lambda: self._stopped, why_nodes_lost)
             if self._stopped:
                 return
             self._open(group)

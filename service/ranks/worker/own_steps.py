@@ -84,16 +84,18 @@ def _rows(request: PlacedRequest, rows: range, hidden_size: int, top_k: int, spa
     )
 
 
-def graph_of(requests: Sequence[PlacedRequest], most: int, is_on_gpu: IsOnGpu) -> tuple[int, bool] | None:
-    """The graph for a step with up to `most` tokens on a rank: its tokens, and whether the layer routes.
+def graph_of(
+    requests: Sequence[PlacedRequest], max_tokens: int, is_on_gpu: IsOnGpu
+) -> tuple[int, bool] | None:
+    """The graph for a step with up to `max_tokens` on a rank: its tokens, and whether the layer routes.
 
     None: the step is launched kernel by kernel.
     """
     given = {request.topk_ids.region > 0 for request in requests}
-    fits = most <= TOKEN_COUNTS[-1] and len(requests) <= MAX_REQUESTS and len(given) == 1
+    fits = max_tokens <= TOKEN_COUNTS[-1] and len(requests) <= MAX_REQUESTS and len(given) == 1
     if not fits or not all(_fits(request, is_on_gpu) for request in requests):
         return None
-    return padded_tokens(most), not given.pop()
+    return padded_tokens(max_tokens), not given.pop()
 
 
 def _fits(request: PlacedRequest, is_on_gpu: IsOnGpu) -> bool:

@@ -30,7 +30,7 @@ from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.messages import MOVED, NO_STEP, MoveCommand, StepEnd, number_and_body
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import MAX_RUNNING, SPIN_SECONDS, RankSetup, Rings, Role
-from expertd.service.ranks.shares import ExchangeSizes, most_tokens
+from expertd.service.ranks.shares import ExchangeSizes, max_rank_tokens
 from expertd.service.ranks.worker.mover import RankPlacements, check_moves
 from expertd.service.ranks.worker.own_steps import OwnStep, OwnSteps
 from expertd.service.settings.served import ModelSettings
@@ -166,7 +166,7 @@ class RankWorker:
     def _lanes(self, model: ModelSettings, device: torch.device) -> Overlap | None:
         """The lanes of a layer some of whose steps overlap; else None."""
         settings, num_ranks = self._setup.settings.overlap, self._setup.num_ranks
-        most = [most_tokens(self._setup.settings)] * num_ranks
+        most = [max_rank_tokens(self._setup.settings)] * num_ranks
         if model.partition is not None or not overlaps(settings.mode, most, model.hidden_size):
             return None
         if self._overlap is None:
