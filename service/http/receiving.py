@@ -77,7 +77,7 @@ class Receiving(Replies):
         begin, end = self._position, self._position + length
         if not head.chunked and length < LARGE_BYTES and end <= len(self._data):
             self._position = end
-            if call.admit(is_whole=True):
+            if call.admit():
                 call.receive(self._data[begin:end])
             return
         self._body = self._framing(head, None)

@@ -133,20 +133,17 @@ class InferCall:
         self._is_responding = False  # there: its output is stored or encoded
         self._is_overdue = False  # answered, while a step or a thread still uses its memory
 
-    def admit(self, is_whole: bool = False) -> bool:
-        """Check all that is known before the body; False if the request is refused.
-
-        is_whole  the body is here: of binary tensors, the queue alone then checks its capacity
-        """
+    def admit(self) -> bool:
+        """Check all that is known before the body; False if the request is refused."""
         head, engine = self._head, self._endpoint.engine
         try:
             self._endpoint.gate.admit_infer(head)
             self._key_name, self._caller_number = head.key_name, head.caller
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
+            engine.check_capacity(head.model, head.caller)  # first: one that shuts down refuses all sizes
             head.read(engine.settings.limits)
-            if not (is_whole and head.tensor_bytes):
-                num_tokens = head.min_tokens(self._spec)
+            if (num_tokens := head.min_tokens(self._spec)) > 1:
                 check_tokens(num_tokens, self._spec, at_least="at least ")
                 engine.check_capacity(head.model, head.caller, num_tokens)
             if head.has_large_text:
