@@ -57,7 +57,8 @@ export class Layers {
         scaled(sum.queueTokens, ""),
       ];
       const refused = cell(digits(sum.refusals / sum.seconds), sum.refusals ? "number bad-text" : "number");
-      row.replaceChildren(row.cells[0], state, ...texts.map((text) => cell(text, "number")), refused);
+      while (row.cells.length > 1) row.deleteCell(-1); // the button stays: if it moved, it would lose the focus
+      row.append(state, ...texts.map((text) => cell(text, "number")), refused);
     }
   }
 }

@@ -109,6 +109,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, server: ServerProcess
         seen.page.keyboard.press("Enter")
         assert buttons.nth(2).get_attribute("aria-pressed") == "true"
         seen.wait_text("#heat-scope", "^other: ")
+        assert seen.page.evaluate("document.activeElement.innerText") == "other", "updates keep the focus"
         buttons.nth(1).press("Enter")
         seen.wait_text("#heat-scope", "^tiny: busiest")
         seen.page.locator("#heat").focus()
