@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from expertd.kernels import Routing
 from tests.families import EXPERTS, FAMILIES, INTERMEDIATE, TOP_K, FamilyCase
 
@@ -202,3 +204,6 @@ _MORE["step-3.5"] = replace(_MORE["step-3.7"], model_type="step3p5")
 _MORE["minimax-m3-vl"] = replace(_MORE["minimax-m3"], model_type="minimax_m3_vl")
 
 ALL_FAMILIES = FAMILIES | _MORE
+
+EACH_FAMILY = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.thorough) for family in _MORE)]
+"""Arguments of a test that `make test` runs with one family for each rule, and `make test-all` with all."""
