@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -162,15 +161,13 @@ def test_bodies_of_every_route_time_out(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_body_does_not_delay_shutdown(tmp_path: Path) -> None:
-    with server_process(tiny_settings(drain_timeout_seconds=20), tmp_path) as server:
+    with server_process(tiny_settings(drain_timeout_seconds=600), tmp_path) as server:
         socks = [half_a_body(server, request) for request in BODIES]
-        started = time.monotonic()
         server.terminate()
         for answer in map(rest, socks):
             assert answer.startswith(b"HTTP/1.1 503 "), answer
             assert b"the body had not arrived" in answer
-        assert server.process.wait(30) == 0
-        assert time.monotonic() - started < 10
+        assert server.process.wait(60) == 0
         assert "Traceback" not in server.log()
 
 

