@@ -99,11 +99,13 @@ def grpc_address(server: ServerProcess) -> str:
 
 
 @contextmanager
-def server_process(settings: Settings, directory: Path, fork: bool = True) -> Iterator[ServerProcess]:
+def server_process(
+    settings: Settings, directory: Path, fork: bool = True, **environment: str
+) -> Iterator[ServerProcess]:
     """A ready server with these settings on a free port of the loopback interface. See `serving`."""
     config = directory / "config.yaml"
     config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    with serving(["--config", config], directory, fork) as server:
+    with serving(["--config", config], directory, fork, **environment) as server:
         yield server
 
 
