@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from expertd.kernels import Routing
 from tests.families import EXPERTS, FAMILIES, INTERMEDIATE, TOP_K, FamilyCase
+from tests.short import few_of
 
 _LAYERS = {"moe_intermediate_size": INTERMEDIATE, "intermediate_size": 384, "head_dim": 32}
 _LATENT = {
@@ -205,5 +204,4 @@ _MORE["minimax-m3-vl"] = replace(_MORE["minimax-m3"], model_type="minimax_m3_vl"
 
 ALL_FAMILIES = FAMILIES | _MORE
 
-EACH_FAMILY = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.thorough) for family in _MORE)]
-"""Arguments of a test that `make test` runs with one family for each rule, and `make test-all` with all."""
+EACH_FAMILY = few_of(ALL_FAMILIES, FAMILIES)
