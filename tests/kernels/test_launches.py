@@ -43,6 +43,7 @@ from tests.short import few_of
 ON = OnStream(0, 7, None)
 H, N, G, T, TOP_K = 256, 128, 4, 6, 2
 COUNTER = 0x1234
+CONFIGS = few_of(tiles.CONFIGS, (tiles.SWAP_AB, tiles.NORMAL))
 
 
 class TensorMap:
