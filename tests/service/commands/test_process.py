@@ -204,7 +204,7 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
     answers: list[httpx.Response] = []
 
     settings = tiny_settings({"max_batch_tokens": 64}, drain_timeout_seconds=120)
-    with server_process(settings, tmp_path, **steps.environment) as server:
+    with server_process(settings, tmp_path, environment=steps.environment) as server:
         steps.hold()
 
         def call() -> None:
@@ -304,7 +304,7 @@ def test_version() -> None:
 def test_invalid_settings_exit_with_one_sentence(
     arguments: tuple[str, ...], environment: dict[str, str], expected: str
 ) -> None:
-    result = new_expertd("serve", "--config", DEMO, *arguments, **environment)
+    result = expertd("serve", "--config", DEMO, *arguments, **environment)
     assert result.returncode == 2
     assert result.stderr.startswith("expertd: ")
     assert expected in result.stderr

@@ -33,7 +33,7 @@ def in_a_step(
     request = infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)))
     steps = HeldSteps(directory)
     with ExitStack() as stack:
-        started = server_process(tiny_settings(limits, **settings), directory, **steps.environment)
+        started = server_process(tiny_settings(limits, **settings), directory, environment=steps.environment)
         server = stack.enter_context(started)
         steps.hold()
         socks = [stack.enter_context(connect(server.port)) for _ in range(4)]

@@ -95,7 +95,7 @@ def in_a_step(
     limits = {"max_request_tokens": TOKENS, "max_batch_tokens": TOKENS}  # so that no two share a step
     steps = HeldSteps(directory)
     server = stack.enter_context(
-        server_process(two_processes(limits, **more), directory, **steps.environment)
+        server_process(two_processes(limits, **more), directory, environment=steps.environment)
     )
     socks = connected(stack, server, 5)
     steps.hold()
