@@ -48,44 +48,44 @@ serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 PARTS := most http ranks kernels checkpoints client
 OTHERS := tests/service/http tests/service/ranks tests/kernels tests/service/checkpoints
 SHORT := not gpu and not thorough and not timing
-LATER := nice -n 19
+THOROUGH := thorough and not gpu and not timing
 JOBS ?= 3
-.PHONY: $(PARTS) thorough site short-soak timing
+.PHONY: $(PARTS) thorough families site short-soak timing
 ifneq (,$(filter test test-all check,$(MAKECMDGOALS)))
 MAKEFLAGS += -j$(JOBS) --output-sync=target
 endif
 
 test: $(PARTS) ## run what each change should pass: no GPU, 6 minutes on 2 cores
 
-test-all: test thorough site short-soak timing ## run every test that needs no GPU
+test-all: thorough test families site short-soak timing ## run every test that needs no GPU
 
 most: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "$(SHORT)" $(OTHERS:%=--ignore=%)
 
-http ranks: %: $(RUNTIME) $(DEV)
+http ranks checkpoints: %: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -m "$(SHORT)" tests/service/$@
 
 kernels: $(RUNTIME) $(DEV)
-	$(LATER) $(BIN)/python -m pytest -m "$(SHORT)" tests/kernels
-
-checkpoints: $(RUNTIME) $(DEV)
-	$(LATER) $(BIN)/python -m pytest -m "$(SHORT)" tests/service/checkpoints
+	$(BIN)/python -m pytest -m "$(SHORT)" tests/kernels
 
 client: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "$(SHORT)"
 
 thorough: $(RUNTIME) $(DEV)
-	$(LATER) $(BIN)/python -m pytest -m "thorough and not gpu and not timing" --ignore=tests/site
-	cd client && $(LATER) ../$(BIN)/python -m pytest -m "thorough and not gpu and not timing"
+	$(BIN)/python -m pytest -m "$(THOROUGH)" --ignore=tests/service/checkpoints --ignore=tests/site
+	cd client && ../$(BIN)/python -m pytest -m "$(THOROUGH)"
+
+families: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "$(THOROUGH)" tests/service/checkpoints
 
 site: docs $(RUNTIME) $(DEV)
-	$(LATER) $(BIN)/python -m pytest -m "not gpu" tests/site
+	$(BIN)/python -m pytest -m "not gpu" tests/site
 
 short-soak: $(RUNTIME) $(DEV)
 	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 
 # With nothing beside it.
-timing: $(RUNTIME) $(DEV) | $(PARTS) thorough site short-soak
+timing: $(RUNTIME) $(DEV) | $(PARTS) thorough families site short-soak
 	$(BIN)/python -m pytest -m "timing and not gpu"
 	cd client && ../$(BIN)/python -m pytest -m "timing and not gpu"
 
@@ -120,9 +120,9 @@ lint: $(RUNTIME) $(DEV) ## check locks, style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror kernels/csrc/*
-	$(LATER) $(BIN)/mypy
-	cd client && $(LATER) ../$(BIN)/mypy
-	cd engines/vllm && $(LATER) ../../$(BIN)/mypy
+	$(BIN)/mypy
+	cd client && ../$(BIN)/mypy
+	cd engines/vllm && ../../$(BIN)/mypy
 
 format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's style
 	$(BIN)/ruff check --fix .
