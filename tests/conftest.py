@@ -2,7 +2,6 @@
 
 import gc
 import os
-from fnmatch import fnmatch
 
 import pytest
 
@@ -25,19 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Tests of tools, and of the documents' site.
-THOROUGH = (
-    "tests/benchmarks/*",
-    "tests/site/*",
-    "tests/soak/*",
-    "tests/test_*benchmark*.py",
-    "tests/test_report.py",
-    "tests/test_grafana_picture.py",
-)
+THOROUGH = ("tests/benchmarks/", "tests/site/", "tests/soak/", "tests/test_grafana_picture.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(fnmatch(item.nodeid, f"{pattern}::*") for pattern in THOROUGH):
+        if item.nodeid.startswith(THOROUGH):
             item.add_marker(pytest.mark.thorough)
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return
