@@ -86,7 +86,8 @@ def test_a_bf16_checkpoint_matches_transformers(family: str, tmp_path: Path) -> 
         check_layer(checkpoint, index, layer, 2e-3)  # rounding weights to FP8 costs 1.1e-3
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_other_sizes_match_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family, tmp_path / family, sizes=Sizes(384, 256, 12, 4))
     (layer,) = load(checkpoint.directory, "2")
@@ -98,7 +99,8 @@ def test_other_sizes_match_transformers(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "scales"),
     [
-        *product(FAMILIES, SCALES),
+        *product(FAMILIES, ("fp32",)),
+        *product(("deepseek-v3", "mixtral"), ("bf16", "e8m0")),
         *(
             pytest.param(family, "fp32", marks=pytest.mark.thorough)
             for family in ALL_FAMILIES
