@@ -26,7 +26,7 @@ DEV     := $(VENV)/.dev
 DOCS    := build/docs-venv
 ENGINES := build/engines-venv
 
-.PHONY: help install install-dev install-engines serve test test-fast test-client test-engines test-gpu soak fuzz bench docs lint format check lock clean
+.PHONY: help install install-dev install-engines serve test test-all test-fast test-client test-engines test-gpu soak fuzz bench docs lint format check lock clean
 
 help: ## list the chores
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-15s %s\n", $$1, $$2 }'
@@ -43,47 +43,55 @@ install-engines: $(ENGINES)/.built ## build build/engines-venv with vLLM for CPU
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-test: most ranks http client kernels checkpoints site short-soak ## run every test that needs no GPU
+# The parts of `test` and of `test-all`, which run side by side: each is a run of pytest, but for the soak. What one
+# prints appears when it has ended.
+PARTS := most http ranks kernels checkpoints client
+OTHERS := tests/service/http tests/service/ranks tests/kernels tests/service/checkpoints
+SHORT := not gpu and not thorough and not timing
+THOROUGH := thorough and not gpu and not timing
+JOBS ?= 3
+.PHONY: $(PARTS) thorough families site short-soak timing
+ifneq (,$(filter test test-all check,$(MAKECMDGOALS)))
+MAKEFLAGS += -j$(JOBS) --output-sync=target
+endif
 
-# The parts of `test`. What does not measure time leaves the cores to those that do, which come two at a time with -j3.
-PARTS := tests/service/http tests/service/ranks tests/kernels tests/service/checkpoints tests/site
-LATER := nice -n 19
-.PHONY: most http ranks kernels checkpoints client site short-soak
-ifneq (,$(filter test check,$(MAKECMDGOALS)))
-http: | ranks
-client: | http
-short-soak: | most
-checkpoints: | kernels
-site: | checkpoints
-endif
-ifneq (,$(filter check,$(MAKECMDGOALS)))
-kernels: | lint
-endif
+test: $(PARTS) ## run what each change should pass: no GPU, 6 minutes on 2 cores
+
+test-all: thorough test families site short-soak timing ## run every test that needs no GPU
 
 most: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "not gpu" $(PARTS:%=--ignore=%)
+	$(BIN)/python -m pytest -m "$(SHORT)" $(OTHERS:%=--ignore=%)
 
-http ranks: %: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "not gpu" tests/service/$@
+http ranks checkpoints: %: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "$(SHORT)" tests/service/$@
 
 kernels: $(RUNTIME) $(DEV)
-	$(LATER) $(BIN)/python -m pytest -m "not gpu" tests/kernels
+	$(BIN)/python -m pytest -m "$(SHORT)" tests/kernels
 
-checkpoints: $(RUNTIME) $(DEV)
-	$(LATER) $(BIN)/python -m pytest -m "not gpu" tests/service/checkpoints
+client: $(RUNTIME) $(DEV)
+	cd client && ../$(BIN)/python -m pytest -m "$(SHORT)"
+
+thorough: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "$(THOROUGH)" --ignore=tests/service/checkpoints --ignore=tests/site
+	cd client && ../$(BIN)/python -m pytest -m "$(THOROUGH)"
+
+families: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -m "$(THOROUGH)" tests/service/checkpoints
 
 site: docs $(RUNTIME) $(DEV)
-	$(LATER) $(BIN)/python -m pytest -m "not gpu" tests/site
+	$(BIN)/python -m pytest -m "not gpu" tests/site
 
 short-soak: $(RUNTIME) $(DEV)
 	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 
-client: $(RUNTIME) $(DEV)
-	cd client && ../$(BIN)/python -m pytest -m "not gpu"
+# With nothing beside it.
+timing: $(RUNTIME) $(DEV) | $(PARTS) thorough families site short-soak
+	$(BIN)/python -m pytest -m "timing and not gpu"
+	cd client && ../$(BIN)/python -m pytest -m "timing and not gpu"
 
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
-	$(BIN)/python -m pytest -m "not gpu and not slow"
-	cd client && ../$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "$(SHORT) and not slow"
+	cd client && ../$(BIN)/python -m pytest -m "$(SHORT) and not slow"
 
 test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the command of any installed server
 	cd client && EXPERTD=$(abspath $(EXPERTD)) ../$(BIN)/python -m pytest -m "not gpu"
@@ -112,16 +120,16 @@ lint: $(RUNTIME) $(DEV) ## check locks, style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror kernels/csrc/*
-	$(LATER) $(BIN)/mypy
-	cd client && $(LATER) ../$(BIN)/mypy
-	cd engines/vllm && $(LATER) ../../$(BIN)/mypy
+	$(BIN)/mypy
+	cd client && ../$(BIN)/mypy
+	cd engines/vllm && ../../$(BIN)/mypy
 
 format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i kernels/csrc/*
 
-check: lint test ## what CI runs but for the image: lint, then test
+check: lint test-all ## what CI runs but for the image: lint, and every test that needs no GPU
 
 lock: ## update the lock files after a change of requirements (UPGRADE=1: to the newest versions)
 	$(PYTHON) -m venv --clear build/lock

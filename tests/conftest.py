@@ -23,7 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("no deadline")
 
 
+# Tests of tools, and of the documents' site.
+THOROUGH = ("tests/benchmarks/", "tests/site/", "tests/soak/", "tests/test_grafana_picture.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(THOROUGH):
+            item.add_marker(pytest.mark.thorough)
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return
     for item in items:

@@ -5,6 +5,7 @@ from typing import Any
 
 from expertd.kernels import Routing
 from tests.families import EXPERTS, FAMILIES, INTERMEDIATE, TOP_K, FamilyCase
+from tests.short import few_of
 
 _LAYERS = {"moe_intermediate_size": INTERMEDIATE, "intermediate_size": 384, "head_dim": 32}
 _LATENT = {
@@ -202,3 +203,5 @@ _MORE["step-3.5"] = replace(_MORE["step-3.7"], model_type="step3p5")
 _MORE["minimax-m3-vl"] = replace(_MORE["minimax-m3"], model_type="minimax_m3_vl")
 
 ALL_FAMILIES = FAMILIES | _MORE
+
+EACH_FAMILY = few_of(ALL_FAMILIES, FAMILIES)

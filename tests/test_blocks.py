@@ -86,6 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", saying("run"), ids=str)
 def test_a_block_runs_as_pasted(block: Block, server: ServerProcess, folder: Path) -> None:
     assert block.language in ("sh", "python")

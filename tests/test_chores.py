@@ -33,15 +33,18 @@ def test_every_way_to_check_runs_make_check() -> None:
     assert chores_run_by((ROOT / ".ci/run").read_text()) == {"check"}
     assert chores_run_by((ROOT / ".github/workflows/check.yml").read_text()) == {"check"}
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
-    assert chores_run_by(hooks) == {"lint", "check"}
+    assert chores_run_by(hooks) == {"lint", "test"}
     assert {repo["repo"] for repo in yaml.safe_load(hooks)["repos"]} == {"local"}
 
 
 def test_what_one_part_of_the_tests_ignores_is_another() -> None:
-    done = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(["make", "-n", "test-all"], cwd=ROOT, capture_output=True, text=True, check=True)
     ignored = re.findall(r"--ignore=(\S+)", done.stdout)
     assert len(ignored) > 1
-    assert sorted(re.findall(r'-m pytest -m "not gpu" (tests/\S+)$', done.stdout, re.M)) == sorted(ignored)
+    assert sorted(re.findall(r'-m pytest -m "[^"]+" (tests/\S+)$', done.stdout, re.M)) == sorted(ignored)
+    for left in ("thorough", "timing"):  # by the short ones
+        assert re.search(rf'^\S+ -m pytest -m "{left} and ', done.stdout, re.M)
+        assert re.search(rf'^cd client && \S+ -m pytest -m "{left} and ', done.stdout, re.M)
 
 
 def test_the_workflow_runs_on_every_supported_python() -> None:

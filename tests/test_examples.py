@@ -22,6 +22,8 @@ from tests.paths import ROOT
 from tests.service.checkpoints.builders import edit_tensors
 from tests.service.processes import ServerProcess, serving
 
+pytestmark = pytest.mark.thorough
+
 LAYERS, NEW_TOKENS = 2, 8
 
 

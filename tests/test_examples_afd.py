@@ -15,6 +15,8 @@ from examples.afd.intervals import Interval, Times, read_timeline, times, write_
 from examples.afd.timeline import draw
 from examples.afd.worker import Attention, AttentionSizes, Worker, norm
 
+pytestmark = pytest.mark.thorough
+
 HIDDEN, TOKENS, LAYERS = 32, 3, 3
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -17,7 +17,7 @@ from tests.more_families import ALL_FAMILIES
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.processes import ServerProcess, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 NEW_TOKENS = 6
 SIZES = {"gpt-oss": Sizes(192, 160)}  # no multiples of 128, as in the published models

@@ -17,6 +17,8 @@ from expertd.service.engine.layers import layer_of
 from expertd.service.settings.served import CheckpointSettings
 from tests.families import FAMILIES, HIDDEN, quiet_transformers
 
+pytestmark = pytest.mark.thorough
+
 
 def run(directory: Path, layer: int) -> torch.Tensor:
     """The layer's output for five random tokens."""

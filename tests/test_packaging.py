@@ -11,7 +11,7 @@ import pytest
 
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.slow  # wheels are built and installed
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # wheels are built and installed
 
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BESIDE = Path(sys.prefix) / "beside"

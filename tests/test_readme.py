@@ -134,6 +134,7 @@ def test_the_kernels_example() -> None:
 
 @needs_curl
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_small_checkpoint_of_the_documentation(tmp_path: Path) -> None:
     text = block("docs/checkpoints.md", "sh", "benchmarks.make_checkpoint")
     make, serve = text.replace("/tmp/small", str(tmp_path / "small")).splitlines()
@@ -152,6 +153,7 @@ def test_the_small_checkpoint_of_the_documentation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_servers_that_hold_half_of_the_experts_each(tmp_path: Path) -> None:
     with quiet_transformers():
         make_checkpoint(tmp_path / "small", "qwen3_moe", Sizes(1), torch.float32, "cpu")

@@ -13,6 +13,8 @@ from deploy.try_serve import try_serve
 from tests.paths import DEMO
 from tests.service.processes import serving
 
+pytestmark = pytest.mark.thorough
+
 PACKAGES = Path(numpy.__file__).parents[1]
 _FILES = {
     "torch/test/test_jit.so": True,

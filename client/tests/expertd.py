@@ -14,9 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.forked import Forked
 from tests.waiting import wait_for
 
 EXPERTD = os.environ.get("EXPERTD") or str(Path(sys.executable).parent / "expertd")
+CAN_FORK = "EXPERTD" not in os.environ and not torch.cuda.is_available()
 HIDDEN, TOP_K, NUM_EXPERTS = 512, 4, 16
 MODEL = "demo"
 LAYER = {
@@ -41,10 +45,13 @@ class RunningServer:
     def _start(self, *more: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("EXPERTD_")}
         own = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(self._log.parent)}
-        with self._log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*self._command, *more], stderr=stderr, env={**environment, **own}
-            )
+        command = [*self._command, *more]
+        self.process: subprocess.Popen[bytes] | Forked
+        if CAN_FORK:
+            self.process = Forked(command[1:], self._log, {**environment, **own})
+        else:
+            with self._log.open("wb") as stderr:
+                self.process = subprocess.Popen(command, stderr=stderr, env={**environment, **own})
         try:
             self.url = self._wait_for_url()
         except BaseException:

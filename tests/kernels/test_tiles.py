@@ -9,9 +9,12 @@ from expertd.kernels.backends.hopper import tiles
 from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.layout import Layout
+from tests.short import few_of
+
+CONFIGS = list(dict.fromkeys(tile for _, tile in VARIANTS))
 
 
-@pytest.mark.parametrize("config", dict.fromkeys(tile for _, tile in VARIANTS), ids=lambda tile: tile.name)
+@pytest.mark.parametrize("config", few_of(CONFIGS, (tiles.SWAP_AB, tiles.NORMAL)), ids=lambda tile: tile.name)
 def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
     """The launch requests what the kernel lays out; otherwise it would write past its shared memory."""
     variant = VARIANTS[Layout.CONTIGUOUS, config].source

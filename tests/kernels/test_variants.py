@@ -11,6 +11,8 @@ from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.jit import Variant
 from expertd.limits import MAX_GROUPS
 
+pytestmark = pytest.mark.thorough  # compiling takes most of a minute
+
 MAX_REGISTERS_OF_A_CTA = 65_536
 NAMES = [variant.source.name for variant in VARIANTS]
 

@@ -26,7 +26,7 @@ from tests.service.load import Load
 from tests.service.processes import server_process
 from tests.service.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, needs_prometheus]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, needs_prometheus]
 RECORDED = {rule["record"]: rule["expr"] for rule in rules("recording.yml")}
 LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
 

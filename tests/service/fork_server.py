@@ -55,11 +55,15 @@ def _serve(connection: socket.socket) -> list[str] | None:
         message, descriptors, _, _ = socket.recv_fds(connection, MAX_BYTES, MAX_DESCRIPTORS)
         if not message:
             return None
+        request: Request = json.loads(message)
+        if names := request.get("imports"):
+            list(map(import_module, names))
+            connection.send(b"0")
+            continue
         if _fork_orphan():
             break
         for descriptor in descriptors:
             os.close(descriptor)
-    request: Request = json.loads(message)
     above = max(*descriptors, *request["numbers"], connection.fileno()) + 1
     if request["has_children"]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TypedDict
+from typing import IO, NotRequired, TypedDict
 
 import torch
 
@@ -41,8 +41,12 @@ _STARTING = ("expertd.service.ranks.front.rank", "expertd.service.http.workers")
 
 
 class Request(TypedDict):
-    """What a process is started with. Descriptors are sent along, and get these `numbers`."""
+    """What a process is started with. Descriptors are sent along, and get these `numbers`.
 
+    imports  the fork server's, instead of a process
+    """
+
+    imports: NotRequired[list[str]]
     program: list[str]
     environment: dict[str, str]
     numbers: list[int]
@@ -128,6 +132,13 @@ def fork_children(server: socket.socket | None = None) -> None:
     for name in _STARTING:
         module = import_module(name)
         vars(module)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProcess})
+
+
+def import_first(*names: str) -> None:
+    """Import modules before any further fork, for processes that would each need seconds for them."""
+    if CAN_FORK:
+        nothing = Request(program=[], environment={}, numbers=[], process_group=None, has_children=False)
+        _server.fork({**nothing, "imports": list(names)}, [])
 
 
 class _Server:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, TypeAlias
 
 import httpx
@@ -99,11 +100,16 @@ def grpc_address(server: ServerProcess) -> str:
 
 
 @contextmanager
-def server_process(settings: Settings, directory: Path, fork: bool = True) -> Iterator[ServerProcess]:
+def server_process(
+    settings: Settings,
+    directory: Path,
+    fork: bool = True,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[ServerProcess]:
     """A ready server with these settings on a free port of the loopback interface. See `serving`."""
     config = directory / "config.yaml"
     config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    with serving(["--config", config], directory, fork) as server:
+    with serving(["--config", config], directory, fork, **environment) as server:
         yield server
 
 
@@ -131,18 +137,22 @@ def serving(
 
 def expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run `expertd` with these arguments and variables until it exits; see `started`."""
-    return _run(arguments, environment, True)
+    return _run([EXPERTD, *arguments], environment, True)
 
 
 def new_expertd(*arguments: str | Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     """As `expertd`, in a new process: not forked."""
-    return _run(arguments, environment, False)
+    return _run([EXPERTD, *arguments], environment, False)
+
+
+def forked_python(script: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a program that imports the server until it exits; see `started`."""
+    return _run([sys.executable, script], {}, True)
 
 
 def _run(
-    arguments: Sequence[str | Path], environment: Mapping[str, str], fork: bool
+    command: Sequence[str | Path], environment: Mapping[str, str], fork: bool
 ) -> "subprocess.CompletedProcess[str]":
-    command = [EXPERTD, *arguments]
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = started(command, stderr, clean_environment(**environment), fork, stdout)
         try:

@@ -1,4 +1,4 @@
-"""What a soak counts, and what it calls a mistake. `make test` runs a short one."""
+"""What a soak counts, and what it calls a mistake. `make test-all` runs a short one."""
 
 from typing import Any
 

@@ -12,6 +12,12 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 Encoder = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
+def bf16(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As it is, without a quantization."""
+    stored = weight.to(torch.bfloat16)
+    return {".weight": stored}, stored.float()
+
+
 def _spread(scales: Tensor, columns: int) -> Tensor:
     return scales.repeat_interleave(columns // scales.shape[1], dim=1)
 

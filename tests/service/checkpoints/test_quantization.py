@@ -12,7 +12,7 @@ from torch import Tensor
 from expertd.service.checkpoints import CheckpointError
 from expertd.service.checkpoints.model import PREFIXES
 from tests.service.checkpoints.builders import edit_json
-from tests.service.checkpoints.encoders import ENCODERS, Encoder, int4
+from tests.service.checkpoints.encoders import ENCODERS, Encoder, bf16, int4
 from tests.service.checkpoints.layouts import LAYOUTS, write
 from tests.service.checkpoints.test_stacks import check, is_native, load
 
@@ -59,11 +59,6 @@ AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 BITS_AND_BYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
 TRANSFORM = {"location": "weight_input", "targets": ["re:.*experts.*"], "ignore": []}
-
-
-def bf16(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    stored = weight.to(torch.bfloat16)
-    return {".weight": stored}, stored.float()
 
 
 def int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:

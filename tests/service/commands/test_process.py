@@ -7,17 +7,16 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 from expertd import __version__
 from tests.paths import DEMO
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.held_steps import HeldSteps
 from tests.service.processes import (
     EXPERTD,
     ServerProcess,
@@ -32,16 +31,6 @@ from tests.service.waiting import wait_for
 pytestmark = pytest.mark.slow  # a server process each
 
 INFER = "/v2/models/tiny/infer"
-# A step of 2048 tokens is about 200 GFLOP: even at 1 TFLOPS, others arrive and wait during it.
-SLOW = {
-    "name": "slow",
-    "hidden_size": 1024,
-    "intermediate_size": 8192,
-    "num_experts": 2,
-    "top_k": 2,
-    "datatype": "FP32",
-}
-SLOW_TOKENS = 2048
 
 
 @pytest.fixture(scope="module")
@@ -162,15 +151,13 @@ def test_bodies_of_every_route_time_out(tmp_path: Path) -> None:
 
 
 def test_an_incomplete_body_does_not_delay_shutdown(tmp_path: Path) -> None:
-    with server_process(tiny_settings(drain_timeout_seconds=20), tmp_path) as server:
+    with server_process(tiny_settings(drain_timeout_seconds=600), tmp_path) as server:
         socks = [half_a_body(server, request) for request in BODIES]
-        started = time.monotonic()
         server.terminate()
         for answer in map(rest, socks):
             assert answer.startswith(b"HTTP/1.1 503 "), answer
             assert b"the body had not arrived" in answer
-        assert server.process.wait(30) == 0
-        assert time.monotonic() - started < 10
+        assert server.process.wait(60) == 0
         assert "Traceback" not in server.log()
 
 
@@ -212,28 +199,23 @@ def test_a_caller_that_disconnects_within_its_body_affects_no_one_else(
 
 
 def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> None:
-    limits = {
-        "max_request_tokens": SLOW_TOKENS,
-        "max_batch_tokens": SLOW_TOKENS,
-        "max_queue_tokens": 64 * SLOW_TOKENS,
-        "max_body_bytes": 64 << 20,
-    }
-    values = np.random.default_rng(0).standard_normal((SLOW_TOKENS, 1024)).astype(np.float32)
+    values, steps = rows(64), HeldSteps(tmp_path)
     body, length = hidden_request(values)
     answers: list[httpx.Response] = []
 
-    settings = tiny_settings(models=[SLOW], limits=limits, drain_timeout_seconds=120)
-    with server_process(settings, tmp_path) as server:
+    settings = tiny_settings({"max_batch_tokens": 64}, drain_timeout_seconds=120)
+    with server_process(settings, tmp_path, environment=steps.environment) as server:
+        steps.hold()
 
         def call() -> None:
             headers = {"Inference-Header-Content-Length": str(length)}
-            url = f"http://{server.url}/v2/models/slow/infer"
+            url = f"http://{server.url}{INFER}"
             answers.append(httpx.post(url, content=body, headers=headers, timeout=120))
 
         callers = [threading.Thread(target=call) for _ in range(3)]
         for caller in callers:
             caller.start()
-        waiting = 'expertd_queue_requests{model="slow"} 2.0'
+        waiting = 'expertd_queue_requests{model="tiny"} 2.0'
         wait_for(lambda: waiting in server.get("/metrics").text, "2 requests wait")
         server.terminate()
         wait_for(lambda: server.get("/v2/health/ready").status_code != 200, "the server is not ready")
@@ -243,11 +225,12 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
         assert server.get("/v2/health/live").status_code == 200
 
         def late() -> httpx.Response:
-            return httpx.post(f"http://{server.url}/v2/models/slow/infer", content=body, timeout=30)
+            return httpx.post(f"http://{server.url}{INFER}", content=body, timeout=30)
 
-        # The signal takes effect at the server's next tick (0.1 s); until then the body is too large.
+        # The signal takes effect at the server's next tick (0.1 s); until then this is no JSON.
         wait_for(lambda: late().status_code == 503, "late requests are refused")
         assert late().json() == {"error": "the server is shutting down"}
+        steps.release()
         for caller in callers:
             caller.join(timeout=120)
         assert [answer.status_code for answer in answers] == [200] * 3
@@ -321,7 +304,7 @@ def test_version() -> None:
 def test_invalid_settings_exit_with_one_sentence(
     arguments: tuple[str, ...], environment: dict[str, str], expected: str
 ) -> None:
-    result = new_expertd("serve", "--config", DEMO, *arguments, **environment)
+    result = expertd("serve", "--config", DEMO, *arguments, **environment)
     assert result.returncode == 2
     assert result.stderr.startswith("expertd: ")
     assert expected in result.stderr

@@ -9,10 +9,17 @@ import yaml
 
 from expertd.service.cli import main
 from tests.service.apps import tiny_settings
+from tests.service.forking import import_first
 from tests.service.full import REASONS, break_temporary_files
 from tests.service.processes import expertd
 
 Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def profiler() -> None:
+    """Imported before the forks: it takes each process seconds."""
+    import_first("torch.profiler", "torch._inductor.config")
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ from tests.service.waiting import until
 LARGE = 512
 SECONDS = 0.2  # of a step
 
+pytestmark = pytest.mark.timing
+
 
 class TimedStep:
     """A step that ends at a time."""

@@ -73,7 +73,6 @@ async def test_seconds_end_a_recording() -> None:
     runner = Slow()
     recording = await profile_steps(tiny_settings(), 100, 1, 0.3, serving_runner(runner))
     assert 0 < recording.steps <= 6
-    assert recording.seconds < 1
     assert len(runner.steps) <= 14  # also those before
     assert json.loads(recording.trace)["expertd"]["steps"] == recording.steps
 
@@ -91,10 +90,8 @@ async def test_a_failing_step_ends_it() -> None:
                 raise RuntimeError("no more")
             return super()._run(requests)
 
-    begin = time.monotonic()
     with pytest.raises(StepFailedError):
-        await profile_steps(tiny_settings(), 5, 1, 20, serving_runner(Failing()))
-    assert time.monotonic() - begin < 15
+        await profile_steps(tiny_settings(), 5, 1, 3600, serving_runner(Failing()))
 
 
 async def test_what_does_not_load_is_no_recording() -> None:

@@ -203,12 +203,10 @@ async def test_a_caller_that_does_not_return_delays_the_others_only_briefly(
 
 async def test_reports_do_not_wait_for_a_thread_that_stays_awake_for_long() -> None:
     observed = Observed()
-    async with belled(DeviceRunner(), observed, spin_seconds=5.0) as (scheduler, bell, answers):
-        scheduler.set_device(5.0, leaves_cpu=True)
-        begin = time.perf_counter()
+    async with belled(DeviceRunner(), observed, spin_seconds=3600.0) as (scheduler, bell, answers):
+        scheduler.set_device(3600.0, leaves_cpu=True)
         bell.ring()
         await until(lambda: len(answers) == 1 and len(observed.done) == 1)
-        assert time.perf_counter() - begin < 4
 
 
 async def test_chores_are_in_no_returning_callers_way(monkeypatch: pytest.MonkeyPatch) -> None:

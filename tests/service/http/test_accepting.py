@@ -3,11 +3,11 @@
 import asyncio
 import math
 import socket
-import time
 
 import pytest
 
 from expertd.service.http.accepting import Acceptor
+from tests.service.virtual_time import VirtualTimeLoop, in_virtual_time
 from tests.service.waiting import until
 
 
@@ -24,9 +24,10 @@ def counts_of(*values: float) -> "memoryview[float]":
     return counts
 
 
-async def test_every_acceptor_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.service.http.accepting._PATIENCE_SECONDS", 0.2)
-    counts = counts_of(math.inf, math.inf, math.inf)
+@in_virtual_time
+async def test_every_acceptor_gets_its_share() -> None:
+    loop, counts = asyncio.get_running_loop(), counts_of(math.inf, math.inf, math.inf)
+    assert isinstance(loop, VirtualTimeLoop)
     accepted: list[list[socket.socket]] = [[], [], []]
     with listener() as shared:
         others = [socket.socket(fileno=socket.dup(shared.fileno())) for _ in range(3)]
@@ -47,8 +48,8 @@ async def test_every_acceptor_gets_its_share(monkeypatch: pytest.MonkeyPatch) ->
             acceptors[1].closed()
         assert list(counts) == [6, 3, 6]
         clients += [socket.create_connection(shared.getsockname()) for _ in range(3)]
-        await asyncio.sleep(0.01)  # The first two wait since the third one accepted, and now that waits, too.
-        time.sleep(0.25)  # The machine pauses: the patience of all of them has ended.
+        await asyncio.sleep(0)  # The first two wait since the third one accepted, and now that waits, too.
+        loop.now += 0.25  # The machine pauses: the patience of all of them has ended.
         await until(lambda: len(accepted[1]) == 9)
         for acceptor in acceptors:
             acceptor.stop()

@@ -105,6 +105,7 @@ async def test_a_model_says_what_its_layer_computes(changes: dict[str, Any], sha
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # the families' activations have tests of their own
 async def test_the_activation_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     directory = Checkpoint("hunyuan-4", tmp_path / "model").directory
     checkpoint = {"path": directory, "layers": "1", "shared_experts": False}

@@ -16,7 +16,7 @@ from tests.kernels.helpers import diff, fresh_generator
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.processes import ServerProcess, server_process, serving
 
-pytestmark = pytest.mark.slow  # checkpoints are written and served
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # checkpoints are written and served
 
 TOKENS = 64
 SERVED = (*FAMILIES, "qwen2", "hunyuan-4", "minimax-m3", "deepseek-v4", "llama-4")  # one for each rule

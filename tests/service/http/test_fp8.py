@@ -21,7 +21,6 @@ from expertd.service.http.routes.open_inference import fp8_parameters, input_dat
 from expertd.service.memory import Span
 from expertd.service.moe.request import FP8, LayerRequest, StepResult, fp8_rows
 from expertd.service.settings.served import CheckpointSettings
-from tests.families import Sizes
 from tests.service.apps import (
     HIDDEN,
     binary_request,
@@ -35,7 +34,8 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.channels.servers import answer_to, channel_server, claimed
-from tests.service.checkpoints.builders import Checkpoint
+from tests.service.checkpoints.encoders import bf16
+from tests.service.checkpoints.layouts import write
 from tests.service.regions import (
     AddressRunner,
     Device,
@@ -240,11 +240,11 @@ async def test_wrong_requests_are_refused(tensors: Any, text: str) -> None:
 
 
 def test_a_hidden_size_without_whole_blocks_takes_no_fp8(tmp_path: Path) -> None:
-    checkpoint = Checkpoint("gpt-oss", tmp_path / "gpt-oss", sizes=Sizes(144, 128))
+    write(tmp_path / "gpt-oss", bf16, "in turns", (144, 128), quantization=None)
     settings = tiny_settings().with_models(
-        models_of(CheckpointSettings(path=checkpoint.directory, layers="1"))
+        models_of(CheckpointSettings(path=tmp_path / "gpt-oss", layers="0"))
     )
-    spec = specs_of(settings)["gpt-oss.layers.1"]
+    spec = specs_of(settings)["gpt-oss.layers.0"]
     tensors = {
         "hidden_states": ("UINT8", [1, 144], bytes(144)),
         "hidden_states_scale": ("FP32", [1, 1], rows(1)[:, :1].tobytes()),

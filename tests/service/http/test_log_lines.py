@@ -11,6 +11,7 @@ import pytest
 
 from expertd.service.settings.model import Settings
 from tests.service.apps import hidden_request, rows, tiny_settings
+from tests.service.forking import import_first
 from tests.service.http.processes import two_processes
 from tests.service.processes import ServerProcess, server_process
 from tests.service.waiting import wait_for
@@ -41,6 +42,7 @@ def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     """One for all tests, of which the last changes its level."""
+    import_first("torch.profiler", "torch._inductor.config")  # seconds, which each process would need
     settings: Settings = tiny_settings(**ON) if request.param == "one process" else two_processes(**ON)
     with server_process(settings, tmp_path_factory.mktemp("server")) as running:
         yield running

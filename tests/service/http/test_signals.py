@@ -4,7 +4,6 @@ import signal
 import socket
 import struct
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,46 +14,35 @@ import pytest
 
 from tests.paths import DEMO
 from tests.service.apps import HIDDEN, hidden_request, tiny_settings
+from tests.service.held_steps import HeldSteps
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
 from tests.service.sockets import Answer, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
 
-# With the two threads of a server here, a step of this many tokens (1.6 TFLOP) takes seconds on any CPU.
-SLOW_TOKENS = 8192
-SLOW = {
-    "name": "tiny",
-    "hidden_size": 1024,
-    "intermediate_size": 8192,
-    "num_experts": 4,
-    "top_k": 4,
-    "datatype": "FP32",
-}
+TOKENS = 64
 
 
 @contextmanager
-def in_a_slow_step(
-    directory: Path, tokens: int = SLOW_TOKENS, **settings: Any
-) -> Iterator[tuple[ServerProcess, list[socket.socket]]]:
+def in_a_step(
+    directory: Path, **settings: Any
+) -> Iterator[tuple[ServerProcess, list[socket.socket], HeldSteps]]:
     """A server that runs a step for one client; the next waits, one has sent half a request, one nothing."""
-    limits = {
-        "max_request_tokens": tokens,
-        "max_batch_tokens": tokens,  # so that the two never share a step
-        "max_queue_tokens": 4 * tokens,
-        "max_body_bytes": 64 << 20,
-    }
-    request = infer(*hidden_request(np.ones((tokens, 1024), np.float32)))
+    limits = {"max_request_tokens": TOKENS, "max_batch_tokens": TOKENS}  # so that the two never share a step
+    request = infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)))
+    steps = HeldSteps(directory)
     with ExitStack() as stack:
-        started = server_process(tiny_settings(models=[SLOW], limits=limits, **settings), directory)
+        started = server_process(tiny_settings(limits, **settings), directory, environment=steps.environment)
         server = stack.enter_context(started)
+        steps.hold()
         socks = [stack.enter_context(connect(server.port)) for _ in range(4)]
         for sock in socks[:2]:
             sock.sendall(request)
         socks[2].sendall(request[:1000])
         waiting = 'expertd_queue_requests{model="tiny"} 1.0'
         wait_for(lambda: waiting in server.get("/metrics").text, "one is in the step, one waits")
-        yield server, socks
+        yield server, socks, steps
 
 
 def ended(sock: socket.socket) -> list[Answer]:
@@ -74,11 +62,10 @@ def ended(sock: socket.socket) -> list[Answer]:
 )
 def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
     channels = tmp_path / "channels"
-    with in_a_slow_step(tmp_path, channels={"socket": str(channels)}) as (server, socks):
+    with in_a_step(tmp_path, channels={"socket": str(channels)}) as (server, socks, _):
         assert channels.is_socket()
         server.process.send_signal(signals[0])
         wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
-        started = time.monotonic()
         server.process.send_signal(signals[1])
         for sock in socks[:2]:
             (answer,) = read_to_end(sock)
@@ -89,7 +76,6 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Sig
         assert ended(socks[2])[0].status == 503
         assert ended(socks[3]) == []
         assert server.process.wait(30) == 1
-        assert time.monotonic() - started < 5, "it does not wait for the step"
         log = server.log()
         assert "second signal: exiting at once, with unanswered requests: 2" in log
         assert not channels.exists()
@@ -98,7 +84,7 @@ def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Sig
 
 
 def test_two_signals_at_once_promise_no_answers(tmp_path: Path) -> None:
-    with in_a_slow_step(tmp_path) as (server, _):
+    with in_a_step(tmp_path) as (server, _, _):
         for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
             server.process.send_signal(number)
         assert server.process.wait(30) == 1
@@ -107,7 +93,7 @@ def test_two_signals_at_once_promise_no_answers(tmp_path: Path) -> None:
 
 
 def test_a_step_longer_than_the_drain_timeout_exits_with_1_and_json(tmp_path: Path) -> None:
-    with in_a_slow_step(tmp_path, drain_timeout_seconds=0.2) as (server, socks):
+    with in_a_step(tmp_path, drain_timeout_seconds=0.2) as (server, socks, _):
         server.terminate()
         for sock in socks[:2]:
             (answer,) = read_to_end(sock)
@@ -139,7 +125,7 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
     """The first answer after the signal says so, and is the last one of its connection."""
     probe = head("GET /v2/health/ready HTTP/1.1")
     good = infer(*hidden_request(np.ones((3, HIDDEN), np.float32)))
-    settings = tiny_settings(shutdown_delay_seconds=2, http_workers=http_workers)
+    settings = tiny_settings(shutdown_delay_seconds=600, http_workers=http_workers)
     with server_process(settings, tmp_path) as server, ExitStack() as stack:
         probing = [stack.enter_context(connect(server.port)) for _ in range(4)]
         working = [stack.enter_context(connect(server.port)) for _ in range(4)]
@@ -148,7 +134,6 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
                 sock.sendall(request)
                 answer = read_answer(sock)
                 assert (answer.status, answer.headers.get("connection")) == (200, None)
-        started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         for sock in probing:
             sock.sendall(probe)
@@ -160,8 +145,8 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
             sock.sendall(good)
             (answer,) = read_to_end(sock)
             assert (answer.status, answer.headers["connection"]) == (200, "close")
-        assert time.monotonic() - started < 2, "before the delay is over"
-        assert server.process.wait(30) == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 1, "the delay is not over"
 
 
 @pytest.mark.parametrize(
@@ -191,20 +176,19 @@ def test_unread_responses_make_it_exit_with_1(
         sock.sendall(request)
         computed = f'expertd_batch_tokens_sum{{layout="contiguous",model="tiny"}} {float(tokens)}'
         wait_for(lambda: computed in server.get("/metrics").text, "the answer is computed")
-        started = time.monotonic()
         server.terminate()
         assert server.process.wait(30) == 1
-        assert time.monotonic() - started < 10
         assert message in server.log()
         assert "Traceback" not in server.log()
 
 
 def test_clients_that_disconnected_do_not_delay_shutdown(tmp_path: Path) -> None:
-    with in_a_slow_step(tmp_path, SLOW_TOKENS // 4, drain_timeout_seconds=60) as (server, socks):
+    with in_a_step(tmp_path, drain_timeout_seconds=600) as (server, socks, steps):
         for sock in socks[1:]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
         server.terminate()
+        steps.release()
         (answer,) = read_to_end(socks[0])
         assert answer.status == 200
         assert server.process.wait(30) == 0

@@ -15,6 +15,7 @@ from expertd.service.http.sender import Sender
 from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, answers, connect, head, infer, read_answer, read_to_end
+from tests.service.virtual_time import in_virtual_time
 from tests.service.waiting import until
 
 TOKENS = 32768
@@ -58,6 +59,7 @@ class Sending:
         return True
 
 
+@in_virtual_time
 async def test_a_client_that_reads_too_little_in_a_period_stalls() -> None:
     this = Sending()
     this.pipe.unsent = 1000
@@ -67,6 +69,7 @@ async def test_a_client_that_reads_too_little_in_a_period_stalls() -> None:
     assert await this.stalls_within(100)
 
 
+@in_virtual_time
 async def test_a_client_that_reads_enough_in_each_period_does_not_stall() -> None:
     this = Sending()
     this.pipe.unsent = 100_000
@@ -84,6 +87,7 @@ async def test_a_client_that_reads_enough_in_each_period_does_not_stall() -> Non
     assert await this.stalls_within(100), "nor does it read the rest"
 
 
+@in_virtual_time
 async def test_what_is_written_after_the_pause_is_not_taken_for_a_stall() -> None:
     this = Sending()
     this.pipe.unsent = 10
@@ -94,6 +98,7 @@ async def test_what_is_written_after_the_pause_is_not_taken_for_a_stall() -> Non
     assert not await this.stalls_within(1)
 
 
+@in_virtual_time
 async def test_the_rest_of_an_answer_may_be_less_than_the_least() -> None:
     this = Sending()
     this.pipe.unsent = 50

@@ -120,6 +120,7 @@ async def lateness(in_own_step: bool) -> float:
     return seconds - 0.05
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("in_own_step", [True, False])
 async def test_a_timeout_is_answered_when_it_passes(in_own_step: bool) -> None:
     late = [await lateness(in_own_step) for _ in range(7)]

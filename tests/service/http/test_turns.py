@@ -244,7 +244,7 @@ def test_input_that_waits_is_bounded() -> None:
         connections: set[connection.Connection] = set()
         async with serving(tiny_settings(), serving_runner(runner), connections=connections) as server:
             runner.gate.clear()
-            data = 20_000 * GET
+            data = 10_000 * GET
             first = infer(*hidden_request(rows(1)))
             last = head("GET /v2 HTTP/1.1", "Connection: close")
             pipelining = asyncio.ensure_future(read(server.port, first + data + last))
@@ -254,6 +254,6 @@ def test_input_that_waits_is_bounded() -> None:
                 await asyncio.sleep(0)
             assert len(only._data) < 300_000 < len(data)
             runner.gate.set()
-            assert len(answers(await pipelining)) == 20_002
+            assert len(answers(await pipelining)) == 10_002
 
     uvloop.run(run())

@@ -1,7 +1,6 @@
 """Requests, callers and calls of tests whose experts change their ranks."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +67,6 @@ class Traffic:
     def __init__(self, server: Serving, bodies: Sequence[tuple[bytes, int]]) -> None:
         self._server, self._bodies = server, bodies
         self.right = self.refused = 0
-        self.longest = 0.0  # seconds
         self.wrong: list[str] = []
         self._expected: list[NDArray[np.float32]] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -90,9 +88,7 @@ class Traffic:
 
     async def _call(self, number: int) -> None:
         while not self._stopped:
-            began = time.perf_counter()
             response = await self._server.infer(*self._bodies[number])
-            self.longest = max(self.longest, time.perf_counter() - began)
             if response.status_code == 503 and response.headers["retry-after"] == "1":
                 self.refused += 1
                 await asyncio.sleep(0.01)

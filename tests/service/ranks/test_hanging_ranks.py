@@ -1,7 +1,6 @@
 """A rank that runs, but never ends its step: the deadline of steps notices it."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import numpy as np
@@ -73,14 +72,12 @@ async def test_a_rank_that_hangs_costs_no_request_its_answer(
 
 async def check_that_callers_are_told(server: Serving, values: NDArray[np.float32]) -> None:
     """The one whose step hangs, and one in the queue that does not wait for that."""
-    began = time.perf_counter()
     in_step = asyncio.create_task(server.infer(*hidden_request(values)))
     scheduler = server.app.engine.scheduler
     await until(lambda: scheduler.unanswered == 1 and scheduler.waiting("tiny") == (0, 0))
-    impatient = await server.infer(*hidden_request(values, parameters={"timeout": 300_000}))
+    impatient = await server.infer(*hidden_request(values, parameters={"timeout": 50_000}))
     assert "timeout" in error_of(impatient, 503)
-    assert time.perf_counter() - began < 1.5, "its own deadline"
+    assert not in_step.done(), "its own deadline is earlier"
     refused = await in_step
     assert "a rank hangs: expected the end of a step within 1.5 s" in error_of(refused, 503)
     assert refused.headers["retry-after"] == "1"
-    assert 1.5 <= time.perf_counter() - began < 3.5

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from expertd.service.ranks.front.rank import Rank
 from expertd.service.ranks.setup import STOP
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.http.processes import alive, two_processes
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, started
 from tests.service.ranks.servers import rank_processes, serving_ranks
 from tests.service.runners import Submitted
 from tests.service.sockets import Answer, connect, infer, read_answer
@@ -30,9 +29,9 @@ LARGE = {"name": "large", "hidden_size": 4096, "intermediate_size": 4096, "num_e
 
 
 @contextmanager
-def _server(directory: Path, **changes: Any) -> Iterator[tuple[ServerProcess, list[int]]]:
-    """A server with two ranks, and their processes, which are new: not forked."""
-    with server_process(tiny_settings(ranks=2, **changes), directory, fork=False) as server:
+def _server(directory: Path, fork: bool = True, **changes: Any) -> Iterator[tuple[ServerProcess, list[int]]]:
+    """A server with two ranks, and their processes."""
+    with server_process(tiny_settings(ranks=2, **changes), directory, fork) as server:
         ranks = rank_processes(server.process.pid)
         assert len(ranks) == 2
         yield server, ranks
@@ -106,7 +105,7 @@ def test_sigterm_to_every_process_is_one_signal(tmp_path: Path) -> None:
 
 
 def test_ranks_end_with_a_front_end_that_is_killed(tmp_path: Path) -> None:
-    with _server(tmp_path) as (server, ranks):
+    with _server(tmp_path, fork=False) as (server, ranks):  # whose parent it is
         server.process.kill()
         server.process.wait()
         wait_for(_ended(ranks), "the ranks end", 5)
@@ -118,7 +117,7 @@ def test_ranks_that_load_end_with_the_server(number: signal.Signals, code: int, 
     settings = tiny_settings(ranks=2, models=[LARGE], port=0)
     config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
     with (tmp_path / "log").open("wb") as log:
-        server = subprocess.Popen([EXPERTD, "serve", "--config", config], stderr=log, env=clean_environment())
+        server = started([EXPERTD, "serve", "--config", config], log, clean_environment())
     try:
         loading = "rank 0: loading model large"
         wait_for(lambda: loading in (tmp_path / "log").read_text(), "the ranks load")

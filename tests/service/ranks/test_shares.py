@@ -23,7 +23,9 @@ from expertd.service.ranks.shares import (
 )
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import CheckpointSettings
-from tests.service.checkpoints.builders import Checkpoint
+from tests.service.checkpoints.builders import edit_json
+from tests.service.checkpoints.encoders import bf16
+from tests.service.checkpoints.layouts import write
 
 HOPPER, REFERENCE = BACKENDS["hopper"], BACKENDS["reference"]
 
@@ -166,8 +168,9 @@ def test_what_gpus_share_has_room_for_graphs_and_for_a_row_of_each_slot(tmp_path
     assert 0 < exchange_bytes(settings) - 4096 * (row + 2 * 7168) - counts < 8 * 1024
     few = whole_model(limits={"max_batch_tokens": 64, "max_request_tokens": 64})
     assert ExchangeSizes.of(few, few.models[0]) == (256, 2048, 7168, 8), "as graphs pad steps"
-    directory = Checkpoint("llama-4", tmp_path / "model").directory
-    served = (CheckpointSettings(path=directory, layers="all"),)
+    write(tmp_path / "model", bf16, "transposed", quantization=None)
+    edit_json(tmp_path / "model" / "config.json", num_experts_per_tok=3)
+    served = (CheckpointSettings(path=tmp_path / "model", layers="all"),)
     on_two = resolve_checkpoints(Settings(backend="hopper", devices="0-1", checkpoints=served))
     assert ExchangeSizes.of(on_two, on_two.models[0]) == (2048 * 3, 4096 * 3, 256, 1)
 

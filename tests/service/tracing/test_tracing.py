@@ -129,7 +129,7 @@ async def test_a_timeout_in_the_queue_has_no_step(ended: list[TracedRequest]) ->
     assert request.context == TraceContext(TRACE, SPAN, True)
     assert request.times is not None
     assert request.times.began is None
-    assert 0.09 < request.times.ended - request.times.arrived < 5
+    assert request.times.ended - request.times.arrived > 0.09
 
 
 async def test_a_request_that_is_refused_at_once_has_no_times(ended: list[TracedRequest]) -> None:

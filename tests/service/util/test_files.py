@@ -1,14 +1,11 @@
 """Files that cannot be read or written are reported with their path and the reason."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.util.files import (
@@ -20,9 +17,11 @@ from expertd.service.util.files import (
     temporary_folder,
     write_whole,
 )
-from tests.service.checkpoints.builders import Checkpoint
+from tests.service.checkpoints.encoders import bf16
+from tests.service.checkpoints.layouts import write
 from tests.service.full import REASONS, break_temporary_files, largest_file
 from tests.service.moe.test_weights import SHAPE
+from tests.service.processes import forked_python
 
 UID = 65534 if os.geteuid() == 0 else os.geteuid()
 DENIED = (
@@ -38,12 +37,13 @@ def open_directory() -> Iterator[Path]:
         yield Path(name)
 
 
-def as_nobody(code: str) -> str:
+def as_nobody(code: str, directory: Path) -> str:
     """The output of `code` in a process that may not read root's files.
 
     It imports everything first, because the other user may not read the code.
     """
-    program = (
+    script = directory / "program.py"
+    script.write_text(
         "import os\nfrom pathlib import Path\n"
         "from expertd.service.checkpoints import CheckpointError, models_of\n"
         "from expertd.service.moe.weights import load_weights\n"
@@ -54,40 +54,41 @@ def as_nobody(code: str) -> str:
         f"try: {code}\n"
         "except (ValueError, SettingsError) as error: print(error)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = forked_python(script)
+    assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
 @pytest.mark.slow
-def test_an_unreadable_weights_file(open_directory: Path) -> None:
+def test_an_unreadable_weights_file(open_directory: Path, tmp_path: Path) -> None:
     path = open_directory / "layer.safetensors"
     save_weights(path, random_weights(SHAPE, 0, "cpu"))
     path.chmod(0)
-    output = as_nobody(f"load_weights({str(path)!r}, LayerShape(256, 128, 3, 2), 'cpu')")
+    output = as_nobody(f"load_weights({str(path)!r}, LayerShape(256, 128, 3, 2), 'cpu')", tmp_path)
     assert output.startswith(f"{path}: {DENIED}; make it readable (chmod a+r")
     assert "--user in a container" in output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["config.json", "model.safetensors.index.json", "model-00002-*"])
-def test_an_unreadable_file_of_a_checkpoint(open_directory: Path, pattern: str) -> None:
-    directory = Checkpoint("qwen3", open_directory / "model", torch.float32).directory
-    directory.chmod(0o755)
+@pytest.mark.parametrize("pattern", ["config.json", "model.safetensors"])
+def test_an_unreadable_file_of_a_checkpoint(open_directory: Path, tmp_path: Path, pattern: str) -> None:
+    directory = open_directory / "model"
+    write(directory, bf16, quantization=None)
     for file in directory.iterdir():
         file.chmod(0o644)
     (path,) = directory.glob(pattern)
     path.chmod(0)
-    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
+    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))", tmp_path)
     assert output.startswith(f"{path}: {DENIED}; ")
 
 
 @pytest.mark.slow
-def test_an_unreadable_directory(open_directory: Path) -> None:
+def test_an_unreadable_directory(open_directory: Path, tmp_path: Path) -> None:
     directory = open_directory / "model"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     directory.chmod(0)
-    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))")
+    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))", tmp_path)
     directory.chmod(0o700)
     assert output.startswith(
         f"{directory}/config.json: cannot be read: Permission denied to uid {UID}; make it"
@@ -95,11 +96,11 @@ def test_an_unreadable_directory(open_directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_unreadable_configuration_file(open_directory: Path) -> None:
+def test_an_unreadable_configuration_file(open_directory: Path, tmp_path: Path) -> None:
     path = open_directory / "config.yaml"
     path.write_text("port: 1")
     path.chmod(0)
-    assert as_nobody(f"load_settings(Path({str(path)!r}))").startswith(f"{path}: {DENIED}; ")
+    assert as_nobody(f"load_settings(Path({str(path)!r}))", tmp_path).startswith(f"{path}: {DENIED}; ")
 
 
 def test_other_file_types_and_encodings_are_refused(tmp_path: Path) -> None:

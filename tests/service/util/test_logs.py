@@ -17,7 +17,7 @@ import torch
 
 from expertd.service.util.logs import JsonLines, TextLines, level, set_level, shows_bars, with_fields
 from tests.service.checkpoints.builders import Checkpoint
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, serving
+from tests.service.processes import EXPERTD, ServerProcess, clean_environment, serving, started
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) [\w.]+: .+")
 
@@ -66,8 +66,8 @@ def on_a_terminal(command: list[str], end: str, columns: int = 200) -> str:
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (50, columns))
     environment = clean_environment(TERM="xterm")
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment)
-    os.close(theirs)
+    with os.fdopen(theirs, "wb", buffering=0) as terminal:
+        process = started(command, terminal, environment, command[0] == str(EXPERTD), terminal)
     written = b""
     try:
         while end.encode() not in written:

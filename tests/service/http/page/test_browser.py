@@ -17,7 +17,7 @@ from tests.service.load import Load
 from tests.service.processes import ServerProcess, server_process
 from tests.service.runners import EchoRunner
 
-pytestmark = [pytest.mark.slow, needs_chromium]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, needs_chromium]
 
 TWO = [MODEL, {**MODEL, "name": "other", "datatype": "BF16", "num_experts": 8}]
 DRAWN = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height)

@@ -14,7 +14,7 @@ from tests.service.http.page.browser import needs_chromium, visit
 from tests.service.http.page.threads import serving_in_thread
 from tests.service.runners import EchoRunner
 
-pytestmark = [pytest.mark.slow, needs_chromium]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, needs_chromium]
 
 
 class Modules:

@@ -63,7 +63,7 @@ async def test_a_recording_ends_without_steps() -> None:
     async with serving(tiny_settings()) as server:
         begin = time.monotonic()
         response = await server.http.post("/v1/profile", json={"seconds": 0.2})
-        assert 0.2 <= time.monotonic() - begin < 20
+        assert time.monotonic() - begin >= 0.2
     assert json.loads(response.content)["expertd"]["steps"] == 0
 
 

@@ -34,7 +34,8 @@ from tests.service.apps import (
     serving,
     tiny_settings,
 )
-from tests.service.checkpoints.builders import Checkpoint
+from tests.service.checkpoints.encoders import bf16
+from tests.service.checkpoints.layouts import write
 from tests.service.competing import HeldRunner
 from tests.service.http.page.test_live import live
 from tests.service.waiting import until
@@ -249,15 +250,14 @@ async def test_a_layer_that_fails_its_first_step_is_freed(monkeypatch: pytest.Mo
 async def test_a_checkpoint_layer_is_loaded_at_run_time(tmp_path: Path) -> None:
     from expertd.service.checkpoints import resolve_checkpoints
 
-    directory = Checkpoint("mixtral", tmp_path / "mixtral").directory
-    checkpoint = {"path": str(directory), "layers": "0-1", "load": False}
+    write(tmp_path / "mixtral", bf16, quantization=None)
+    checkpoint = {"path": str(tmp_path / "mixtral"), "layers": "0", "load": False}
     settings = resolve_checkpoints(tiny_settings(checkpoints=[checkpoint]))
     async with serving(settings) as server:
-        assert (await states(server))["mixtral.layers.1"] == ("UNAVAILABLE", "unloaded")
-        assert (await change(server, "load", "mixtral.layers.1")).status_code == 200
-        metadata = (await server.http.get("/v2/models/mixtral.layers.1")).json()
-        assert metadata["name"] == "mixtral.layers.1"
         assert (await states(server))["mixtral.layers.0"] == ("UNAVAILABLE", "unloaded")
+        assert (await change(server, "load", "mixtral.layers.0")).status_code == 200
+        metadata = (await server.http.get("/v2/models/mixtral.layers.0")).json()
+        assert metadata["name"] == "mixtral.layers.0"
 
 
 async def test_unloading_frees_the_layer() -> None:
