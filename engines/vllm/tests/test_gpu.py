@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 _BLOCK, _LARGEST = 128, 448.0
 _SIZES = {
-    "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 4,
+    "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 768, "num_hidden_layers": 4,
     "num_attention_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -128,7 +128,7 @@ def test_texts_and_log_probabilities_agree(
     got = generate(models[family][0], load_format="expertd", additional_config=settings, **_LIMITS, **options)
     expected, bound = known[family]
     assert got.expert_parameters == 0 < expected.expert_parameters
-    assert got.distance(expected) <= bound
+    assert got.distance(expected) <= bound, (got.distance(expected), bound)
     assert all(margin < 6 * bound for margin in expected.ties(got.texts))
     if variables:
         end()
