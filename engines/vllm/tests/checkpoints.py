@@ -33,10 +33,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _CHAT = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 
 
-def make_checkpoint(directory: Path, family: str = "qwen3_moe", seed: int = 0) -> None:
+def make_checkpoint(directory: Path, family: str = "qwen3_moe", seed: int = 0, **sizes: int) -> None:
     """Write `directory`: a model in bfloat16, whose experts lose nothing when they are rounded to FP8."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family]))
+    config = AutoConfig.for_model(family, **(_SIZES | FAMILIES[family] | sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -47,13 +47,13 @@ def make_checkpoint(directory: Path, family: str = "qwen3_moe", seed: int = 0) -
     model.save_pretrained(directory)
     _make_tokenizer().save_pretrained(directory)
     if family == "deepseek_v3":
-        _add_next_token_layer(directory)
+        _add_next_token_layer(directory, config.num_hidden_layers, config.hidden_size)
 
 
-def _add_next_token_layer(directory: Path) -> None:
+def _add_next_token_layer(directory: Path, number: int, size: int) -> None:
     """A layer for multi-token prediction, which transformers does not write: the last layer's once more."""
     (file,) = directory.glob("*.safetensors")
-    tensors, number = load_file(file), _SIZES["num_hidden_layers"]
+    tensors = load_file(file)
     last, name = f"model.layers.{number - 1}.", f"model.layers.{number}."
     added = {key.replace(last, name): value.clone() for key, value in tensors.items() if key.startswith(last)}
     added |= {
@@ -62,7 +62,6 @@ def _add_next_token_layer(directory: Path) -> None:
     }
     added[f"{name}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     added[f"{name}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    size = _SIZES["hidden_size"]
     added[f"{name}eh_proj.weight"] = torch.randn(size, 2 * size, dtype=torch.bfloat16) * 0.1
     save_file(tensors | added, file, {"format": "pt"})
     config = directory / "config.json"

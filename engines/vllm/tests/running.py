@@ -22,8 +22,11 @@ _START_SECONDS = 900.0  # on a busy machine, vLLM takes minutes
 class Running:
     """A server on a port of its own, ready when this is made."""
 
-    def __init__(self, command: Sequence[str | Path], port: int, health: str, log: Path) -> None:
+    def __init__(
+        self, command: Sequence[str | Path], port: int, health: str, log: Path, **variables: str
+    ) -> None:
         self.url = f"http://127.0.0.1:{port}"
+        self._variables = ENVIRONMENT | os.environ | variables
         self._command, self._health, self._log = command, health, log
         try:
             self.start()
@@ -35,7 +38,7 @@ class Running:
         """Start it, maybe once more, and wait until it is ready."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env=ENVIRONMENT | os.environ, start_new_session=True
+                self._command, stdout=log, stderr=log, env=self._variables, start_new_session=True
             )
         end = time.monotonic() + _START_SECONDS
         while not self._is_healthy():
@@ -85,15 +88,16 @@ class Running:
 
 
 @contextmanager
-def running_expertd(directory: Path, *checkpoints: Path) -> Iterator[Running]:
-    """All MoE layers of the checkpoints, without shared experts."""
+def running_expertd(directory: Path, *checkpoints: Path, **variables: str) -> Iterator[Running]:
+    """All MoE layers of the checkpoints, without shared experts; `variables` are added to the environment."""
     served = [{"path": str(path), "layers": "all", "shared_experts": False} for path in checkpoints]
     config, port = directory / "expertd.yaml", free_port()
     config.write_text(
         json.dumps({"checkpoints": served, "channels": {"socket": str(directory / "channels")}})
     )
     command: list[str | Path] = [os.environ["EXPERTD"], "serve", "--config", config, "--port", str(port)]
-    yield from _until_killed(Running(command, port, "/v2/health/ready", directory / "expertd.log"))
+    health = "/v2/health/ready"
+    yield from _until_killed(Running(command, port, health, directory / "expertd.log", **variables))
 
 
 @contextmanager
