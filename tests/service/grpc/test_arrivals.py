@@ -272,7 +272,9 @@ async def test_messages_that_are_parsed_in_a_thread_wait_in_the_line_for_json(
         await until(lambda: in_thread._work_queue.qsize() == 4)
         text, _ = await refusal(calls.infer(message), grpc.StatusCode.UNAVAILABLE)
         assert text.startswith("the line for JSON is full: 4 requests of at most 4 wait to be parsed")
+        open_calls = calls.server._service._calls
         sent.pop(0).cancel()
+        await until(lambda: open_calls._unsent[""] == 3)
         goes_on.set()
         for call in sent:
             await refusal(call, grpc.StatusCode.INVALID_ARGUMENT)
