@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from contextlib import suppress
 
-from expertd.service.http.tls_transport import TlsTransport
+from expertd.service.http.tls import TlsTransport
 from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
 from tests.service.certificates import TLS, client_context

@@ -11,7 +11,8 @@ import uvloop
 
 from expertd.service.http import connection
 from expertd.service.http.framing import ChunkedBody
-from expertd.service.http.paced_transport import TURN_BYTES, PacedTransport
+from expertd.service.http.paced_transport import YIELD_BYTES, PacedTransport
+from expertd.service.http.request_head import HeadReader, RequestHead
 from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
 from tests.service.apps import (
@@ -65,13 +66,13 @@ async def read(port: int, data: bytes) -> bytes:
 def test_pipelined_requests_leave_turns_to_others(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     handled = 0
 
-    def count(seen: connection.Connection) -> bool:
+    def count(seen: HeadReader, data: bytes, position: int) -> tuple[RequestHead | None, int]:
         nonlocal handled
         handled += 1
-        return read_head(seen)
+        return read_head(seen, data, position)
 
-    read_head = connection.Connection._read_head
-    monkeypatch.setattr(connection.Connection, "_read_head", count)
+    read_head = HeadReader.read
+    monkeypatch.setattr(HeadReader, "read", count)
 
     async def check(server: Serving, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -85,7 +86,7 @@ def test_pipelined_requests_leave_turns_to_others(data: bytes, monkeypatch: pyte
         between = handled - before
         writer.close()
         assert handled < MANY, "the other connection was answered meanwhile"
-        assert between <= connection._TURN * ITERATIONS
+        assert between <= connection._REQUESTS_AT_ONCE * ITERATIONS
         got = answers(await pipelining)
         assert len(got) == MANY + 1
         assert {answer.status for answer in got[:-1]} == {200 if data is GET else 400}
@@ -183,7 +184,7 @@ def test_large_bodies_leave_turns_to_others(
                 time.sleep(1e-3)  # in which the system's buffers fill
             assert [answer.status for answer in await asking] == [200]
             assert moved >= size
-            assert TURN_BYTES / 8 <= most <= 2 * TURN_BYTES, "perhaps before and after the others' turn"
+            assert YIELD_BYTES / 8 <= most <= 2 * YIELD_BYTES, "perhaps before and after the others' turn"
 
     uvloop.run(run())
 
@@ -250,7 +251,7 @@ def test_input_that_waits_is_bounded() -> None:
             pipelining = asyncio.ensure_future(read(server.port, first + data + last))
             assert await asyncio.to_thread(runner.entered.acquire, True, 10)
             (only,) = connections
-            while not only._is_paused:
+            while not only.transport.is_reading_paused:
                 await asyncio.sleep(0)
             assert len(only._data) < 300_000 < len(data)
             runner.gate.set()
