@@ -43,7 +43,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _CLOSE = b"connection: close\r\n"
 
 
-class State(Enum):
+class ConnectionState(Enum):
     """How far the current request is.
 
     In PENDING, WRITING and SENDING, a part of its body may still arrive: clients are answered before if what
@@ -88,7 +88,7 @@ class Connection(asyncio.BufferedProtocol):
         self._yielded: asyncio.Handle | None = None  # goes on after other connections
         self._is_consuming = False
         self._is_feeding = False  # a part of the input to `_body`; `_position` is before it
-        self.state = State.IDLE
+        self.state = ConnectionState.IDLE
         self._head: RequestHead | None = None
         self._call: InferCall | AsgiCycle | None = None
         self._body: FixedBody | ChunkedBody | None = None
@@ -106,7 +106,7 @@ class Connection(asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Close after the answers to what has arrived, or arrives within 50 ms if it is idle."""
         self._is_shut_down = True
-        if self._call is None and not self._has_input and self.state is not State.ENDED:
+        if self._call is None and not self._has_input and self.state is not ConnectionState.ENDED:
             self._timer.set(_LAST_INPUT_SECONDS, self._end)
 
     def stop_reading(self) -> None:
@@ -121,7 +121,7 @@ class Connection(asyncio.BufferedProtocol):
         """Answer the current request with `error`, unless its answer has begun, and close."""
         if self.transport.is_closing():
             return
-        if self.state is State.PENDING:
+        if self.state is ConnectionState.PENDING:
             self._forget_body()
             self._call = None  # its own answer is discarded
             self._write_refusal(error)
@@ -161,7 +161,7 @@ class Connection(asyncio.BufferedProtocol):
         self._drop_request()
         call, self._call = self._call, None
         if call is not None:
-            if self.state is State.PENDING:
+            if self.state is ConnectionState.PENDING:
                 call.leave()
             else:
                 call.sent(False)
@@ -177,7 +177,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._rest is not None:
             self._advance(nbytes)
             return
-        if self.state is State.ENDED:
+        if self.state is ConnectionState.ENDED:
             return
         data = bytes(self._context.scratch[:nbytes])
         self._data = self._data[self._position :] + data if self._data else data
@@ -198,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self.transport.raw_resumed()
 
-    # Called by the transport; see `Owner`.
+    # Called by the transport; see `TransportOwner`.
 
     def writing_paused(self) -> None:
         self._sender.pause()
@@ -243,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
         budget = _REQUESTS_AT_ONCE
         self._is_consuming = True
         try:
-            while self._position < len(self._data) and self.state is not State.ENDED:
+            while self._position < len(self._data) and self.state is not ConnectionState.ENDED:
                 if self._call is not None and self._body is None:
                     break
                 if not budget:
@@ -262,7 +262,7 @@ class Connection(asyncio.BufferedProtocol):
                 if head is None:
                     break
                 self._timer.clear()
-                self._head, self.state = head, State.PENDING
+                self._head, self.state = head, ConnectionState.PENDING
                 self._expects_continue = head.expects_continue
                 if head.infer is None:
                     self._begin_cycle(head)
@@ -273,9 +273,9 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse_input(error)
         finally:
             self._is_consuming = self._is_feeding = False
-        if self.state is State.ENDED or self._position == len(self._data):
+        if self.state is ConnectionState.ENDED or self._position == len(self._data):
             self._data, self._position = b"", 0
-        self._settle()
+        self._proceed()
 
     def _yield(self) -> None:
         self._yielded = self.loop.call_soon(self._go_on)
@@ -284,11 +284,11 @@ class Connection(asyncio.BufferedProtocol):
         self._yielded = None
         self._consume()
 
-    def _settle(self) -> None:
+    def _proceed(self) -> None:
         """Handle the next request, or wait for what the state needs."""
-        if self._is_consuming or self._yielded is not None or self.state is State.ENDED:
+        if self._is_consuming or self._yielded is not None or self.state is ConnectionState.ENDED:
             return
-        if self._infer_body is not None or self.state is State.DROPPING:
+        if self._infer_body is not None or self.state is ConnectionState.DROPPING:
             self.transport.resume_reading()
         elif self._call is not None:
             if self._body is not None and isinstance(self._call, AsgiCycle) and not self._call.is_full:
@@ -304,8 +304,8 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.resume_reading()
         if not self._head_reader.has_begun:
             self._timer.set(self._context.keep_alive_seconds, self._close)
-        elif self.state is State.IDLE:
-            self.state = State.HEAD
+        elif self.state is ConnectionState.IDLE:
+            self.state = ConnectionState.HEAD
             if self._is_shut_down:
                 self._timer.set(_LAST_INPUT_SECONDS, self._end)
             else:
@@ -380,9 +380,9 @@ class Connection(asyncio.BufferedProtocol):
             assert self._call is not None
             self._timer.clear()
             self._call.receive(infer_body.content(), infer_body)
-        elif self.state is State.DROPPING:
-            self.state = State.IDLE
-            self._settle()
+        elif self.state is ConnectionState.DROPPING:
+            self.state = ConnectionState.IDLE
+            self._proceed()
 
     # Bodies that do not arrive.
 
@@ -413,7 +413,7 @@ class Connection(asyncio.BufferedProtocol):
         self._timer.clear()
         self._forget_body()
         self._body = None
-        if self.state is State.PENDING:
+        if self.state is ConnectionState.PENDING:
             call, self._call = self._call, None
             assert call is not None
             call.leave(error)
@@ -463,8 +463,8 @@ class Connection(asyncio.BufferedProtocol):
         """The first lines of an answer; decides whether it is the last one."""
         head = self._head
         assert head is not None
-        if self.state is State.PENDING:  # else the server was stopped meanwhile
-            self.state = State.WRITING
+        if self.state is ConnectionState.PENDING:  # else the server was stopped meanwhile
+            self.state = ConnectionState.WRITING
         ends = self._is_shut_down or self._context.engine.draining
         self._is_last = close or not head.keep_alive or (ends and not self.more_pending)
         # One that is logged when it ends needs no line here.
@@ -482,27 +482,27 @@ class Connection(asyncio.BufferedProtocol):
 
     def _written(self) -> None:
         """The answer is written; the next request begins when the transport holds none of it any more."""
-        if self.state is State.WRITING:
-            self.state = State.SENDING
+        if self.state is ConnectionState.WRITING:
+            self.state = ConnectionState.SENDING
         if not self._sender.holds_bytes:
             self._sent()
 
     def _sent(self) -> None:
         """The transport holds nothing."""
         call = self._call
-        if call is None or self.state not in (State.SENDING, State.ENDED):
+        if call is None or self.state not in (ConnectionState.SENDING, ConnectionState.ENDED):
             return
         self._call = None
         call.sent(not self.transport.is_closing())
         if self._is_last:
             self._end()
             return
-        if self.state is State.SENDING:
-            self.state = State.IDLE if self._body is None else State.DROPPING
-        if self.state is State.DROPPING:
+        if self.state is ConnectionState.SENDING:
+            self.state = ConnectionState.IDLE if self._body is None else ConnectionState.DROPPING
+        if self.state is ConnectionState.DROPPING:
             self._forget_body()
             self._timer.set(self._limits.body_timeout_seconds, self._close)
-        self._settle()
+        self._proceed()
 
     # Refusals of input that is no request.
 
@@ -520,7 +520,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _refuse_input(self, error: RefusedError) -> None:
         """Refuse what is no head, or no body."""
-        is_answered = self._body is not None and self.state is not State.PENDING
+        is_answered = self._body is not None and self.state is not ConnectionState.PENDING
         self._drop_request(OipError(400, "body: expected HTTP/1.1, got something else"))
         if is_answered:
             self._close()
@@ -532,7 +532,7 @@ class Connection(asyncio.BufferedProtocol):
         client = shown_peer(self.transport.get_extra_info("peername"))
         logger.debug("refused input from %s: %d, %s", client, error.status, error)
         self._context.count_refusal(error.status)
-        self.state = State.ENDED
+        self.state = ConnectionState.ENDED
         if not self.transport.is_closing():
             self._write_refusal(error)
             self._linger()
@@ -544,7 +544,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self) -> None:
         """Read no further request, and close after the last answer."""
-        self.state = State.ENDED
+        self.state = ConnectionState.ENDED
         self._timer.clear()
         if self._body is not None or self.transport.is_reading_paused:  # the socket may hold unread input
             self._linger()
@@ -559,7 +559,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _close(self) -> None:
         """Close an idle connection, or one whose client does not send what it should."""
-        self.state = State.ENDED
+        self.state = ConnectionState.ENDED
         self.transport.close()
 
     def _cut_off(self) -> None:
@@ -569,9 +569,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_input(self) -> None:
         """Count the requests that were received, but not begun, and read no others."""
-        if self.state is State.ENDED:
+        if self.state is ConnectionState.ENDED:
             return
-        self.state = State.ENDED
+        self.state = ConnectionState.ENDED
         rest, self._data = self._data[self._position :], b""
         self._position = position = 0
         try:

@@ -15,7 +15,7 @@ YIELD_BYTES = 512 * 1024
 _PIECE_BYTES = 256 * 1024  # per write to the raw transport
 
 
-class Owner(Protocol):
+class TransportOwner(Protocol):
     """What a transport tells the connection whose answers it writes."""
 
     def writing_paused(self) -> None:
@@ -33,7 +33,9 @@ class PacedTransport(asyncio.Transport):
 
     pieces_at_once = YIELD_BYTES // _PIECE_BYTES
 
-    def __init__(self, raw: asyncio.Transport, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
+    def __init__(
+        self, raw: asyncio.Transport, loop: asyncio.AbstractEventLoop, owner: TransportOwner
+    ) -> None:
         super().__init__()
         self._raw = raw
         self._loop = loop

@@ -115,7 +115,7 @@ class TlsProtocol(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._transport.raw_resumed()
 
-    # Called by the transport; see `Owner`.
+    # Called by the transport; see `TransportOwner`.
 
     def writing_paused(self) -> None:
         if self._inner is not None:

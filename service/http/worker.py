@@ -19,8 +19,8 @@ from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.metrics.requests import KeyCounts, RequestCounts
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.certificates import Certificates
+from expertd.service.http.engine_proxy import EngineProxy
 from expertd.service.http.listening import Acceptor
-from expertd.service.http.passage import Passage
 from expertd.service.http.server_context import ServerContext
 from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
 from expertd.service.http.worker_setup import (
@@ -74,13 +74,13 @@ class _WorkerServer(ConnectionServer):
             assert setup.tls is not None, "a process without certificates would send in the clear"
             certificates = Certificates(settings.tls, setup.tls)
         gate = Gate(file, KeyCounts(self._counts.keys(setup.index)))
-        passage = Passage(setup.engine, bodies, gate)
+        proxy = EngineProxy(setup.engine, bodies, gate)
         counts = RequestCounts(self._engine.models, self._counts.requests(setup.index))
         self._tracing = tracing_of(settings.tracing)
         status_of = partial(infer_status, queue_full_status=settings.limits.queue_full_status)
-        endpoint = InferEndpoint(self._engine, counts, gate, status_of, passage.forward, self._tracing)
-        context = ServerContext(passage, endpoint, counts, settings)
-        super().__init__(passage, context, bodies.stop, lifespan=False, certificates=certificates)
+        endpoint = InferEndpoint(self._engine, counts, gate, status_of, proxy.forward, self._tracing)
+        context = ServerContext(proxy, endpoint, counts, settings)
+        super().__init__(proxy, context, bodies.stop, lifespan=False, certificates=certificates)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

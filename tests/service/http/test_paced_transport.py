@@ -1,4 +1,4 @@
-"""A large answer is sent in pieces, between which other connections have their turn."""
+"""A large answer is sent in pieces, between which other connections go on."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ async def test_a_fast_client_does_not_keep_others_waiting() -> None:
     before = 4
     while this.told.said != ["paused", "resumed"]:
         sent = len(this.pipe.sent)
-        assert before < sent <= before + YIELD_BYTES, "the others have their turn"
+        assert before < sent <= before + YIELD_BYTES, "the others go on"
         assert this.transport.get_write_buffer_size() == len(ANSWER) + 4 - sent
         before = sent
         await asyncio.sleep(0)

@@ -63,7 +63,7 @@ async def test_an_answer_is_encrypted_as_fast_as_it_is_sent() -> None:
 async def test_a_fast_client_does_not_keep_others_waiting() -> None:
     this = Session()
     this.transport.write(bytes(10_000_000))
-    assert len(this.pipe.sent) < 2_000_000, "the others have their turn"
+    assert len(this.pipe.sent) < 2_000_000, "the others go on"
     data = b""
     while len(data) < 10_000_000:
         await asyncio.sleep(0)

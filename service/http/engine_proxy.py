@@ -34,7 +34,7 @@ _TRACE = (b"traceparent", b"tracestate")
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
-class Passage:
+class EngineProxy:
     """An ASGI application that has the engine's process answer, on a connection for each request."""
 
     def __init__(self, path: Path, bodies: BodyReader, gate: Gate) -> None:
