@@ -44,7 +44,8 @@ _CLOSE = b"connection: close\r\n"
 
 
 class ConnectionState(Enum):
-    """How far the current request is.
+    """How far the current request is: from IDLE, by HEAD unless a head arrives whole, down to SENDING, then
+    IDLE again, by DROPPING if its body has not arrived. ENDED can follow every other state.
 
     In PENDING, WRITING and SENDING, a part of its body may still arrive: clients are answered before if what
     has arrived is enough to refuse it.

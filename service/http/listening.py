@@ -1,13 +1,11 @@
-"""The socket that a server listens on: an address and port, or a path; and how several processes share it."""
+"""The socket that a server listens on: an address and port, or a path."""
 
-import asyncio
 import errno
 import ipaddress
-import logging
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -18,11 +16,7 @@ from expertd.service.settings.sources import runtime_directory
 from expertd.service.util.files import UnwritableError, temporary_directory, temporary_folder
 from expertd.service.util.socket_files import SocketFile, listen_at
 
-logger = logging.getLogger(__name__)
-
 _BACKLOG = 2048
-_PATIENCE_SECONDS = 0.01  # for a process with fewer connections to accept one
-_RETRY_SECONDS = 0.1  # after an error such as too many open files
 
 
 class BindError(Exception):
@@ -165,82 +159,3 @@ def allow_files(count: int) -> int:
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return count - allowed
-
-
-class Acceptor:
-    """Accepts connections on a socket that several processes share, so that each has about as many.
-
-    Hands each to `accepted`, until `stop`.
-
-    counts  the open connections of each process, shared by all; infinity: it does not run
-    index   of this process
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        counts: "memoryview[float]",
-        index: int,
-        accepted: Callable[[socket.socket], object],
-    ) -> None:
-        self._listener = listener
-        self._counts = counts
-        self._index = index
-        self._accepted = accepted
-        self._loop = asyncio.get_running_loop()
-        self._stopped = False
-
-    def start(self) -> None:
-        """Accept connections from now on."""
-        self._counts[self._index] = 0.0
-        self._watch()
-
-    def closed(self) -> None:
-        """A connection has been closed."""
-        self._counts[self._index] -= 1
-
-    def stop(self) -> None:
-        """Accept no more, and close the listener."""
-        self._stopped = True
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
-
-    def _watch(self) -> None:
-        if not self._stopped:
-            self._loop.add_reader(self._listener.fileno(), self._readable)
-
-    def _readable(self) -> None:
-        if self._is_next():
-            self._accept()
-        else:
-            self._pause(_PATIENCE_SECONDS)
-
-    def _is_next(self) -> bool:
-        return self._counts[self._index] <= min(self._counts)
-
-    def _pause(self, seconds: float) -> None:
-        self._loop.remove_reader(self._listener.fileno())
-        self._loop.call_later(seconds, self._resume, tuple(self._counts))
-
-    def _resume(self, counts: tuple[float, ...]) -> None:
-        if self._stopped:
-            return
-        self._watch()
-        # Unchanged counts: nobody else accepts; the others are busy, or hang.
-        if self._is_next() or counts == tuple(self._counts):
-            self._accept()
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            logger.error("accepting a connection failed: %s", error)
-            self._pause(_RETRY_SECONDS)
-            return
-        connection.setblocking(False)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._counts[self._index] += 1
-        self._accepted(connection)

@@ -17,10 +17,10 @@ from functools import partial
 from expertd.service.channels.layout import GREETING
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.metrics.requests import KeyCounts, RequestCounts
+from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.certificates import Certificates
 from expertd.service.http.engine_proxy import EngineProxy
-from expertd.service.http.listening import Acceptor
 from expertd.service.http.server_context import ServerContext
 from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
 from expertd.service.http.worker_setup import (

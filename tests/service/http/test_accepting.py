@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from expertd.service.http.listening import Acceptor
+from expertd.service.http.accepting import Acceptor
 from tests.service.waiting import until
 
 
@@ -25,7 +25,7 @@ def counts_of(*values: float) -> "memoryview[float]":
 
 
 async def test_every_acceptor_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.service.http.listening._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("expertd.service.http.accepting._PATIENCE_SECONDS", 0.2)
     counts = counts_of(math.inf, math.inf, math.inf)
     accepted: list[list[socket.socket]] = [[], [], []]
     with listener() as shared:
