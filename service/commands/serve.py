@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
     from collections.abc import Callable
 
-    from expertd.service.http.app import Beside, ExpertApp
+    from expertd.service.http.app import ExpertApp, SideServer
     from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -91,12 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
         if (warning := exposure(settings)) is not None:
             logger.warning(warning)
         check_memory(settings)
-        beside = _grpc_server(settings)
+        side_server = _grpc_server(settings)
         if settings.num_ranks == 1:
-            return serve(settings, beside=beside)
+            return serve(settings, make_side_server=side_server)
         from expertd.service.ranks.front.loading import load_ranks
 
-        return serve(settings, load_ranks, beside)
+        return serve(settings, load_ranks, side_server)
     except (BindError, MemoryError) as error:
         return _refuse(error)
     except SettingsError as error:  # the file of keys, or those of TLS, have changed since
@@ -206,7 +206,7 @@ def check_tracing(settings: "Settings") -> None:
         raise ValueError(f"tracing.endpoint: expected {expected}, got no OTLP exporter")
 
 
-def _grpc_server(settings: "Settings") -> "Callable[[ExpertApp, Settings], Beside] | None":
+def _grpc_server(settings: "Settings") -> "Callable[[ExpertApp, Settings], SideServer] | None":
     """What makes the gRPC server; None without one, and then nothing of it is imported."""
     if settings.grpc.port is None:
         return None

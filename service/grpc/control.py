@@ -13,8 +13,8 @@ from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.grpc.messages import CLASSES, ONEOF
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.bodies import CONTROL_BODY
-from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import OipError
+from expertd.service.http.responses import http_error
 from expertd.service.util.sentences import shown
 
 

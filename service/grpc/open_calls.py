@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import unquote
 
-from expertd.service.http.places import address_of
+from expertd.service.http.connection_limits import address_of
 from expertd.service.http.protocol import OipError
 from expertd.service.settings.parts import Limits
 

@@ -21,11 +21,11 @@ from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
+from expertd.service.http.asgi_cycle import connection_of
 from expertd.service.http.bodies import BodyReader, ClientGoneError
-from expertd.service.http.delivery import delivery
-from expertd.service.http.errors import http_error
 from expertd.service.http.protocol import error_body, oip_error
 from expertd.service.http.request_head import decoded
+from expertd.service.http.responses import http_error
 from expertd.service.http.rights import rights_for
 from expertd.service.http.routes import (
     channels_router,
@@ -58,7 +58,7 @@ _HEALTH = re.compile("/(live|ready)$")  # the paths of checks
 _DESCRIPTION = "Expert layers of Mixture-of-Experts models over the Open Inference Protocol v2."
 
 
-class Beside(Protocol):
+class SideServer(Protocol):
     """Another server around the same application, on its event loop.
 
     cut_off  calls that had not ended in their time
@@ -74,7 +74,7 @@ class Beside(Protocol):
 class ExpertApp(FastAPI):
     """All calls but infer, which connections answer themselves.
 
-    Its lifespan starts loading and ends the worker thread; `beside`, if there is one, lives as long.
+    Its lifespan starts loading and ends the worker thread; `side_server`, if there is one, lives as long.
     Raises SettingsError for a file of keys that cannot be used.
     """
 
@@ -95,7 +95,7 @@ class ExpertApp(FastAPI):
         engine_metrics.watch(self.engine, self.metrics)
         self.channels = ChannelHub(settings.channels, self.engine, self.metrics)
         self.listener: ChannelListener | None = None  # of channels
-        self.beside: Beside | None = None
+        self.side_server: SideServer | None = None
         self.pass_on_log_level: Callable[[str], None] = lambda level: None  # to other processes
         self._bodies = BodyReader(settings.limits)
         file = None if settings.keys is None else KeyFile(settings.keys)
@@ -199,12 +199,12 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
     if app.listener is not None:
         app.listener.start(app.channels)
     try:
-        if app.beside is not None:
-            await app.beside.start()
+        if app.side_server is not None:
+            await app.side_server.start()
         yield
     finally:  # whatever ends it: nothing that was started may be left
-        if app.beside is not None:
-            await app.beside.stop()
+        if app.side_server is not None:
+            await app.side_server.stop()
         if app.listener is not None:
             await app.listener.stop()
         await app.channels.stop()
@@ -219,7 +219,7 @@ def _closing(scope: Scope, send: Send) -> Send:
     Of pipelined requests only the last response has it, because the client ignores any that follow.
     """
 
-    connection = delivery(scope)
+    connection = connection_of(scope)
 
     async def closing(message: Message) -> None:
         if message["type"] == "http.response.start" and not (connection and connection.more_pending):

@@ -7,40 +7,43 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from expertd.service.http.bodies import BYTES_AHEAD
+from expertd.service.http.paced_transport import PacedTransport
 from expertd.service.http.protocol import error_body
-from expertd.service.http.refused import Headers
 from expertd.service.http.request_head import RequestHead, decoded
+from expertd.service.http.responses import Headers
 from expertd.service.inference.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
 _MAX_UNREAD_BYTES = 64 * 1024  # of a body; further ones are received when the application has read these
 _WITHOUT_BODY = (204, 304)
+CONNECTION = "expertd.connection"
+
+
+class ConnectionView(Protocol):
+    """A connection as the application sees it: in the scope's `state` under the key CONNECTION."""
+
+    @property
+    def more_pending(self) -> bool:
+        """Whether pipelined requests wait behind the current one."""
 
 
 class Conversation(Protocol):
     """What a cycle needs of its connection."""
 
+    transport: PacedTransport
+
     def ask_for_body(self) -> None:
         """Send 100 Continue if the client waits for it."""
 
-    def receive_body(self, more: bool) -> None:
-        """Read from the socket, or pause."""
-
     def begin_response(self, status: int, headers: Headers, close: bool) -> bytes:
         """The response's head."""
-
-    def write(self, data: bytes) -> None:
-        """Send a part of the response."""
 
     async def written(self) -> None:
         """Wait until what was written is sent, or lost."""
 
     def replied(self, call: "AsgiCycle") -> None:
         """The response is complete."""
-
-    def abort(self) -> None:
-        """Close the connection at once."""
 
 
 class AsgiCycle:
@@ -66,7 +69,7 @@ class AsgiCycle:
         if self._complete or self._gone:
             return
         if self._begun:
-            self._connection.abort()
+            self._connection.transport.abort()
             return
         body = error_body("internal server error: see the server's log")
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -88,7 +91,7 @@ class AsgiCycle:
         self._ahead = max(0, self._ahead - len(piece))
         self._changed.set()
         if self.is_full:
-            self._connection.receive_body(False)
+            self._connection.transport.pause_reading()
 
     @property
     def is_full(self) -> bool:
@@ -116,7 +119,7 @@ class AsgiCycle:
         if self._more_body and not self._complete:
             self._connection.ask_for_body()
         while not (self._changed.is_set() or self._gone or self._complete):
-            self._connection.receive_body(True)
+            self._connection.transport.resume_reading()
             await self._changed.wait()
         self._changed.clear()
         if self._gone or self._complete:
@@ -136,7 +139,7 @@ class AsgiCycle:
             assert self._start is not None
             self._begun = True
             data = self._head(self._start) + data
-        self._connection.write(data)
+        self._connection.transport.write(data)
         if not message.get("more_body", False):
             self._complete = True
             self._changed.set()
@@ -151,6 +154,12 @@ class AsgiCycle:
         close = not has_length or (b"connection", b"close") in headers
         kept = [header for header in headers if header[0] != b"connection"]
         return self._connection.begin_response(status, kept, close)
+
+
+def connection_of(scope: Scope) -> ConnectionView | None:
+    """The request's connection; None if the server is not ours."""
+    connection: ConnectionView | None = scope.get("state", {}).get(CONNECTION)
+    return connection
 
 
 def scope_of(head: RequestHead, transport: asyncio.Transport, state: dict[str, Any]) -> Scope:

@@ -86,11 +86,11 @@ class Viewer:
             self._event = event
             self._changed.set()
 
-    async def events(self, most: int | None) -> AsyncIterator[bytes]:
-        """Events until the end, or until `most` were sent, or as long as a stream lives."""
+    async def events(self, max_events: int | None) -> AsyncIterator[bytes]:
+        """Events until the end, or until `max_events` were sent, or as long as a stream lives."""
         loop = asyncio.get_running_loop()
         end, sent = loop.time() + _LIFE_SECONDS, 0
-        while sent != most and loop.time() < end and (event := await self._next()):
+        while sent != max_events and loop.time() < end and (event := await self._next()):
             yield event
             sent += 1
 

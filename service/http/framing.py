@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from copy import copy
 
-from expertd.service.http.refused import RefusedError
+from expertd.service.http.responses import RefusedError
 
 Sink = Callable[[memoryview], object]
 

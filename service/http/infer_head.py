@@ -3,11 +3,10 @@
 from collections.abc import Callable
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.answers import Answer, error_answer, output_answer
 from expertd.service.http.bodies import number_of_bytes
 from expertd.service.http.plans import Plans
 from expertd.service.http.protocol import decompress, oip_error
-from expertd.service.http.refused import Headers
+from expertd.service.http.responses import Answer, Headers, error_answer, output_answer
 from expertd.service.inference.body import InferBody, Received
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.head import InferHead

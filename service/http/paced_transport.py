@@ -10,12 +10,12 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, Protocol
 
-TURN_BYTES = 512 * 1024
-"""How much of a body a connection reads or writes before other connections get a turn."""
+YIELD_BYTES = 512 * 1024
+"""How much of a body a connection reads or writes before other connections go on."""
 _PIECE_BYTES = 256 * 1024  # per write to the raw transport
 
 
-class Owner(Protocol):
+class TransportOwner(Protocol):
     """What a transport tells the connection whose answers it writes."""
 
     def writing_paused(self) -> None:
@@ -31,9 +31,11 @@ class PacedTransport(asyncio.Transport):
     `owner` learns when bytes are held back, as with a high-water mark of 0.
     """
 
-    turn_pieces = TURN_BYTES // _PIECE_BYTES
+    pieces_at_once = YIELD_BYTES // _PIECE_BYTES
 
-    def __init__(self, raw: asyncio.Transport, loop: asyncio.AbstractEventLoop, owner: Owner) -> None:
+    def __init__(
+        self, raw: asyncio.Transport, loop: asyncio.AbstractEventLoop, owner: TransportOwner
+    ) -> None:
         super().__init__()
         self._raw = raw
         self._loop = loop
@@ -45,7 +47,8 @@ class PacedTransport(asyncio.Transport):
         self._is_closing = False
         self._ends = False  # close or EOF was requested
         self.has_ended = False  # EOF was sent, if it was wanted
-        self._turn: asyncio.Handle | None = None
+        self.is_reading_paused = False
+        self._yielded: asyncio.Handle | None = None  # goes on after other connections
 
     # Of the subclass.
 
@@ -69,16 +72,16 @@ class PacedTransport(asyncio.Transport):
     def raw_resumed(self) -> None:
         """The raw transport has sent everything."""
         self._is_full = False
-        if self._turn is None:  # not at once: asyncio's own transport must not be closed in this callback
-            self._turn = self._loop.call_soon(self._take_turn)
+        if self._yielded is None:  # not at once: asyncio's own transport must not be closed in this callback
+            self._yielded = self._loop.call_soon(self._go_on)
 
     def lost(self) -> None:
         """The connection is closed: let go of everything."""
         self._is_closing = True
         self._unsent.clear()
         self._unsent_bytes = 0
-        if self._turn is not None:
-            self._turn.cancel()
+        if self._yielded is not None:
+            self._yielded.cancel()
 
     # Of asyncio.Transport.
 
@@ -89,7 +92,7 @@ class PacedTransport(asyncio.Transport):
         if len(view):
             self._unsent.append(view)
             self._unsent_bytes += len(view)
-            if self._turn is None:
+            if self._yielded is None:
                 self._send()
 
     def get_write_buffer_size(self) -> int:
@@ -99,10 +102,14 @@ class PacedTransport(asyncio.Transport):
         self._raw.set_write_buffer_limits(high, low)
 
     def pause_reading(self) -> None:
-        self._raw.pause_reading()
+        if not (self.is_reading_paused or self._raw.is_closing()):
+            self.is_reading_paused = True
+            self._raw.pause_reading()
 
     def resume_reading(self) -> None:
-        self._raw.resume_reading()
+        if self.is_reading_paused and not self._raw.is_closing():
+            self.is_reading_paused = False
+            self._raw.resume_reading()
 
     def write_eof(self) -> None:
         self._ends = True
@@ -127,17 +134,17 @@ class PacedTransport(asyncio.Transport):
 
     def _send(self) -> None:
         """Write, as long as the raw transport holds nothing."""
-        pieces = self.turn_pieces
+        pieces = self.pieces_at_once
         while self._unsent and not self._is_full and pieces:
             self._write_piece()
             pieces -= 1
         if self._unsent and not self._is_full:
-            self._turn = self._loop.call_soon(self._take_turn)
+            self._yielded = self._loop.call_soon(self._go_on)
         self._tell()
         self._end()
 
-    def _take_turn(self) -> None:
-        self._turn = None
+    def _go_on(self) -> None:
+        self._yielded = None
         self._send()
 
     def _take(self, view: memoryview, count: int) -> None:

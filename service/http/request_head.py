@@ -9,7 +9,7 @@ import httptools
 
 from expertd.service.engine.spec import MODEL_VERSION
 from expertd.service.http.infer_head import HttpHead
-from expertd.service.http.refused import RefusedError
+from expertd.service.http.responses import RefusedError
 from expertd.service.settings.parts import Limits
 from expertd.service.util.sentences import shown
 
@@ -63,6 +63,66 @@ class Heads:
                 self._kept.clear()
             self._kept[data] = head
         return head
+
+
+class HeadReader:
+    """Finds the heads in one connection's input, and checks what there is of one as it arrives.
+
+    parsed  bytes of the head that arrives which were looked at
+    """
+
+    def __init__(self, heads: Heads, limits: Limits) -> None:
+        self._heads = heads
+        self._limits = limits
+        self._parser: HeadParser | None = None  # of an incomplete head
+        self._blank = 0  # bytes of blank lines before it
+        self.parsed = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of a head has arrived, or of the blank lines before one."""
+        return self.parsed > 0 or self._blank > 0
+
+    def read(self, data: bytes, position: int) -> tuple[RequestHead | None, int]:
+        """The head in `data` from `position` on, and where it ends; None: it is incomplete.
+
+        An incomplete one is expected again, with what comes after it. Raises RefusedError.
+        """
+        if not self.parsed and data[position] in b"\r\n":
+            position = self._skip_blank_lines(data, position)
+            if position == len(data):
+                return None, position
+        end = data.find(b"\r\n\r\n", position + max(0, self.parsed - 3)) + 4
+        if end == 3:
+            self._parse_incomplete(data, position)
+            return None, position
+        head_bytes = data[position:end]
+        head = self._heads.find(head_bytes) or self._heads.parse(head_bytes)
+        self._parser, self.parsed, self._blank = None, 0, 0
+        return head, end
+
+    def _skip_blank_lines(self, data: bytes, position: int) -> int:
+        """Robust servers ignore them before a request line (RFC 9112, 2.2)."""
+        end = len(data) - len(data[position:].lstrip(b"\r\n"))
+        self._blank += end - position
+        self._check_size(self._blank)
+        return end
+
+    def _parse_incomplete(self, data: bytes, position: int) -> None:
+        """Parse what there is of a head, so that invalid input is refused at once."""
+        size = len(data) - position
+        self._check_size(size)
+        if self._parser is None:
+            self._parser = HeadParser(self._limits)
+        if self._parser.feed(data[position + self.parsed :]) is not None:
+            raise _invalid("no empty line after a head")
+        self.parsed = size
+
+    def _check_size(self, size: int) -> None:
+        limit = self._limits.max_header_bytes
+        if size > limit:
+            text = f"request line and headers: expected at most {limit} bytes, got at least {size}"
+            raise RefusedError(431, text)
 
 
 class HeadParser:

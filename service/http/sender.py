@@ -7,9 +7,9 @@ from collections.abc import Callable
 class Sender:
     """Watches what the transport could not send at once.
 
-    `taken` is called when the transport has sent everything: it refers to no written memory any more.
-    `stalled` is called when the client has read less than `least` bytes, and not all, in `seconds`. So an
-    answer of n bytes is held for at most `seconds` times n / `least`, rounded up.
+    `sent` is called when the transport has sent everything: it refers to no written memory any more.
+    `stalled` is called when the client has read less than `min_bytes`, and not all, in `seconds`. So an
+    answer of n bytes is held for at most `seconds` times n / `min_bytes`, rounded up.
     """
 
     def __init__(
@@ -17,16 +17,16 @@ class Sender:
         transport: asyncio.Transport,
         loop: asyncio.AbstractEventLoop,
         seconds: float,
-        least: int,
-        taken: Callable[[], object],
+        min_bytes: int,
+        sent: Callable[[], object],
         stalled: Callable[[], object],
     ) -> None:
         self.holds_bytes = False
         self._transport = transport
         self._loop = loop
         self._seconds = seconds
-        self._least = least
-        self._taken = taken
+        self._min_bytes = min_bytes
+        self._sent = sent
         self._stalled = stalled
         self._timer: asyncio.Handle | None = None
         self._unsent = 0
@@ -43,7 +43,7 @@ class Sender:
     def resume(self) -> None:
         """The transport has passed everything on."""
         self.stop()
-        self._taken()
+        self._sent()
 
     def stop(self) -> None:
         """Everything is sent, or lost."""
@@ -67,7 +67,7 @@ class Sender:
         self._timer = self._loop.call_later(self._seconds, self._check_progress)
 
     def _check_progress(self) -> None:
-        if self._transport.get_write_buffer_size() > self._unsent - self._least:
+        if self._transport.get_write_buffer_size() > self._unsent - self._min_bytes:
             self._stalled()
         else:
             self._watch()

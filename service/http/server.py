@@ -12,7 +12,7 @@ from types import FrameType
 
 from expertd.service.engine.engine import Phase
 from expertd.service.engine.loading import Loader, load
-from expertd.service.http.app import Beside, ExpertApp
+from expertd.service.http.app import ExpertApp, SideServer
 from expertd.service.http.certificates import Certificates
 from expertd.service.http.listening import (
     Listener,
@@ -22,8 +22,8 @@ from expertd.service.http.listening import (
     listen,
     listen_for_channels,
 )
+from expertd.service.http.server_context import ServerContext
 from expertd.service.http.serving import FLUSH_SECONDS, STOPPED, ConnectionServer, exit_process
-from expertd.service.http.shared import Shared
 from expertd.service.http.workers import Workers
 from expertd.service.settings.model import Settings
 
@@ -51,26 +51,28 @@ def with_allowed_files(settings: Settings, num_servers: int) -> Settings:
         return settings
     # Of several HTTP processes each has as many files as this one.
     fitting = (limits.max_connections - math.ceil(missing / num_servers)) * settings.http_workers
-    most = min(limits.max_connections, max(_FEWEST_CONNECTIONS, fitting))
+    max_connections = min(limits.max_connections, max(_FEWEST_CONNECTIONS, fitting))
     expected = f"a limit of {count} open files"
     text = "limits.max_connections: expected %s, got %d (ulimit -n): accepting at most %d connections"
-    logger.warning(text, expected, count - missing, most)
-    of_address = min(most, limits.max_connections_per_address)
-    update = {"max_connections": most, "max_connections_per_address": of_address}
+    logger.warning(text, expected, count - missing, max_connections)
+    of_address = min(max_connections, limits.max_connections_per_address)
+    update = {"max_connections": max_connections, "max_connections_per_address": of_address}
     return settings.model_copy(update={"limits": limits.model_copy(update=update)})
 
 
 def serve(
-    settings: Settings, loader: Loader = load, beside: Callable[[ExpertApp, Settings], Beside] | None = None
+    settings: Settings,
+    loader: Loader = load,
+    make_side_server: Callable[[ExpertApp, Settings], SideServer] | None = None,
 ) -> int:
     """Serve what `loader` loads until SIGTERM, SIGINT or SIGHUP.
 
-    `beside` makes another server around the application, with as many connections.
+    `make_side_server` makes another server around the application, with as many connections.
 
     Returns the exit code: 0 after a full drain, else 1. Before anything is loaded, raises BindError if it
     cannot listen, and SettingsError for a file of keys, or files of TLS, that cannot be used.
     """
-    settings = with_allowed_files(settings, 1 if beside is None else 2)
+    settings = with_allowed_files(settings, 1 if make_side_server is None else 2)
     with ExitStack() as stack:
         _leave_nothing(stack)
         with _signals_later() if settings.uds is not None else nullcontext():
@@ -83,8 +85,8 @@ def serve(
                 stack.callback(workers.close)
         own = settings if workers is None else workers.engine_settings
         app = ExpertApp(own, loader)
-        if beside is not None:
-            app.beside = beside(app, settings)
+        if make_side_server is not None:
+            app.side_server = make_side_server(app, settings)
         try:
             with _signals_later():
                 app.listener = listen_for_channels(settings, public.port)
@@ -94,9 +96,9 @@ def serve(
             logger.warning("%s", error)
         certificates = Certificates(own.tls) if own.tls.is_on else None
         # HTTP processes log what they pass on.
-        shared_settings = own if workers is None else own.model_copy(update={"access_log": False})
-        shared = Shared(app, app.infer, app.metrics, shared_settings)
-        server = _Server(app, shared, public, workers, certificates)
+        context_settings = own if workers is None else own.model_copy(update={"access_log": False})
+        context = ServerContext(app, app.infer, app.metrics, context_settings)
+        server = _Server(app, context, public, workers, certificates)
         logger.info("listening on %s", public.address)
         if app.listener is not None:
             logger.info("channels are claimed at %s", app.listener.path)
@@ -146,12 +148,12 @@ class _Server(ConnectionServer):
     def __init__(
         self,
         app: ExpertApp,
-        shared: Shared,
+        context: ServerContext,
         listener: Listener,
         workers: Workers | None,
         certificates: Certificates | None,
     ) -> None:
-        super().__init__(app, shared, app.stop_reading, lifespan=True, certificates=certificates)
+        super().__init__(app, context, app.stop_reading, lifespan=True, certificates=certificates)
         self._listener = listener
         self._app = app
         self._engine = app.engine
@@ -214,14 +216,14 @@ class _Server(ConnectionServer):
         return await super().on_tick(counter)
 
     def finish(self, seconds: float) -> bool:
-        if self._app.beside is not None:
-            self._app.beside.finish(max(1.0, seconds))
+        if self._app.side_server is not None:
+            self._app.side_server.finish(max(1.0, seconds))
         return super().finish(seconds)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._listener.remove()  # before the socket closes: another server may listen there from then on
         await super().shutdown(sockets)
-        if self._app.beside is not None and self._app.beside.cut_off:
+        if self._app.side_server is not None and self._app.side_server.cut_off:
             self.exit_code = 1
 
     def log_end(self) -> None:

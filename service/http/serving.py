@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 
 from expertd.service.http.certificates import Certificates
 from expertd.service.http.connection import Connection
-from expertd.service.http.refused import BROWSER_HEADERS, RefusedError
-from expertd.service.http.shared import ServerState, Shared
-from expertd.service.http.tls_link import TlsLink
+from expertd.service.http.responses import BROWSER_HEADERS, RefusedError
+from expertd.service.http.server_context import ServerContext, ServerState
+from expertd.service.http.tls import TlsProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class ConnectionServer(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        shared: Shared,
+        context: ServerContext,
         stop_reading: Callable[[], None],
         lifespan: bool,
         certificates: Certificates | None,
@@ -51,14 +51,14 @@ class ConnectionServer(uvicorn.Server):
         )
         super().__init__(config)
         self.exit_code = 1
-        self._shared = shared
+        self._context = context
         self._stop_reading = stop_reading
         self._certificates = certificates  # None: without TLS
         self._cut_off_before = 0  # connections that were cut off before the drain
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second; True to end the server."""
-        self._shared.endpoint.gate.refresh()
+        self._context.endpoint.gate.refresh()
         if self._certificates is not None:
             self._certificates.refresh()
         return await super().on_tick(counter)
@@ -69,7 +69,7 @@ class ConnectionServer(uvicorn.Server):
 
     def begin_drain(self) -> None:
         """Count connections that are cut off from now on."""
-        self._cut_off_before = self._shared.cut_off
+        self._cut_off_before = self._context.cut_off
 
     def finish(self, seconds: float) -> bool:
         """Let connections close within `seconds`, at least one; always True."""
@@ -88,16 +88,16 @@ class ConnectionServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the connections, and count those whose clients have not read their responses."""
         await super().shutdown(sockets)
-        if cut_off := self._shared.cut_off - self._cut_off_before:
+        if cut_off := self._context.cut_off - self._cut_off_before:
             logger.error("connections closed before their responses were read: %d", cut_off)
             self.exit_code = 1
 
     def new_protocol(self, state: ServerState, app_state: dict[str, Any]) -> asyncio.BufferedProtocol:
         """The protocol of a new connection."""
         if self._certificates is None:
-            return Connection(self._shared, state, app_state)
-        make = partial(Connection, self._shared, state, app_state, is_admitted=True)
-        return TlsLink(self._shared, state, self._certificates.context, make)
+            return Connection(self._context, state, app_state)
+        make = partial(Connection, self._context, state, app_state, is_admitted=True)
+        return TlsProtocol(self._context, state, self._certificates.context, make)
 
     def _protocol(
         self,

@@ -20,9 +20,9 @@ from expertd.service.engine.metrics.requests import KeyCounts, RequestCounts
 from expertd.service.http.accepting import Acceptor
 from expertd.service.http.bodies import BodyReader
 from expertd.service.http.certificates import Certificates
-from expertd.service.http.passage import Passage
+from expertd.service.http.engine_proxy import EngineProxy
+from expertd.service.http.server_context import ServerContext
 from expertd.service.http.serving import STOPPED, ConnectionServer, exit_process
-from expertd.service.http.shared import Shared
 from expertd.service.http.worker_setup import (
     DRAIN,
     FINISH,
@@ -74,13 +74,13 @@ class _WorkerServer(ConnectionServer):
             assert setup.tls is not None, "a process without certificates would send in the clear"
             certificates = Certificates(settings.tls, setup.tls)
         gate = Gate(file, KeyCounts(self._counts.keys(setup.index)))
-        passage = Passage(setup.engine, bodies, gate)
+        proxy = EngineProxy(setup.engine, bodies, gate)
         counts = RequestCounts(self._engine.models, self._counts.requests(setup.index))
         self._tracing = tracing_of(settings.tracing)
         status_of = partial(infer_status, queue_full_status=settings.limits.queue_full_status)
-        endpoint = InferEndpoint(self._engine, counts, gate, status_of, passage.forward, self._tracing)
-        shared = Shared(passage, endpoint, counts, settings)
-        super().__init__(passage, shared, bodies.stop, lifespan=False, certificates=certificates)
+        endpoint = InferEndpoint(self._engine, counts, gate, status_of, proxy.forward, self._tracing)
+        context = ServerContext(proxy, endpoint, counts, settings)
+        super().__init__(proxy, context, bodies.stop, lifespan=False, certificates=certificates)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ class _WorkerServer(ConnectionServer):
         listener = socket.socket(fileno=setup.listener)
         self._accepting: set[asyncio.Task[object]] = set()
         self._acceptor = Acceptor(listener, self._counts.connections, setup.index, self._accepted)
-        self._shared.places.left = self._acceptor.closed
+        self._context.connection_limits.closed = self._acceptor.closed
         if not setup.waits:
             self._acceptor.start()
         loop.add_reader(self._control.fileno(), self._on_message)

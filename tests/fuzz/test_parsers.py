@@ -10,8 +10,8 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.grpc.infer_request import MessageHead, split
 from expertd.service.http.framing import ChunkedBody
 from expertd.service.http.protocol import OipError, decompress, oip_error, parse_request
-from expertd.service.http.refused import RefusedError
 from expertd.service.http.request_head import HeadParser, Heads
+from expertd.service.http.responses import RefusedError
 from expertd.service.inference.body import Received
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.limits import BodyLimit

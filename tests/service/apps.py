@@ -20,8 +20,8 @@ from expertd.service.engine.steps import Runner
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.connection import Connection
 from expertd.service.http.listening import listen_for_channels
-from expertd.service.http.shared import Shared
-from expertd.service.http.tls_link import TlsLink
+from expertd.service.http.server_context import ServerContext
+from expertd.service.http.tls import TlsProtocol
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import AUTO
 
@@ -101,7 +101,7 @@ async def serving(
     app = ExpertApp(settings, loader)
     if settings.channels.socket != AUTO:  # which would be the same for servers of other tests
         app.listener = listen_for_channels(settings, 0)
-    shared = Shared(other or app, app.infer, app.metrics, settings)
+    context = ServerContext(other or app, app.infer, app.metrics, settings)
     state = ServerState()
     if connections is not None:
         vars(state)["connections"] = connections
@@ -111,8 +111,8 @@ async def serving(
 
     def protocol() -> asyncio.BufferedProtocol:
         if tls is None:
-            return Connection(shared, state, {})
-        return TlsLink(shared, state, tls, lambda: Connection(shared, state, {}, is_admitted=True))
+            return Connection(context, state, {})
+        return TlsProtocol(context, state, tls, lambda: Connection(context, state, {}, is_admitted=True))
 
     async with app.router.lifespan_context(app):
         if wait:

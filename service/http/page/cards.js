@@ -9,7 +9,7 @@ const COLOURS = ["--accent", "--second"];
 const rate = (count) => (sum) => sum[count] / sum.seconds;
 const latency = (part) => (sum, bounds) => quantile(part, bounds, sum.bySeconds);
 
-// lines: what is drawn of each point; now: the text; format: of the axis, whose top is `least` or more
+// lines: what is drawn of each point; now: the text; format: of the axis, whose top is `minTop` or more
 const CARDS = [
   { title: "Tokens per second", lines: [rate("tokens")], now: (s) => scaled(rate("tokens")(s), "") },
   { title: "Requests per second", lines: [rate("requests")], now: (s) => scaled(rate("requests")(s), "") },
@@ -26,7 +26,7 @@ const CARDS = [
     lines: [rate("busySeconds")],
     now: (s) => percent(rate("busySeconds")(s)),
     format: percent,
-    least: 1,
+    minTop: 1,
   },
   { title: "Queued tokens", lines: [(s) => s.queueTokens], now: (s) => counted(s.queueTokens, "token"), format: (n) => scaled(Math.round(n), "") },
   {
@@ -72,18 +72,18 @@ export class Cards {
         card.text.append(card.small);
       }
       const lines = card.lines.map((line) => each.map(({ time, sum }) => [time, line(sum, bounds)]));
-      const most = draw(card, lines, history.span);
-      card.canvas.setAttribute("aria-label", `${card.title}: now ${text}, at most ${most}`);
+      const max = draw(card, lines, history.span);
+      card.canvas.setAttribute("aria-label", `${card.title}: now ${text}, at most ${max}`);
     }
   }
 }
 
 // Lines of [time, value] up to the latest time; returns the text of the largest value.
-function draw({ canvas, least = 0, format = (value) => scaled(value, ""), isLogarithmic }, lines, span) {
+function draw({ canvas, minTop = 0, format = (value) => scaled(value, ""), isLogarithmic }, lines, span) {
   const { context, width, height } = prepared(canvas);
   const values = lines.flat().map(([, value]) => value).filter((value) => value > 0);
-  const most = Math.max(0, ...values);
-  const top = Math.max(most, least) || 1;
+  const max = Math.max(0, ...values);
+  const top = Math.max(max, minTop) || 1;
   const low = isLogarithmic ? Math.min(...values, top / 2) / 2 : 0;
   const bottom = height - 1;
   const part = (value) => (isLogarithmic ? Math.log(value / low) / Math.log(top / low) : value / top);
@@ -112,5 +112,5 @@ function draw({ canvas, least = 0, format = (value) => scaled(value, ""), isLoga
   context.fillStyle = colour("--quiet");
   context.font = "11px system-ui, sans-serif";
   context.fillText(format(top), 0, HEAD - 4);
-  return format(most);
+  return format(max);
 }

@@ -43,10 +43,10 @@ export class Heat {
     }
     this.#draw(numExperts);
     const all = sums.reduce((sum, tokens) => sum + tokens, 0);
-    const most = Math.max(...sums);
+    const max = Math.max(...sums);
     const used = sums.filter((tokens) => tokens).length;
-    const times = digits((most * numExperts) / all);
-    const busiest = `busiest expert ${sums.indexOf(most)} at ${times} × mean, ${used} of ${numExperts} used`;
+    const times = digits((max * numExperts) / all);
+    const busiest = `busiest expert ${sums.indexOf(max)} at ${times} × mean, ${used} of ${numExperts} used`;
     this.#canvas.setAttribute("aria-label", all ? `${model}: ${busiest}` : `${model}: no tokens`);
     if (this.#at) this.#describe(...this.#at);
     return all ? busiest : "no tokens";

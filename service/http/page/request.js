@@ -5,7 +5,7 @@ import { ask } from "./stream.js";
 import { BYTES, encoded, normals, randomRouting } from "./tokens.js";
 import { counted, seconds } from "./units.js";
 
-const MOST_BYTES = 64 * 1024; // of a call of /v1/models/{model}/routing
+const MAX_BYTES = 64 * 1024; // of a call of /v1/models/{model}/routing
 const byId = (id) => document.getElementById(id);
 
 export class RequestForm {
@@ -33,10 +33,10 @@ export class RequestForm {
 
   #limit() {
     const { hidden_size: hidden, datatype } = this.#server.models[byId("try-model").value];
-    const fits = Math.floor(MOST_BYTES / (hidden * BYTES[datatype]));
-    const most = Math.max(1, Math.min(fits, this.#server.max_request_tokens));
-    byId("try-tokens").max = most;
-    byId("try-tokens").value = Math.min(byId("try-tokens").valueAsNumber || 1, most);
+    const fits = Math.floor(MAX_BYTES / (hidden * BYTES[datatype]));
+    const maxTokens = Math.max(1, Math.min(fits, this.#server.max_request_tokens));
+    byId("try-tokens").max = maxTokens;
+    byId("try-tokens").value = Math.min(byId("try-tokens").valueAsNumber || 1, maxTokens);
   }
 
   async #submit() {

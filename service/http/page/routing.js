@@ -17,7 +17,7 @@ export function drawRouting(place, { topk_ids: ids, topk_weights: weights }, num
   const svg = made("svg", { viewBox: `0 0 ${all} ${HEIGHT}`, role: "img", "aria-label": label });
   const across = (number, count) => NAMES + ((number + 0.5) * (all - NAMES - EDGE)) / count;
   const [top, bottom] = [24, HEIGHT - 36];
-  const most = Math.max(...weights.flat(), 1e-9);
+  const max = Math.max(...weights.flat(), 1e-9);
   const counts = new Array(numExperts).fill(0);
   ids.forEach((row, token) =>
     row.forEach((expert, slot) => {
@@ -26,7 +26,7 @@ export function drawRouting(place, { topk_ids: ids, topk_weights: weights }, num
       const [from, to] = [across(token, ids.length), across(expert, numExperts)];
       const middle = (top + bottom) / 2;
       const d = `M${from} ${top}C${from} ${middle} ${to} ${middle} ${to} ${bottom}`;
-      const opacity = (0.12 + 0.88 * Math.max(0, weights[token][slot] / most)).toFixed(2);
+      const opacity = (0.12 + 0.88 * Math.max(0, weights[token][slot] / max)).toFixed(2);
       svg.append(made("path", { d, class: "edge", "stroke-opacity": opacity }));
     }),
   );

@@ -75,9 +75,9 @@ def _parse_raw(body: Buffer | Span, spec: LayerSpec) -> InferRequest:
 def _parse_json(data: memoryview, max_rows: int) -> dict[str, Any]:
     text = bytes(data)
     # Empty ones cost the most time a byte. A request needs about ten objects, and a list for each row.
-    for mark, most in (("{", _MAX_OBJECTS), ("[", _MAX_OBJECTS + max_rows)):
-        if (count := text.count(mark.encode())) > most:
-            refuse(f"request: expected JSON with at most {most} {mark}, got {count}")
+    for mark, limit in (("{", _MAX_OBJECTS), ("[", _MAX_OBJECTS + max_rows)):
+        if (count := text.count(mark.encode())) > limit:
+            refuse(f"request: expected JSON with at most {limit} {mark}, got {count}")
     header = json_of(text, "request", "; send the tensor in binary")
     if not isinstance(header, dict):
         refuse(f"request: expected a JSON object, got {shown(header)}")

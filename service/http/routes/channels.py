@@ -17,7 +17,7 @@ from expertd.service.http.routes.schemas import (
     ChannelRequest,
     ChannelResponse,
     ChannelsResponse,
-    SystemMemory,
+    SystemMemoryRegion,
 )
 from expertd.service.inference.gate import Gate
 from expertd.service.util.sentences import shown
@@ -101,7 +101,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
 def _opening(body: bytes, caller: str) -> Opening:
     given = parsed(ChannelRequest, body, invalid=400)
     memory: int | CudaMemory | None = None
-    if isinstance(given.memory, SystemMemory):
+    if isinstance(given.memory, SystemMemoryRegion):
         memory = given.memory.system.byte_size
     elif given.memory != "system":
         cuda = given.memory.cuda

@@ -48,19 +48,19 @@ def page_router(engine: Engine, metrics: Metrics) -> tuple[APIRouter, Feed]:
     async def live(request: Request) -> Response:
         """Snapshots as server-sent events, with the experts of one model."""
         model = request.query_params.get("model", next(iter(engine.models)))
-        most = _number(request.query_params.get("events"))
-        return _Stream(snapshots.server(), feed, feed.open(engine.model(model).name), most)
+        max_events = _number(request.query_params.get("events"))
+        return _EventStream(snapshots.server(), feed, feed.open(engine.model(model).name), max_events)
 
     return router, feed
 
 
-class _Stream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """The events of one viewer, who is gone when it ends."""
 
-    def __init__(self, first: bytes, feed: Feed, viewer: Viewer, most: int | None) -> None:
+    def __init__(self, first: bytes, feed: Feed, viewer: Viewer, max_events: int | None) -> None:
         async def events() -> AsyncIterator[bytes]:
             yield first
-            async for event in viewer.events(most):
+            async for event in viewer.events(max_events):
                 yield event
 
         super().__init__(events(), media_type="text/event-stream")

@@ -162,7 +162,7 @@ class SystemMemorySize(_Strict):
     )
 
 
-class SystemMemory(_Strict):
+class SystemMemoryRegion(_Strict):
     """Host memory of a given size."""
 
     system: SystemMemorySize
@@ -192,7 +192,7 @@ def _form_of(memory: object) -> str | None:
 
 _Memory = Annotated[
     Annotated[Literal["system"], Tag("system")]
-    | Annotated[SystemMemory, Tag("system object")]
+    | Annotated[SystemMemoryRegion, Tag("system object")]
     | Annotated[CudaMemoryRegion, Tag("cuda object")],
     Discriminator(
         _form_of,

@@ -78,7 +78,7 @@ def test_a_request_in_the_queue_is_dropped_as_soon_as_its_client_leaves(
             sock.sendall(request_bytes)
             await this.waiting(1)
             leave(sock)
-            for _ in range(2):  # the event loop finds it in the first turn, and closes in the next
+            for _ in range(2):  # the event loop finds it in its first iteration, and closes in the next
                 await asyncio.sleep(0)
             assert this.server.metric("queue_requests", model="tiny") == 0
             assert this.counted(499) == 1

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from expertd.service.http.refused import RefusedError
 from expertd.service.http.request_head import Heads
+from expertd.service.http.responses import RefusedError
 from expertd.service.settings.parts import Limits
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.processes import ServerProcess, server_process

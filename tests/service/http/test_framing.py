@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertd.service.http.framing import ChunkedBody, FixedBody
-from expertd.service.http.refused import RefusedError
+from expertd.service.http.responses import RefusedError
 
 AFTER = b"GET / HTTP/1.1\r\n\r\n"
 

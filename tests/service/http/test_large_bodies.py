@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from expertd.service.http.connection import Connection
+from expertd.service.http.connection import Connection, ConnectionState
 from expertd.service.memory import Arena, Span
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
@@ -324,7 +324,7 @@ def test_an_answer_before_the_end_of_its_body_outlives_a_shutdown(run: Run) -> N
         wrong = request("plain", 1.0).replace(b"/tiny/", b"/none/")
         with connect(server.port) as sock:
             await asyncio.to_thread(sock.sendall, wrong[: len(wrong) // 2])
-            await until(lambda: any(connection._drops_body for connection in server.connections))
+            await until(lambda: any(each.state is ConnectionState.DROPPING for each in server.connections))
             for connection in list(server.connections):
                 connection.shutdown()
             await asyncio.to_thread(sock.sendall, wrong[len(wrong) // 2 :])

@@ -176,7 +176,7 @@ async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered(
         ):
             with connect(server.port) as sock:
                 await until(lambda: len(connections) == 1)
-                sock.sendall(sent)  # the event loop has no turn in which it could read it
+                sock.sendall(sent)  # the event loop has no iteration in which it could read it
                 for connection in connections:
                     connection.shutdown()
                 await asyncio.sleep(0.01)

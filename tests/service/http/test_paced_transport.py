@@ -1,10 +1,10 @@
-"""A large answer is sent in pieces, between which other connections have their turn."""
+"""A large answer is sent in pieces, between which other connections go on."""
 
 import asyncio
 
 import pytest
 
-from expertd.service.http.paced_transport import TURN_BYTES, PlainTransport
+from expertd.service.http.paced_transport import YIELD_BYTES, PlainTransport
 from tests.service.http.pipe import Pipe, Told
 
 ANSWER = bytes(range(256)) * 40_000  # 10 MB
@@ -27,7 +27,7 @@ async def test_a_fast_client_does_not_keep_others_waiting() -> None:
     before = 4
     while this.told.said != ["paused", "resumed"]:
         sent = len(this.pipe.sent)
-        assert before < sent <= before + TURN_BYTES, "the others have their turn"
+        assert before < sent <= before + YIELD_BYTES, "the others go on"
         assert this.transport.get_write_buffer_size() == len(ANSWER) + 4 - sent
         before = sent
         await asyncio.sleep(0)
@@ -42,7 +42,7 @@ async def test_one_piece_is_held_for_a_slow_client() -> None:
     this.transport.write(b"next")
     assert this.told.said == ["paused"]
     while this.told.said == ["paused"]:
-        assert len(this.pipe.held) <= TURN_BYTES
+        assert len(this.pipe.held) <= YIELD_BYTES
         this.pipe.room = 100_000
         this.pipe.move()
         if not this.pipe.held:

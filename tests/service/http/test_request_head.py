@@ -2,8 +2,8 @@
 
 import pytest
 
-from expertd.service.http.refused import RefusedError
 from expertd.service.http.request_head import HeadParser, Heads, RequestHead
+from expertd.service.http.responses import RefusedError
 from expertd.service.inference.head import InferHead
 from expertd.service.settings.parts import Limits
 from tests.service.sockets import INFER, head

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.http import answers
+from expertd.service.http import responses
 from expertd.service.inference import call
 from expertd.service.inference.threads import INLINE_BYTES, Where
 from expertd.service.memory import RegionUses
@@ -84,7 +84,7 @@ async def test_a_timeout_does_not_wait_for_an_answer_that_is_compressed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner, values = EchoRunner(), rows(TOKENS)
-    held = hold(monkeypatch, answers, "compress")
+    held = hold(monkeypatch, responses, "compress")
     async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
         arena = server.app.engine.arena
         assert arena is not None

@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from contextlib import suppress
 
-from expertd.service.http.tls_transport import TlsTransport
+from expertd.service.http.tls import TlsTransport
 from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
 from tests.service.certificates import TLS, client_context
@@ -63,7 +63,7 @@ async def test_an_answer_is_encrypted_as_fast_as_it_is_sent() -> None:
 async def test_a_fast_client_does_not_keep_others_waiting() -> None:
     this = Session()
     this.transport.write(bytes(10_000_000))
-    assert len(this.pipe.sent) < 2_000_000, "the others have their turn"
+    assert len(this.pipe.sent) < 2_000_000, "the others go on"
     data = b""
     while len(data) < 10_000_000:
         await asyncio.sleep(0)

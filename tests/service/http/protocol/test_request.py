@@ -448,17 +448,17 @@ def test_a_long_id_is_shortened_in_errors() -> None:
     assert len(caught.value.body()) < 400
 
 
-@pytest.mark.parametrize(("mark", "most"), [("{}", 1000), ("[]", 1000 + 3 * 8)])
-def test_json_of_empty_objects_is_refused_before_it_is_parsed(mark: str, most: int) -> None:
+@pytest.mark.parametrize(("mark", "limit"), [("{}", 1000), ("[]", 1000 + 3 * 8)])
+def test_json_of_empty_objects_is_refused_before_it_is_parsed(mark: str, limit: int) -> None:
     def of(count: int) -> bytes:
         return f'{{"inputs":[{",".join([mark] * (count - 1))}]'.encode()  # never closed, so no JSON
 
     with pytest.raises(OipError) as caught:
-        parse_request(of(most), None, SPEC)
+        parse_request(of(limit), None, SPEC)
     assert "invalid JSON" in caught.value.message
     with pytest.raises(OipError) as caught:
-        parse_request(of(most + 1), None, SPEC)
-    text = f"request: expected JSON with at most {most} {mark[0]}, got {most + 1}"
+        parse_request(of(limit + 1), None, SPEC)
+    text = f"request: expected JSON with at most {limit} {mark[0]}, got {limit + 1}"
     assert (caught.value.status, caught.value.message) == (400, text)
 
 

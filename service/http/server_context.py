@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp
 
 from expertd.service.engine.refusals import ConnectionReason
-from expertd.service.http.places import CrowdedError, Places
-from expertd.service.http.refused import Headers, first_lines
+from expertd.service.http.connection_limits import ConnectionLimits, CrowdedError
 from expertd.service.http.request_head import Heads
+from expertd.service.http.responses import Headers, first_lines
 from expertd.service.inference.endpoint import InferEndpoint, logs_ends
 from expertd.service.settings.model import Settings
 from expertd.service.statuses import CONNECTION_REASONS
@@ -34,14 +34,12 @@ class ConnectionCounts(Protocol):
     def connection_refused(self, reason: ConnectionReason) -> None: ...
 
 
-class Shared:
+class ServerContext:
     """State shared by all connections of a server, on one event loop.
 
-    scratch           where sockets are read to; the bytes are consumed before any other read
-    least_read_bytes  that a client must read of a response in keep_alive_seconds, unless it has read all
-    places            the open connections, and how many there may be
-    lingering         connections beyond these that are being refused
-    cut_off           connections whose client did not read its response in time, up to now
+    scratch         where sockets are read to; the bytes are consumed before any other read
+    min_read_bytes  that a client must read of a response in keep_alive_seconds, unless it has read all
+    cut_off         connections whose client did not read its response in time, up to now
     """
 
     def __init__(
@@ -53,13 +51,12 @@ class Shared:
         self.engine = endpoint.engine
         self.limits = settings.limits
         self.keep_alive_seconds = seconds = settings.keep_alive_seconds
-        self.least_read_bytes = max(1, seconds * settings.limits.min_response_bytes_per_second)
+        self.min_read_bytes = max(1, seconds * settings.limits.min_response_bytes_per_second)
         self.access_log = settings.access_log
         self.logs_ends = logs_ends(settings)
         self.heads = Heads(settings.limits)
-        self.places = Places(settings.limits)
+        self.connection_limits = ConnectionLimits(settings.limits)
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self.lingering = 0
         self.cut_off = 0
         self._default_headers: Headers = []
         self._first_lines: dict[int, bytes] = {}

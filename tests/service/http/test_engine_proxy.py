@@ -12,8 +12,8 @@ from starlette.types import Message
 from expertd.service.engine.metrics.requests import KeyCounts
 from expertd.service.engine.steps import caller_number
 from expertd.service.http.bodies import BodyReader
+from expertd.service.http.engine_proxy import EngineProxy
 from expertd.service.http.infer_head import HttpHead
-from expertd.service.http.passage import Passage
 from expertd.service.inference.gate import KEY_NAME, Gate, KeyFile
 from expertd.service.settings.parts import Limits
 from tests.service.apps import error_of
@@ -22,9 +22,9 @@ from tests.service.keys import all_keys, bearer
 
 @asynccontextmanager
 async def passed(path: Path, keys: KeyFile | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the passage to the process at `path`."""
-    passage = Passage(path, BodyReader(Limits()), Gate(keys, KeyCounts()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(passage), base_url="http://test") as http:
+    """A client of the proxy to the process at `path`."""
+    proxy = EngineProxy(path, BodyReader(Limits()), Gate(keys, KeyCounts()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(proxy), base_url="http://test") as http:
         yield http
 
 
@@ -133,6 +133,6 @@ async def test_a_client_that_leaves_ends_its_call(tmp_path: Path) -> None:
     path = "/v1/profile"
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
     async with await asyncio.start_unix_server(answer, tmp_path / "engine"):
-        passage = Passage(tmp_path / "engine", BodyReader(Limits()), Gate(None, KeyCounts()))
-        await asyncio.wait_for(passage({**scope, "headers": []}, receive, send), 10)
+        proxy = EngineProxy(tmp_path / "engine", BodyReader(Limits()), Gate(None, KeyCounts()))
+        await asyncio.wait_for(proxy({**scope, "headers": []}, receive, send), 10)
         await asyncio.wait_for(is_left.wait(), 10)

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from expertd.service.engine.spec import MODEL_VERSION
-from expertd.service.http.answers import Answer
 from expertd.service.http.bodies import BodyReader, ClientGoneError, number_of_bytes
 from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.protocol import OipError, oip_error
-from expertd.service.http.refused import BROWSER_HEADERS, Headers, header_lines
+from expertd.service.http.responses import BROWSER_HEADERS, Answer, Headers, header_lines
 from expertd.service.http.rights import rights_for
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.gate import KEY_ADMIN, KEY_NAME, Gate
@@ -35,7 +34,7 @@ _TRACE = (b"traceparent", b"tracestate")
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 
 
-class Passage:
+class EngineProxy:
     """An ASGI application that has the engine's process answer, on a connection for each request."""
 
     def __init__(self, path: Path, bodies: BodyReader, gate: Gate) -> None:

@@ -1,13 +1,61 @@
-"""The answers to infer requests: an output, or an error."""
+"""What is sent: the answers to infer requests, refusals, and the lines that every response begins with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
+from expertd.service.engine.errors import EngineError
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol import OipError, build_response, compress, requested_encoding
-from expertd.service.http.refused import Headers, header_lines
+from expertd.service.http.protocol import OipError, build_response, compress, error_body, requested_encoding
 from expertd.service.inference.plan import Plan
 from expertd.service.moe.request import Output
+from expertd.service.statuses import status_of
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+# Of every response: a browser neither guesses what it is nor keeps it.
+BROWSER_HEADERS = (("x-content-type-options", "nosniff"), ("cache-control", "no-store"))
+
+
+class RefusedError(Exception):
+    """Input to answer with `status` and this text before the connection is closed.
+
+    retry_after  seconds until another try may succeed; 0: unknown
+    """
+
+    retry_after = 0
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.with_body = True  # False for HEAD
+
+    def response(self, default_headers: Headers) -> bytes:
+        """The whole response."""
+        body = error_body(str(self))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        if self.retry_after:
+            headers.append((b"retry-after", str(self.retry_after).encode()))
+        head = first_lines(self.status, default_headers) + header_lines(headers) + b"\r\n"
+        return head + body if self.with_body else head
+
+
+def first_lines(status: int, default_headers: Headers) -> bytes:
+    """The status line, and the headers of every response."""
+    try:
+        phrase = HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode() + header_lines(default_headers)
+
+
+def header_lines(headers: Headers) -> bytes:
+    """Headers as they are sent, without the empty line after the last one."""
+    return b"".join([b"%s: %s\r\n" % header for header in headers])
 
 
 @dataclass(slots=True)
@@ -57,3 +105,10 @@ def error_answer(refusal: OipError, expects: bool) -> Answer:
 def _fields(content_type: bytes, length: int, headers: Headers) -> bytes:
     first = [(b"content-type", content_type), (b"content-length", str(length).encode())]
     return header_lines([*first, *headers])
+
+
+def http_error(error: EngineError) -> OipError:
+    """The engine's error as an HTTP error."""
+    answer = OipError(status_of(error), str(error), reason=error.reason, retry_after=error.retry_after)
+    answer.__cause__ = error
+    return answer

@@ -1,4 +1,4 @@
-"""Pipelined requests, and bodies: their order, and the turns of other connections between them."""
+"""Pipelined requests, and bodies: their order, and fairness to other connections."""
 
 import asyncio
 import time
@@ -11,7 +11,8 @@ import uvloop
 
 from expertd.service.http import connection
 from expertd.service.http.framing import ChunkedBody
-from expertd.service.http.paced_transport import TURN_BYTES, PacedTransport
+from expertd.service.http.paced_transport import YIELD_BYTES, PacedTransport
+from expertd.service.http.request_head import HeadReader, RequestHead
 from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
 from tests.service.apps import (
@@ -62,16 +63,16 @@ async def read(port: int, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("data", [GET, BAD], ids=["application", "infer"])
-def test_pipelined_requests_leave_turns_to_others(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipelined_requests_do_not_starve_others(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     handled = 0
 
-    def count(seen: connection.Connection) -> bool:
+    def count(seen: HeadReader, data: bytes, position: int) -> tuple[RequestHead | None, int]:
         nonlocal handled
         handled += 1
-        return read_head(seen)
+        return read_head(seen, data, position)
 
-    read_head = connection.Connection._read_head
-    monkeypatch.setattr(connection.Connection, "_read_head", count)
+    read_head = HeadReader.read
+    monkeypatch.setattr(HeadReader, "read", count)
 
     async def check(server: Serving, port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -85,7 +86,7 @@ def test_pipelined_requests_leave_turns_to_others(data: bytes, monkeypatch: pyte
         between = handled - before
         writer.close()
         assert handled < MANY, "the other connection was answered meanwhile"
-        assert between <= connection._TURN * ITERATIONS
+        assert between <= connection._REQUESTS_AT_ONCE * ITERATIONS
         got = answers(await pipelining)
         assert len(got) == MANY + 1
         assert {answer.status for answer in got[:-1]} == {200 if data is GET else 400}
@@ -104,7 +105,7 @@ TINY_CHUNKS = pytest.mark.parametrize(
 
 
 @TINY_CHUNKS
-def test_tiny_chunks_leave_turns_to_others(data: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_chunks_do_not_starve_others(data: bytes, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     handled = 0
 
     def feed(body: ChunkedBody, data: bytes, position: int) -> int:
@@ -119,21 +120,21 @@ def test_tiny_chunks_leave_turns_to_others(data: bytes, status: int, monkeypatch
     async def check(server: Serving, port: int) -> None:
         last = head("GET /v2/health/live HTTP/1.1", "Connection: close")
         sending = asyncio.ensure_future(read(port, data + last))
-        most = 0
+        max_handled = 0
         while not sending.done():
             before = handled
             await asyncio.sleep(0)
-            most = max(most, handled - before)
+            max_handled = max(max_handled, handled - before)
         assert [answer.status for answer in answers(await sending)] == [status, 200]
         assert handled == len(TINY)
-        assert most <= 2 * 1000 * 3, "bytes of a thousand lines, perhaps before and after the others' turn"
+        assert max_handled <= 2 * 1000 * 3, "bytes of a thousand lines, perhaps before and after the others"
 
     served(check)
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("direction", ["received", "sent"])
-def test_large_bodies_leave_turns_to_others(
+def test_large_bodies_do_not_starve_others(
     direction: str, tls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = 16384
@@ -175,15 +176,15 @@ def test_large_bodies_leave_turns_to_others(
             tls=load_tls(TlsSettings.model_validate(TLS)) if tls else None,
         ) as server:
             asking = asyncio.ensure_future(asyncio.to_thread(ask, server.port))
-            most = 0
+            max_moved = 0
             while not asking.done():
                 before = moved
                 await asyncio.sleep(0)
-                most = max(most, moved - before)
+                max_moved = max(max_moved, moved - before)
                 time.sleep(1e-3)  # in which the system's buffers fill
             assert [answer.status for answer in await asking] == [200]
             assert moved >= size
-            assert TURN_BYTES / 8 <= most <= 2 * TURN_BYTES, "perhaps before and after the others' turn"
+            assert YIELD_BYTES / 8 <= max_moved <= 2 * YIELD_BYTES, "perhaps before and after the others"
 
     uvloop.run(run())
 
@@ -199,7 +200,7 @@ def test_tiny_chunks_before_another_request_are_a_whole_body(data: bytes, status
     served(check)
 
 
-def test_a_client_that_leaves_between_the_turns_of_its_chunks_is_counted() -> None:
+def test_a_client_that_leaves_while_its_chunks_wait_is_counted() -> None:
     async def check(server: Serving, port: int) -> None:
         for data in (RAW[:-5], RAW[: len(RAW) // 2]):
             sock = connect(port)
@@ -250,7 +251,7 @@ def test_input_that_waits_is_bounded() -> None:
             pipelining = asyncio.ensure_future(read(server.port, first + data + last))
             assert await asyncio.to_thread(runner.entered.acquire, True, 10)
             (only,) = connections
-            while not only._is_paused:
+            while not only.transport.is_reading_paused:
                 await asyncio.sleep(0)
             assert len(only._data) < 300_000 < len(data)
             runner.gate.set()
