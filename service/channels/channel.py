@@ -30,7 +30,7 @@ from expertd.service.channels.requests import InvalidRequestError
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import Submission
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.statuses import STATUSES, status_of
@@ -45,7 +45,7 @@ class Channel(OpenChannel):
 
     def poll(self) -> None:
         """Submit every request that has arrived, and cancel those that the caller wants no more."""
-        cancelled: list[Pending] = []
+        cancelled: list[Submission] = []
         with self._lock:
             if self._ended:
                 return
@@ -70,7 +70,7 @@ class Channel(OpenChannel):
         if why:
             self._owner.broken(self, why)
         for pending in cancelled:
-            self._scheduler.cancel(pending, ClosedError("the caller has cancelled the request"))
+            self._executor.cancel(pending, ClosedError("the caller has cancelled the request"))
 
     def forget_requests(self, model: str) -> None:
         """Keep no former request to `model`, which may refer to its graphs; safe from any thread."""
@@ -81,7 +81,7 @@ class Channel(OpenChannel):
             for data in [data for data in self._former if self._reader.line(data).model.name == model]:
                 del self._former[data]
 
-    def _cancelled(self) -> list[Pending]:
+    def _cancelled(self) -> list[Submission]:
         """The queued requests that the caller has cancelled. The caller of this holds the lock."""
         found = []
         for slot in self._slots:
@@ -140,7 +140,7 @@ class Channel(OpenChannel):
         if caller is None:
             caller = CALLER.unpack_from(self._view, slot.start + CALLER_OFFSET)[0]
         timeout = line.timeout_us / 1e6 if line.timeout_us else None
-        slot.pending = pending = self._scheduler.submit(
+        pending = Submission(
             line.model.name,
             request,
             done,
@@ -149,6 +149,8 @@ class Channel(OpenChannel):
             caller=caller,
             timeout=timeout,
         )
+        self._executor.submit(pending)
+        slot.pending = pending
         self.lane = pending.lane
         if timeout is not None:
             slot.deadline = pending.deadline
@@ -156,7 +158,7 @@ class Channel(OpenChannel):
                 self._alarm = slot.deadline
                 self._owner.expire_at(self, slot.deadline)
 
-    def _expire(self, slot: Slot, pending: Pending, error: EngineError) -> None:
+    def _expire(self, slot: Slot, pending: Submission, error: EngineError) -> None:
         """See `OpenChannel._expire`. HTTP processes know it by themselves."""
         if not self.counted:
             return
@@ -189,7 +191,7 @@ class Channel(OpenChannel):
                 slot.taken = False
                 counted = self._counts(slot)
                 later = partial(self._note, slot, slot.sequence, pending, counted, not slot.on_stream)
-                self._scheduler.do_later(later)
+                self._executor.do_later(later)
             else:
                 self._answer(slot, 200, None, "")
         if self._look_again:
@@ -213,7 +215,7 @@ class Channel(OpenChannel):
         expired, slot.expired = slot.expired, False
         return self.counted and not expired
 
-    def _note(self, slot: Slot, sequence: int, pending: Pending, counted: bool, rings: bool) -> None:
+    def _note(self, slot: Slot, sequence: int, pending: Submission, counted: bool, rings: bool) -> None:
         """Complete the answer to a request that the device has answered; its slot may be in use again."""
         with self._lock:
             seconds, stages = self._announce(slot, sequence, pending, rings)
@@ -250,7 +252,7 @@ class Channel(OpenChannel):
             self._owner.answered(self, answer)
 
     def _announce(
-        self, slot: Slot, sequence: int, pending: Pending | None, rings: bool
+        self, slot: Slot, sequence: int, pending: Submission | None, rings: bool
     ) -> tuple[float, Stages]:
         """Write the times of an answer, and ring; seconds since the request was read, and their stages."""
         queue = seconds = compute = 0.0

@@ -1,9 +1,10 @@
 """Queues that tests fill, without a device or threads."""
 
+import time
 from collections.abc import Mapping
 
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.steps import Chunk, Pending
+from expertd.service.engine.steps import Chunk, Submission
 from expertd.service.settings.parts import Limits
 from tests.service.runners import EchoRunner, layer_request
 
@@ -14,7 +15,8 @@ class Filled:
     """Queues to which a test adds requests, and from which it takes steps."""
 
     def __init__(self, models: Mapping[str, float] | None = None, **limits: int) -> None:
-        self.queues = Queues(Limits.model_validate({**LIMITS, **limits}))
+        self.passed = 0.0  # seconds, beyond those that really have
+        self.queues = Queues(Limits.model_validate({**LIMITS, **limits}), self._now)
         self.models = models or {"0": 1.0}
         self.queues.set_runners({model: EchoRunner() for model in self.models}, self.models)
 
@@ -26,13 +28,20 @@ class Filled:
         priority: int = 128,
         timeout: float | None = None,
         busy: float = 0.0,
-    ) -> list[Pending]:
+    ) -> list[Submission]:
         added = []
         for size in sizes:
             request = layer_request([float(i) for i in range(size)])
-            added.append(Pending(model, request, lambda _: None, False, priority, caller, timeout=timeout))
+            submission = Submission(
+                model, request, lambda _: None, priority=priority, caller=caller, timeout=timeout
+            )
+            submission.accept(self._now())
+            added.append(submission)
             self.queues.add(added[-1], lambda: busy)
         return added
+
+    def _now(self) -> float:
+        return time.perf_counter() + self.passed
 
     def step(self) -> list[int]:
         """The tokens of the next step's parts."""

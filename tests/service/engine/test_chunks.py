@@ -6,18 +6,18 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 import pytest
 
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.chunks import part_of
 from expertd.service.engine.errors import QueueTimeoutError, StepFailedError
+from expertd.service.engine.executor import Executor
 from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest, Plan, Signal
-from tests.service.engine.test_batching import Observed, held, running, soon, values
+from tests.service.engine.test_executor import Observed, held, running, soon, values
 from tests.service.runners import EchoRunner, Submitted, Turnstile, layer_request
 
 LONG = [float(i) for i in range(1, 33)]
 
 
-def chunking(runner: EchoRunner, observer: Observed | None = None) -> AbstractAsyncContextManager[Scheduler]:
+def chunking(runner: EchoRunner, observer: Observed | None = None) -> AbstractAsyncContextManager[Executor]:
     """A scheduler with chunks of 8 tokens."""
     limits = {"max_request_tokens": 32, "max_batch_tokens": 32, "prefill_chunk_tokens": 8}
     return running(runner, observer=observer, **limits)
@@ -29,7 +29,7 @@ async def next_step(runner: EchoRunner, gate: Turnstile) -> None:
     assert await asyncio.to_thread(runner.entered.acquire, True, 10)
 
 
-async def in_chunks(runner: EchoRunner, scheduler: Scheduler, request: LayerRequest) -> Submitted:
+async def in_chunks(runner: EchoRunner, scheduler: Executor, request: LayerRequest) -> Submitted:
     """A long request that will be computed in chunks, behind a request whose step is running."""
     await held(runner, scheduler)
     long = Submitted(scheduler, "0", request)

@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.lane import StepLane
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.engine.test_batching import Observed, soon
+from tests.service.engine.test_executor import Observed, soon
 from tests.service.runners import EchoRunner, Submitted, layer_request
 from tests.service.waiting import until
 
@@ -57,7 +58,7 @@ class TimedRunner(EchoRunner):
 
 
 @asynccontextmanager
-async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Scheduler]]:
+async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Executor]]:
     """A scheduler, and its runner, of which a large step has shown what it takes."""
     runner = TimedRunner()
     limits = {
@@ -66,7 +67,7 @@ async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Sched
         "max_queue_tokens": 8 * LARGE,
         **changed,
     }
-    scheduler = Scheduler(Limits.model_validate(limits), runner.observer)
+    scheduler = Executor(StepLane(Limits.model_validate(limits), runner.observer))
     scheduler.set_runners({"0": runner})
     scheduler.start()
     try:
@@ -76,7 +77,7 @@ async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Sched
         assert scheduler.stop(timeout=10)
 
 
-def submitted(scheduler: Scheduler, *sizes: int) -> list[Submitted]:
+def submitted(scheduler: Executor, *sizes: int) -> list[Submitted]:
     return [Submitted(scheduler, "0", layer_request([1.0] * size)) for size in sizes]
 
 
@@ -91,7 +92,7 @@ async def test_large_steps_alone_begin_at_once_beside_each_other() -> None:
 async def test_a_third_step_begins_in_the_second_half_of_the_first_one() -> None:
     """Where runners take three: the one before has its bytes by then, and these are the next to be copied."""
     async with timed() as (runner, scheduler):
-        scheduler.set_most_running(3)
+        scheduler.set_max_running(3)
         for each in submitted(scheduler, LARGE, LARGE, LARGE, LARGE):
             await soon(each.answer)
     assert runner.early[2] > 0.8
@@ -102,7 +103,7 @@ async def test_a_third_step_begins_in_the_second_half_of_the_first_one() -> None
 async def test_three_steps_count_for_timeouts_and_as_waiting() -> None:
     """A step that was sent before the device could begin it ends later than one that it begins at once."""
     async with timed() as (runner, scheduler):
-        scheduler.set_most_running(3)
+        scheduler.set_max_running(3)
         larges = submitted(scheduler, LARGE, LARGE, LARGE, LARGE)
         await until(lambda: len(runner.steps) == 5)  # half of the second one is done
         # 2.5 steps, then one of twice the size, with what may arrive until then; and a quarter more.
@@ -116,7 +117,7 @@ async def test_three_steps_count_for_timeouts_and_as_waiting() -> None:
 
 async def test_no_third_step_begins_while_small_requests_come() -> None:
     async with timed() as (runner, scheduler):
-        scheduler.set_most_running(3)
+        scheduler.set_max_running(3)
         larges = submitted(scheduler, LARGE, LARGE, LARGE)
         await until(lambda: len(runner.steps) == 3)
         small = submitted(scheduler, 1)

@@ -8,25 +8,25 @@ from functools import partial
 
 import pytest
 
-from expertd.service.engine.batching import Scheduler
-from expertd.service.engine.delivery import Answer
+from expertd.service.engine.completions import Answer
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.steps import Submission
 from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest
-from tests.service.engine.test_batching import held, running, soon
+from tests.service.engine.test_executor import held, running, soon
 from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, layer_request
 from tests.service.waiting import until
 
 
 def submit_together(
-    scheduler: Scheduler, requests: Sequence[LayerRequest], done: Callable[[int, object], None]
+    scheduler: Executor, requests: Sequence[LayerRequest], done: Callable[[int, object], None]
 ) -> None:
     """Submit a source's requests, for one step; `done` also gets their numbers."""
     both = threading.Event()
     scheduler.do_between_steps(lambda: both.wait(10))
     for number, request in enumerate(requests):
-        scheduler.submit("0", request, partial(done, number), on_worker=True)
+        scheduler.submit(Submission("0", request, partial(done, number), on_worker=True))
     both.set()
 
 
@@ -89,7 +89,7 @@ async def test_requests_of_sources_are_answered_once_if_the_device_fails_meanwhi
 
     def done(number: int, answer: object) -> None:
         answers.append((number, answer))
-        if scheduler.is_here:  # the event loop gives up while the thread of the steps answers
+        if scheduler.lanes[0].is_here:  # the event loop gives up while the thread of the steps answers
             assert given_up.wait(10)
 
     async with running(runner) as scheduler:
@@ -115,8 +115,8 @@ async def test_requests_of_sources_are_answered_once_if_others_give_up_meanwhile
 
     def done(number: int, answer: object) -> None:
         answers.append((number, answer))
-        if scheduler.is_here:
-            scheduler._delivery.loop.call_soon_threadsafe(give_up)
+        if scheduler.lanes[0].is_here:
+            scheduler.lanes[0].completions.loop.call_soon_threadsafe(give_up)
             assert given_up.wait(10)
 
     def give_up() -> None:
@@ -147,7 +147,7 @@ async def test_a_refused_request_is_answered_once_if_the_event_loop_gives_up_the
         given_up.set()
 
     async with running(runner) as scheduler:
-        delivery = scheduler._delivery
+        delivery = scheduler.lanes[0].completions
         deliver_soon = delivery.deliver_soon
 
         def slowly(pairs: Sequence[Answer]) -> None:
@@ -157,7 +157,7 @@ async def test_a_refused_request_is_answered_once_if_the_event_loop_gives_up_the
 
         monkeypatch.setattr(delivery, "deliver_soon", slowly)
         scheduler.do_between_steps(lambda: None)  # so that the thread computes it
-        scheduler.submit("0", layer_request([1.0]), answers.append)
+        scheduler.submit(Submission("0", layer_request([1.0]), answers.append))
         await soon(scheduler.drained())
         await until(given_up.is_set)  # on this loop, which the scheduler's stop would hold up
     assert len(answers) == 1
@@ -168,17 +168,17 @@ async def test_a_request_that_is_being_accepted_is_counted_when_the_scheduler_ha
 ) -> None:
     inside, goes_on = threading.Event(), threading.Event()
 
-    def note(pending: Pending) -> None:
+    def note(pending: Submission) -> None:
         inside.set()
         assert goes_on.wait(10)
 
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
-        monkeypatch.setattr(scheduler._work.early, "note", note)
+        monkeypatch.setattr(scheduler.lanes[0].early, "note", note)
         request, done = layer_request([1.0]), threading.Event()
         submitting = asyncio.ensure_future(
-            asyncio.to_thread(scheduler.submit, "0", request, lambda _: done.set())
+            asyncio.to_thread(scheduler.submit, Submission("0", request, lambda _: done.set()))
         )
         assert await asyncio.to_thread(inside.wait, 10)
 
@@ -201,10 +201,10 @@ async def test_a_step_whose_model_is_unloaded_meanwhile_is_none_for_other_thread
     runner = EchoRunner()
     async with running(runner) as scheduler:
         first = await held(runner, scheduler)
-        queue = scheduler._queues._of.pop("0")
-        assert scheduler.step_in_flight() == (None, 0.0)
-        assert not scheduler._lookout._may_be_long(scheduler._stepping.in_flight())
-        scheduler._queues._of["0"] = queue
-        assert scheduler.step_in_flight()[0] is not None
+        queue = scheduler.lanes[0].queues._of.pop("0")
+        assert scheduler.lanes[0].step_in_flight() == (None, 0.0)
+        assert not scheduler.lanes[0].poller._may_be_long(scheduler.lanes[0].stepping.in_flight())
+        scheduler.lanes[0].queues._of["0"] = queue
+        assert scheduler.lanes[0].step_in_flight()[0] is not None
         runner.gate.set()
         await soon(first.answer)

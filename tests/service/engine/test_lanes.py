@@ -10,8 +10,9 @@ from functools import partial
 import pytest
 
 from expertd.service.engine.errors import QueueFullError, QueueTimeoutError, SchedulerClosedError
-from expertd.service.engine.lanes import Lanes, scheduler_of
+from expertd.service.engine.executor import Executor, executor_of
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.steps import Submission
 from tests.service.apps import tiny_settings
 from tests.service.engine.test_wakeup import Bell
 from tests.service.runners import DeviceRunner, EchoRunner, Submitted, layer_request
@@ -24,7 +25,7 @@ LIMITS = {"max_request_tokens": 16, "max_batch_tokens": 16, "max_queue_tokens": 
 class Pair:
     """Lanes with a runner each."""
 
-    def __init__(self, lanes: Lanes, decode: EchoRunner, prefill: EchoRunner) -> None:
+    def __init__(self, lanes: Executor, decode: EchoRunner, prefill: EchoRunner) -> None:
         self.lanes, self.decode, self.prefill = lanes, decode, prefill
 
     def send(self, num_tokens: int, value: float = 1.0, priority: int = 128) -> Submitted:
@@ -53,12 +54,11 @@ async def running(
     settings = tiny_settings({**LIMITS, **limits}, lanes=LANES)
     metrics = metrics or Metrics("0")
     metrics.add_models({model.name: model.shape for model in settings.models}, 4, ["decode", "prefill"])
-    lanes = scheduler_of(settings, metrics)
-    assert isinstance(lanes, Lanes)
+    lanes = executor_of(settings, metrics)
+    assert len(lanes.lanes) == 2
     kind = DeviceRunner if one_thread else EchoRunner
     runners = kind(), kind()
-    for lane, runner in zip(lanes.lanes, runners, strict=True):
-        lane.set_runners({"tiny": runner})
+    lanes.set_runners(*({"tiny": runner} for runner in runners))
     lanes.start()
     lanes.set_device(1e-3 if one_thread else 0.0, leaves_cpu=one_thread)
     try:
@@ -96,7 +96,9 @@ async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
             num_tokens = int(value)
             readers[num_tokens].append(threading.current_thread().name)
             request = layer_request([1.0] * num_tokens)
-            bells[num_tokens].lane = pair.lanes.submit("tiny", request, answers.append, on_worker=True).lane
+            bells[num_tokens].lane = pair.lanes.submit(
+                Submission("tiny", request, answers.append, on_worker=True)
+            ).lane
 
         bells = {num_tokens: Bell(submit) for num_tokens in readers}
         for bell in bells.values():
@@ -125,7 +127,7 @@ async def test_reports_of_each_lane_need_no_further_request(num_tokens: int, one
         def done(_: object) -> None:
             pair.lanes.report_later(lambda: reported.append(num_tokens))
 
-        pair.lanes.submit("tiny", layer_request([1.0] * num_tokens), done, on_worker=True)
+        pair.lanes.submit(Submission("tiny", layer_request([1.0] * num_tokens), done, on_worker=True))
         await until(lambda: bool(reported))
 
 
@@ -264,7 +266,7 @@ async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:
         job = asyncio.ensure_future(pair.lanes.between_steps(lambda: None))
         await asyncio.sleep(0)
         stopping = asyncio.create_task(asyncio.to_thread(pair.lanes.stop, 10))
-        await until(lambda: any(lane._work.has_ended for lane in pair.lanes.lanes))
+        await until(lambda: any(lane.has_ended for lane in pair.lanes.lanes))
         pair.prefill.gate.set()
         assert await stopping
         await asyncio.wait({job}, timeout=10)
@@ -315,7 +317,7 @@ async def test_chores_stay_on_the_thread_of_their_lane(number: int, one_thread: 
             ran_here.append(lane.is_here)
             done.set()
 
-        await lane.between_steps(lambda: pair.lanes.do_later(chore))
+        await asyncio.wrap_future(lane.do_between_steps(lambda: pair.lanes.do_later(chore)))
         assert await asyncio.to_thread(done.wait, 10)
     assert ran_here == [True]
 
@@ -332,7 +334,7 @@ async def test_chores_are_done_before_a_job(number: int, one_thread: bool) -> No
 
         runner = (pair.decode, pair.prefill)[number]
         runner.gate.clear()
-        pair.lanes.submit("tiny", layer_request([1.0] * (1, 8)[number]), done, on_worker=True)
+        pair.lanes.submit(Submission("tiny", layer_request([1.0] * (1, 8)[number]), done, on_worker=True))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         job = asyncio.ensure_future(pair.lanes.between_steps(partial(order.append, "job")))
         await asyncio.sleep(0)
@@ -351,7 +353,7 @@ async def test_chores_do_not_pile_up_while_one_step_follows_the_other(one_thread
             left -= 1
 
         def send() -> None:
-            pair.lanes.submit("tiny", layer_request([1.0] * 16), done, on_worker=True)
+            pair.lanes.submit(Submission("tiny", layer_request([1.0] * 16), done, on_worker=True))
 
         def done(_: object) -> None:
             nonlocal left, most, answers

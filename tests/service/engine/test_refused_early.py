@@ -121,9 +121,9 @@ def test_another_caller_with_credit_comes_before_the_next_request() -> None:
     filled.add(*[4] * 100, caller=1)
     assert not admits(filled, 31.0 * 1.25, caller=2), "a step is filled with what waits"
     assert admits(filled, 33.0 * 1.25, caller=2)
-    assert 2 in [chunk.pending.caller for chunk in filled.chunks()]
+    assert 2 in [chunk.submission.caller for chunk in filled.chunks()]
     filled.add(32, 1, caller=2)
-    while 2 in [chunk.pending.caller for chunk in filled.chunks()]:
+    while 2 in [chunk.submission.caller for chunk in filled.chunks()]:
         pass
     assert not admits(filled, 100.0, caller=2), "its credit is used up"
 
@@ -180,8 +180,8 @@ def test_a_step_leaves_out_what_it_would_answer_too_late() -> None:
     for tokens in (1, 32):
         filled.queues["0"].forecast.note(tokens, tokens)
     step, late = filled.queues.split_late(filled.queues.next_step(), lambda: 0.0)
-    assert [chunk.pending for chunk in step] == [patient, *endless]
-    assert [chunk.pending for chunk in late] == [hasty]
+    assert [chunk.submission for chunk in step] == [patient, *endless]
+    assert [chunk.submission for chunk in late] == [hasty]
     filled.add(8, timeout=1000.0)
     _, late = filled.queues.split_late(filled.queues.next_step(), lambda: 995.0)
     assert len(late) == 1, "what runs before it counts"

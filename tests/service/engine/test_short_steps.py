@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from expertd.service.engine import short_steps
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     QueueTimeoutError,
     RequestRefusedError,
     SomeRefusedError,
     StepFailedError,
 )
+from expertd.service.engine.executor import Executor
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
-from tests.service.engine.test_batching import Observed, running
+from tests.service.engine.test_executor import Observed, running
 from tests.service.engine.test_wakeup import belled
 from tests.service.runners import Computed, EchoRunner, Submitted, layer_request
 from tests.service.sockets import connect, infer, read_answer
@@ -71,12 +71,12 @@ class OnDeviceStep(Computed):
         return super().finish()
 
 
-async def asleep(scheduler: Scheduler) -> None:
+async def asleep(scheduler: Executor) -> None:
     """Wait until the worker thread has nothing to do."""
-    await until(lambda: scheduler.is_asleep)
+    await until(lambda: scheduler.lanes[0].is_asleep)
 
 
-async def alone(scheduler: Scheduler, values: Sequence[float]) -> float:
+async def alone(scheduler: Executor, values: Sequence[float]) -> float:
     """The first value of the answer to a request of a caller that is alone."""
     await asleep(scheduler)
     output = await Submitted(scheduler, "0", layer_request(values), alone=True).answer
@@ -182,7 +182,7 @@ async def test_over_http_after_some_requests_of_one_connection(callers: int) -> 
         with ExitStack() as stack:
             socks = [stack.enter_context(connect(server.port)) for _ in range(callers)]
             for number in range(24):
-                await asleep(server.app.engine.scheduler.lanes[0])
+                await asleep(server.app.engine.executor)
                 sock, hidden_states = socks[number % callers], rows(1, number)
                 sock.sendall(infer(*hidden_request(hidden_states)))
                 answer = await asyncio.to_thread(read_answer, sock)

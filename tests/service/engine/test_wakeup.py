@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.lane import StepLane
+from expertd.service.engine.steps import Submission
 from expertd.service.engine.wakeup import Source, Wakeup
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.engine.test_batching import Observed
+from tests.service.engine.test_executor import Observed
 from tests.service.runners import DeviceRunner, EchoRunner, layer_request
 from tests.service.waiting import until
 
@@ -67,12 +69,16 @@ class Bell:
 @asynccontextmanager
 async def belled(
     runner: EchoRunner, observer: Observed, spin_seconds: float = 0.0
-) -> AsyncIterator[tuple[Scheduler, Bell, list[Output | Exception]]]:
+) -> AsyncIterator[tuple[Executor, Bell, list[Output | Exception]]]:
     """A scheduler with one source, and the answers to its requests."""
-    scheduler = Scheduler(Limits(), observer, spin_seconds)
+    scheduler = Executor(StepLane(Limits(), observer, spin_seconds))
     scheduler.set_runners({"0": runner})
     answers: list[Output | Exception] = []
-    bell = Bell(lambda value: scheduler.submit("0", layer_request([value]), answers.append, on_worker=True))
+    bell = Bell(
+        lambda value: scheduler.submit(
+            Submission("0", layer_request([value]), answers.append, on_worker=True)
+        )
+    )
     scheduler.add_source(bell)
     scheduler.start()
     try:
@@ -94,7 +100,7 @@ async def test_announced_requests_need_no_ring(spin_seconds: float) -> None:
                 await asyncio.sleep(2e-3)
             bell.arrive(float(count))
             await until(lambda count=count: len(answers) == count)  # type: ignore[misc]
-        await until(lambda: scheduler.is_asleep)
+        await until(lambda: scheduler.lanes[0].is_asleep)
 
 
 @pytest.mark.parametrize("spin_seconds", [0.0, 50e-6, 0.1])
@@ -116,7 +122,7 @@ async def test_a_source_and_the_event_loop_share_a_step() -> None:
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         bell.ring()
         others: list[Output | Exception] = []
-        scheduler.submit("0", layer_request([0.0] * 2), others.append)
+        scheduler.submit(Submission("0", layer_request([0.0] * 2), others.append))
         runner.gate.set()
         await until(lambda: len(answers) == 2 and len(others) == 1)
         await asyncio.wait_for(scheduler.drained(), 10)
@@ -148,7 +154,7 @@ async def test_a_worker_with_sources_that_has_nothing_to_do_sleeps() -> None:
         bell.ring()
         await until(lambda: len(answers) == 1)
         await asyncio.sleep(0.05)
-        ident = scheduler.worker.thread.ident
+        ident = scheduler.lanes[0].worker.thread.ident
         assert ident is not None
         clock = time.pthread_getcpuclockid(ident)
         before = time.clock_gettime(clock)
@@ -212,7 +218,7 @@ async def test_reports_do_not_wait_for_a_thread_that_stays_awake_for_long() -> N
 
 
 async def test_chores_are_in_no_returning_callers_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.service.engine.lane_work._RETURN_SECONDS", 1.0)
+    monkeypatch.setattr("expertd.service.engine.lane._RETURN_SECONDS", 1.0)
     runner = EchoRunner()
     chores: list[int] = []  # the number of steps that had begun
     answers: list[Output | Exception] = []
@@ -222,7 +228,9 @@ async def test_chores_are_in_no_returning_callers_way(monkeypatch: pytest.Monkey
             scheduler.do_later(lambda: chores.append(len(runner.steps)))
             answers.append(answer)
 
-        bell = Bell(lambda value: scheduler.submit("0", layer_request([value]), done, on_worker=True))
+        bell = Bell(
+            lambda value: scheduler.submit(Submission("0", layer_request([value]), done, on_worker=True))
+        )
         scheduler.add_source(bell)
         bell.ring()
         await until(lambda: len(answers) == 1)

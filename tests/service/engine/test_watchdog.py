@@ -43,8 +43,8 @@ async def test_every_request_is_answered_and_the_server_is_not_ready() -> None:
         assert (await server.http.get("/v2/health/live")).status_code == 200
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 503
         runner.gate.set()  # the late end of the step answers nobody again
-        await until(lambda: not server.app.engine.scheduler.lanes[0].step_in_flight()[0])
-        await until(lambda: not server.app.engine.scheduler.unanswered)  # counted after the last answer
+        await until(lambda: not server.app.engine.executor.lanes[0].step_in_flight()[0])
+        await until(lambda: not server.app.engine.executor.unanswered)  # counted after the last answer
 
 
 async def test_steps_that_end_are_left_alone() -> None:
@@ -87,19 +87,19 @@ async def test_a_device_that_has_failed_ends_the_server() -> None:
         for _ in range(2):
             await asyncio.to_thread(runner.entered.acquire)
         waiting = [asyncio.create_task(server.infer(*poison)) for _ in range(3)]  # every further step fails
-        await until(lambda: server.app.engine.scheduler.waiting("tiny")[0] == 3)
+        await until(lambda: server.app.engine.executor.waiting("tiny")[0] == 3)
         runner.gate.set()
         for task in (first, *waiting):
             assert error_of(await task, 503) == f"the device has failed: {why}"
         assert error_of(await server.http.get("/v2/health/ready"), 503) == f"the device has failed: {why}"
         assert server.app.engine.phase is Phase.FAILED, "which ends the process with code 1"
-        await until(lambda: not server.app.engine.scheduler.unanswered)  # counted after the last answer
+        await until(lambda: not server.app.engine.executor.unanswered)  # counted after the last answer
 
 
 async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
     goes_on, settings = threading.Event(), tiny_settings(step_timeout_seconds=0.5)
     async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
-        scheduler = server.app.engine.scheduler
+        scheduler = server.app.engine.executor
         job = asyncio.ensure_future(scheduler.between_steps(lambda: goes_on.wait(30), 0.0))
         waits = asyncio.ensure_future(scheduler.between_steps(lambda: None))
         asked = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
@@ -117,16 +117,16 @@ async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
 async def test_a_job_may_take_as_long_as_it_says_since_it_last_went_on() -> None:
     settings = tiny_settings(step_timeout_seconds=1)
     async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
-        scheduler = server.app.engine.scheduler.lanes[0]
+        scheduler = server.app.engine.executor
         await scheduler.between_steps(lambda: time.sleep(2))
 
         def parts() -> None:
             for _ in range(20):
                 time.sleep(0.1)
-                scheduler.job_goes_on()
+                scheduler.lanes[0].jobs.goes_on()
 
         await scheduler.between_steps(parts, 0.0)
-        assert scheduler.job_in_flight() == (None, 0.0)
+        assert scheduler.lanes[0].job_in_flight() == (None, 0.0)
         assert server.app.engine.why_not_ready() is None
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
 
@@ -159,7 +159,7 @@ async def test_an_error_on_the_thread_of_the_steps_ends_the_server(
         raise KeyError("model")
 
     async with serving(tiny_settings(), serving_runner(EchoRunner())) as server, asyncio.timeout(30):
-        scheduler = server.app.engine.scheduler.lanes[0]
+        scheduler = server.app.engine.executor
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
         if what == "chore":
             await scheduler.between_steps(lambda: scheduler.do_later(chore))

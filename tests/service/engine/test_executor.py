@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     QueueFullError,
     QueueTimeoutError,
@@ -20,6 +19,8 @@ from expertd.service.engine.errors import (
     SomeRefusedError,
     StepFailedError,
 )
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.lane import StepLane
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
@@ -47,10 +48,10 @@ class Observed:
 @asynccontextmanager
 async def running(
     *runners: EchoRunner, observer: Observed | None = None, **limits: int
-) -> AsyncIterator[Scheduler]:
+) -> AsyncIterator[Executor]:
     """A scheduler whose models "0", "1", ... have these runners."""
     defaults = {"max_request_tokens": 8, "max_batch_tokens": 8, "max_queue_tokens": 64}
-    scheduler = Scheduler(Limits.model_validate({**defaults, **limits}), observer or Observed())
+    scheduler = Executor(StepLane(Limits.model_validate({**defaults, **limits}), observer or Observed()))
     scheduler.set_runners({str(i): runner for i, runner in enumerate(runners)})
     scheduler.start()
     try:
@@ -61,7 +62,7 @@ async def running(
         assert scheduler.stop(timeout=10)
 
 
-async def held(runner: EchoRunner, scheduler: Scheduler, model: str = "0") -> Submitted:
+async def held(runner: EchoRunner, scheduler: Executor, model: str = "0") -> Submitted:
     """A request whose step waits at the runner's gate."""
     runner.gate.clear()
     pending = Submitted(scheduler, model, layer_request([0.0]))
@@ -198,7 +199,7 @@ async def test_retry_after_depends_on_recent_step_times() -> None:
         first = await held(runner, scheduler)
         for _ in range(2):
             Submitted(scheduler, "0", layer_request([1.0] * 8))
-        scheduler._queues["0"].step_seconds = 2.0
+        scheduler.lanes[0].queues["0"].step_seconds = 2.0
         with pytest.raises(QueueFullError) as caught:
             scheduler.check_capacity("0")
         assert caught.value.retry_after == 6, "two full steps waiting, one running, two seconds each"
@@ -231,7 +232,7 @@ async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None
         hasty = Submitted(scheduler, "0", layer_request([1.0]), timeout=50.0)
         patient = Submitted(scheduler, "0", layer_request([2.0, 3.0]))
         for _ in range(3):
-            scheduler._queues["0"].forecast.note(3, 100.0)
+            scheduler.lanes[0].queues["0"].forecast.note(3, 100.0)
         with pytest.raises(QueueFullError, match="timeout: expected about"):
             Submitted(scheduler, "0", layer_request([1.0]), timeout=50.0)
         runner.gate.set()
@@ -327,7 +328,7 @@ async def test_one_request_that_cannot_begin_is_refused_alone() -> None:
         assert values(await soon(good.answer)) == [1.0]
         assert values(await soon(last.answer)) == [2.0]
         await soon(first.answer)
-        assert scheduler._queues["0"].failures == 0
+        assert scheduler.lanes[0].queues["0"].failures == 0
         assert runner.steps == [[1], [1, 1]], "the others are one step"
     assert observed.failed == [], "no step has failed"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from expertd.service.engine.delivery import Delivery
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.completions import Completions
+from expertd.service.engine.steps import Submission
 from expertd.service.moe.request import zero_request
 from tests.service.waiting import until
 
@@ -27,7 +27,7 @@ async def test_reports_let_other_threads_run_a_few_times_however_many_wait(
         times[-1] += 1
 
     monkeypatch.setattr(time, "sleep", slept)
-    delivery, seen = Delivery(), list[int]()
+    delivery, seen = Completions(), list[int]()
     delivery.start()
     for number in range(count):
         delivery.report_later(lambda number=number: seen.append(number))  # type: ignore[misc]
@@ -42,7 +42,7 @@ async def test_reports_let_other_threads_run_a_few_times_however_many_wait(
 
 async def test_a_report_alone_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleeping for no time takes 0.1 ms, and the next request may be there."""
-    delivery, seen, slept = Delivery(), list[int](), list[float]()
+    delivery, seen, slept = Completions(), list[int](), list[float]()
     monkeypatch.setattr(time, "sleep", slept.append)
     delivery.start()
     delivery.report_later(lambda: seen.append(1))
@@ -54,7 +54,7 @@ async def test_a_report_alone_does_not_hold_up_the_event_loop(monkeypatch: pytes
 
 
 async def test_reports_may_be_left_to_another_thread() -> None:
-    delivery, seen = Delivery(), list[int]()
+    delivery, seen = Completions(), list[int]()
     delivery.leaves_reports = True
     delivery.start()
     for number in range(100):
@@ -72,7 +72,7 @@ async def test_reports_may_be_left_to_another_thread() -> None:
 
 
 async def test_the_event_loop_calls_what_a_thread_has_no_time_for() -> None:
-    delivery, seen = Delivery(), list[int]()
+    delivery, seen = Completions(), list[int]()
     delivery.leaves_reports = True
     delivery.start()
 
@@ -102,7 +102,7 @@ async def test_another_thread_may_take_the_last_report_at_any_time() -> None:
                 self.clear()
             return left > 0
 
-    delivery, seen = Delivery(), list[int]()
+    delivery, seen = Completions(), list[int]()
     delivery.start()
     delivery._reports = Taken([lambda: None] * 9)
     delivery.deliver([])
@@ -114,7 +114,7 @@ async def test_another_thread_may_take_the_last_report_at_any_time() -> None:
 
 async def test_a_request_that_is_accepted_late_does_not_keep_the_event_loop_busy() -> None:
     """One between the last answer and the moment when the drain notices it."""
-    delivery, turns = Delivery(), list[int]()
+    delivery, turns = Completions(), list[int]()
     delivery.start()
     delivery.accepted()
     drained = asyncio.ensure_future(delivery.drained())
@@ -135,7 +135,7 @@ async def test_a_request_that_is_accepted_late_does_not_keep_the_event_loop_busy
 
 
 async def test_a_failed_report_is_told_to_the_event_loop() -> None:
-    delivery, told = Delivery(), list[dict[str, Any]]()
+    delivery, told = Completions(), list[dict[str, Any]]()
     delivery.start()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
     delivery.report_later(lambda: 1 // 0)  # type: ignore[arg-type]
@@ -145,7 +145,7 @@ async def test_a_failed_report_is_told_to_the_event_loop() -> None:
 
 
 async def test_two_threads_call_each_report_once_and_one_at_a_time() -> None:
-    delivery, seen, calling = Delivery(), list[int](), list[int]()
+    delivery, seen, calling = Completions(), list[int](), list[int]()
     delivery.start()
 
     def report(number: int) -> None:
@@ -175,7 +175,7 @@ async def test_two_threads_call_each_report_once_and_one_at_a_time() -> None:
 
 
 async def test_a_request_that_cannot_be_answered_is_told_and_no_other_one_lost() -> None:
-    delivery, answered, told = Delivery(), list[Any](), list[dict[str, Any]]()
+    delivery, answered, told = Completions(), list[Any](), list[dict[str, Any]]()
     delivery.start()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
 
@@ -183,7 +183,7 @@ async def test_a_request_that_cannot_be_answered_is_told_and_no_other_one_lost()
         raise OSError("not connected")
 
     request = zero_request(1, 128)
-    pending = [Pending("tiny", request, done, False) for done in (answered.append, fail, answered.append)]
+    pending = [Submission("tiny", request, done) for done in (answered.append, fail, answered.append)]
     for _ in pending:
         delivery.accepted()
     delivery.deliver([(each, b"output") for each in pending])
