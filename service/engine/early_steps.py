@@ -1,7 +1,6 @@
 """When a large step begins beside a running one, so that its bytes travel meanwhile."""
 
 import math
-import time
 from collections.abc import Callable
 
 from expertd.service.engine.queues import Queues
@@ -30,9 +29,7 @@ class EarlySteps:
 
     max_running = 2
 
-    def __init__(
-        self, queues: Queues, stepping: Stepping, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, queues: Queues, stepping: Stepping, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queues, self._stepping = queues, stepping
         self._small_until = -math.inf  # small requests are taken to come

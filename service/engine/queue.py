@@ -2,6 +2,7 @@
 
 import math
 from bisect import insort
+from collections.abc import Callable
 from itertools import takewhile
 
 from expertd.service.engine.callers import FairQueue
@@ -24,7 +25,7 @@ class Queue:
     is_closed     its model is being unloaded: it takes no more requests
     """
 
-    def __init__(self, runner: Runner, quantum: int, weight: float = 1.0) -> None:
+    def __init__(self, runner: Runner, quantum: int, weight: float, clock: Callable[[], float]) -> None:
         self.runner = runner
         self.weight = weight
         self.used: dict[int, float] = {}
@@ -34,8 +35,8 @@ class Queue:
         self.step_seconds = 0.0
         self.last_seconds: dict[int, float] = {}
         self.slowest = math.inf
-        self.forecast = Forecast()
-        self._arrivals = Arrivals(), Arrivals()  # of long requests, the second one
+        self.forecast = Forecast(clock)
+        self._arrivals = Arrivals(clock), Arrivals(clock)  # of long requests, the second one
         self.failures = 0
         self.is_closed = False
         self._quantum = quantum

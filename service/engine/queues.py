@@ -57,15 +57,17 @@ class Queues:
 
     def set_runners(self, runners: Mapping[str, Runner], weights: Mapping[str, float]) -> None:
         """Have an empty queue for each model."""
-        quantum = self.limits.max_batch_tokens
-        self._of = {name: Queue(runner, quantum, weights.get(name, 1.0)) for name, runner in runners.items()}
+        self._of = {name: self._queue(runner, weights.get(name, 1.0)) for name, runner in runners.items()}
 
     def add_runner(self, model: str, runner: Runner, weight: float) -> None:
         """Have an empty queue for one more model."""
         # A new table: other threads may be reading the old one.
-        queue = Queue(runner, self.limits.max_batch_tokens, weight)
+        queue = self._queue(runner, weight)
         queue.num_chunks = self.num_chunks(model)
         self._of = {**self._of, model: queue}
+
+    def _queue(self, runner: Runner, weight: float) -> Queue:
+        return Queue(runner, self.limits.max_batch_tokens, weight, self._clock)
 
     def remove_runner(self, model: str) -> bool:
         """Forget a model without waiting requests; False if there are some."""

@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable
 
 from expertd.service.engine.completions import Completions
@@ -34,7 +33,7 @@ class ShortSteps:
         device: threading.Lock,
         take: Callable[[Submission], Chunk | None],
         is_quiet: Callable[[], bool],
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         self._clock = clock
         self._queues, self._stepping, self._completions, self._device = queues, stepping, completions, device

@@ -1,7 +1,6 @@
 """Begins steps on the device, and answers their requests."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +62,7 @@ class Stepping:
         queues: Queues,
         completions: Completions,
         observer: StepObserver,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         self._clock = clock
         self.running: deque[Running] = deque()

@@ -90,7 +90,7 @@ class Submission:
     lane       the number of the lane whose queue it is in
     has_ample_time  its deadline was far away when it arrived: see `Queues`
     is_long  longer than a chunk: it may be computed in several steps
-    deadline when its output is of no use any more, by time.perf_counter
+    deadline when its output is of no use any more
     begun    its tokens that steps have been given; running: steps that compute some of them
     outputs  of the chunks that are computed, by their first token
     error    what it is answered with once no step computes a part of it

@@ -141,7 +141,7 @@ class InferCall:
             self._key_name, self._caller_number = head.key_name, head.caller
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            engine.check_capacity(head.model, head.caller)  # first: one that shuts down refuses all sizes
+            engine.check_capacity(head.model, caller=head.caller)  # first: one that drains refuses all sizes
             head.read(engine.settings.limits)
             if (num_tokens := head.min_tokens(self._spec)) > 1:
                 check_tokens(num_tokens, self._spec, at_least="at least ")

@@ -1,6 +1,5 @@
 """Queues that tests fill, without a device or threads."""
 
-import time
 from collections.abc import Mapping
 
 from expertd.service.engine.queues import Queues
@@ -15,8 +14,8 @@ class Filled:
     """Queues to which a test adds requests, and from which it takes steps."""
 
     def __init__(self, models: Mapping[str, float] | None = None, **limits: int) -> None:
-        self.passed = 0.0  # seconds, beyond those that really have
-        self.queues = Queues(Limits.model_validate({**LIMITS, **limits}), self._now)
+        self.now = 0.0  # seconds, by which only tests move on
+        self.queues = Queues(Limits.model_validate({**LIMITS, **limits}), lambda: self.now)
         self.models = models or {"0": 1.0}
         self.queues.set_runners({model: EchoRunner() for model in self.models}, self.models)
 
@@ -35,13 +34,10 @@ class Filled:
             submission = Submission(
                 model, request, lambda _: None, priority=priority, caller=caller, timeout=timeout
             )
-            submission.accept(self._now())
+            submission.accept(self.now)
             added.append(submission)
             self.queues.add(added[-1], lambda: busy)
         return added
-
-    def _now(self) -> float:
-        return time.perf_counter() + self.passed
 
     def step(self) -> list[int]:
         """The tokens of the next step's parts."""

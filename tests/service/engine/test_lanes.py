@@ -11,6 +11,7 @@ import pytest
 
 from expertd.service.engine.errors import QueueFullError, QueueTimeoutError, SchedulerClosedError
 from expertd.service.engine.executor import Executor, executor_of
+from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.steps import Submission
 from tests.service.apps import tiny_settings
@@ -258,6 +259,12 @@ async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exceptio
         assert (one, three) == (1, 3)
         assert isinstance(two, ValueError)
         await answered(pair.send(1), pair.send(8))
+
+
+async def test_a_job_has_time_for_the_other_lanes_steps(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
+        job = pair.lanes.between_steps(pair.lanes.lanes[0].job_in_flight, 0.0)
+        assert (await asyncio.wait_for(job, 10))[1] == JOB_SECONDS
 
 
 async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:

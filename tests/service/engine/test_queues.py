@@ -102,9 +102,9 @@ def test_requests_stop_competing_after_some_time() -> None:
     filled = Filled()
     filled.add(32, 1)
     assert [filled.step(), filled.step()] == [[1], [8]]
-    filled.passed = 9.9
+    filled.now = 9.9
     assert filled.step() == [8]
-    filled.passed = 10.1
+    filled.now = 10.1
     assert filled.step() == [16], "the rest"
 
 

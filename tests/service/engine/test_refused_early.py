@@ -1,7 +1,6 @@
 """What is refused before it waits: for lack of room, or because its output would come too late."""
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,7 +85,7 @@ def test_an_idle_device_is_tried_again_soon() -> None:
     """Else one slow step would have all requests refused for a second, and the next would be as slow."""
     filled = timed()
     assert not admits(filled, 10.0, 32)
-    time.sleep(0.11)
+    filled.now += 0.11
     assert not admits(filled, 10.0, 32, busy=1.0)
     assert admits(filled, 10.0, 32)
     assert not admits(filled, 10.0, 32), "behind another one"
@@ -191,10 +190,10 @@ def test_a_request_that_had_ample_time_is_looked_at_once_half_of_it_has_passed()
     """Before, that would only cost time."""
     filled = Filled()
     filled.queues["0"].note(8, 1e-3)
-    (pending,) = filled.add(8, timeout=10.0)
+    filled.add(8, timeout=10.0)
     for tokens in (1, 32):
         filled.queues["0"].forecast.note(tokens, 10 * tokens)  # as if it had become slow
     step = filled.queues.next_step()
     assert filled.queues.split_late(step, lambda: 1.0) == (step, [])
-    pending.arrived -= 11.0
+    filled.now += 11.0
     assert filled.queues.split_late(step, lambda: 1.0) == ([], step)
