@@ -21,7 +21,7 @@ from expertd.service.engine.errors import (
     ChannelLimitError,
     ChannelRefusedError,
     ChannelsDisabledError,
-    SchedulerClosedError,
+    ExecutorClosedError,
     UnknownChannelError,
 )
 from expertd.service.engine.metrics import Metrics
@@ -84,12 +84,12 @@ class ChannelHub:
 
         If there is no place for it, it takes those of channels that were not claimed for `give_way_seconds`.
         Raises ChannelLimitError, ChannelRefusedError, ChannelsDisabledError, NotReadyError,
-        SchedulerClosedError and UnknownModelError.
+        ExecutorClosedError and UnknownModelError.
         """
         self.check_enabled()
         specs = [self._engine.model(name) for name in opening.models]
         if self._engine.draining:
-            raise SchedulerClosedError("the server is shutting down")
+            raise ExecutorClosedError("the server is shutting down")
         for name in opening.models:
             self._engine.check_loaded(name)
         assert self._engine.loaded is not None

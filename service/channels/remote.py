@@ -33,13 +33,13 @@ from expertd.service.channels.waiting import Kind, WaitingCalls
 from expertd.service.engine.errors import (
     DeviceLostError,
     EngineError,
+    ExecutorClosedError,
     ModelUnloadedError,
     NotReadyError,
     QueueFullError,
     QueueTimeoutError,
     RegionsElsewhereError,
     RequestRefusedError,
-    SchedulerClosedError,
     StepFailedError,
     TooManyRequestsError,
 )
@@ -60,7 +60,7 @@ _ELEMENT_BYTES = dict(DATATYPES.values())
 _ERRORS: dict[int, type[EngineError]] = {
     REASON_CODES["step_failed"]: StepFailedError,
     REASON_CODES["queue_timeout"]: QueueTimeoutError,
-    REASON_CODES["shutting_down"]: SchedulerClosedError,
+    REASON_CODES["shutting_down"]: ExecutorClosedError,
     REASON_CODES["not_ready"]: DeviceLostError,
 }
 
@@ -298,7 +298,7 @@ class RemoteEngine:
         if status == 404:
             return ModelUnloadedError(text)
         if status == 499:
-            return call.error or SchedulerClosedError(text)
+            return call.error or ExecutorClosedError(text)
         if reason == REASON_CODES["queue_full"]:
             full = TooManyRequestsError if status == 429 else QueueFullError
             return full(text, math.ceil(retry_after_ms / 1000))

@@ -1,4 +1,4 @@
-"""When a large step begins beside a running one, so that its bytes travel meanwhile."""
+"""When a large step begins while another one runs, so that its bytes travel meanwhile."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class EarlySteps:
             self._small_until = submission.arrived + _SMALL_SECONDS
 
     def may_begin(self) -> bool:
-        """Whether the next step may begin beside those that run. The caller holds the queues' lock."""
+        """Whether the next step may begin while others run. The caller holds the queues' lock."""
         return self._clock() >= self.begins()
 
     def begins(self) -> float:
@@ -61,7 +61,7 @@ class EarlySteps:
         return began + _POLLED_PART * seconds
 
     def _begins(self, request: LayerRequest) -> float:
-        """When a step with this request may begin beside those that run."""
+        """When a step with this request may begin while others run."""
         began, seconds = self._stepping.first_times()
         if len(self._stepping.running) > 1:
             return math.inf if self._small_come() else began + _THIRD_PART * seconds

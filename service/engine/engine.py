@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from expertd.service.engine.errors import (
     DeviceFailedError,
     DeviceLostError,
+    ExecutorClosedError,
     ModelUnloadedError,
     NotReadyError,
     PartitionsRefusedError,
@@ -25,7 +26,6 @@ from expertd.service.engine.errors import (
     PlacementUnavailableError,
     QueueFullError,
     RoutingUnavailableError,
-    SchedulerClosedError,
 )
 from expertd.service.engine.executor import executor_of, spin_seconds_of
 from expertd.service.engine.idle_memory import give_back_idle
@@ -338,7 +338,7 @@ class Engine:
                 arena.close()
                 await asyncio.to_thread(loaded.close)
                 raise
-        except (LoadCancelledError, SchedulerClosedError):  # by the end of the server
+        except (LoadCancelledError, ExecutorClosedError):  # by the end of the server
             return
         except Exception as error:
             if self.phase is Phase.LOADING:
@@ -398,7 +398,7 @@ class Engine:
     async def _try(self, lane: StepLane, model: str) -> None:
         tried = asyncio.Event()
         request = zero_request(1, self.models[model].hidden_size)
-        with suppress(QueueFullError, SchedulerClosedError, ModelUnloadedError, NotReadyError):
+        with suppress(QueueFullError, ExecutorClosedError, ModelUnloadedError, NotReadyError):
             lane.submit(Submission(model, request, lambda _: tried.set()))
             await tried.wait()
 

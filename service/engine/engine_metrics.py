@@ -1,4 +1,4 @@
-"""Metrics of an engine that are read at each scrape, beside those that are counted as things happen."""
+"""Metrics of an engine that are read at each scrape, unlike those that are counted as things happen."""
 
 from collections.abc import Iterator
 

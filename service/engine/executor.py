@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from expertd.service.engine.errors import EngineError, QueueFullError, SchedulerClosedError
+from expertd.service.engine.errors import EngineError, ExecutorClosedError, QueueFullError
 from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.lane import StepLane
 from expertd.service.engine.metrics import Metrics
@@ -115,10 +115,10 @@ class Executor:
             lane.close()
 
     def cancel_all(self, model: str | None = None) -> None:
-        """Answer every queued request, or those to a model, with SchedulerClosedError."""
+        """Answer every queued request, or those to a model, with ExecutorClosedError."""
         what = "the server is shutting down" if model is None else f"model {model} is being unloaded"
         for lane in self.lanes:
-            lane.cancel_all(SchedulerClosedError(what), model)
+            lane.cancel_all(ExecutorClosedError(what), model)
 
     def give_up(self, error: Exception) -> None:
         """Answer every request and job with `error`, also those that never end; on the event loop."""
@@ -168,7 +168,7 @@ class Executor:
 
     def remove_runner(self, model: str) -> bool:
         """Forget the runner of `model`, between steps; False if requests wait for it."""
-        self._first.do_chores()  # of its last step; what is reported of steps refers to their layer
+        self._first.do_deferred()  # of its last step; what is reported of steps refers to their layer
         with self._first.queues.lock:
             return self._first.queues.remove_runner(model)
 
@@ -214,13 +214,13 @@ class Executor:
             for lane in others:
                 lane.finish_all()
             for lane in (self._first, *others):
-                lane.do_chores()
+                lane.do_deferred()
             return job()
 
         return self._first.do_between_steps(between, may_take)
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
-        """Raise QueueFullError or SchedulerClosedError if requests of `num_tokens` or more were refused."""
+        """Raise QueueFullError or ExecutorClosedError if requests of `num_tokens` or more were refused."""
         if num_tokens <= self._max_tokens and len(self.lanes) > 1:
             with suppress(QueueFullError):
                 self._first.check_capacity(model, num_tokens, caller)
@@ -258,9 +258,9 @@ class Executor:
         """Poll every source once, so that what has arrived is accepted, even during a step."""
         self._first.poll_sources()
 
-    def do_later(self, chore: Callable[[], None]) -> None:
-        """Call `chore` on the worker thread, once the next step runs or if there is none; for that thread."""
-        self._here.stepping.chores.append(chore)
+    def defer(self, call: Callable[[], None]) -> None:
+        """Do `call` on the worker thread, once the next step runs or if there is none; for that thread."""
+        self._here.stepping.deferred.append(call)
 
     def report_later(self, report: Callable[[], None]) -> None:
         """Call `report` soon, where it delays no step; for a worker thread."""

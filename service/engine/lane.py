@@ -1,4 +1,4 @@
-"""One lane: a queue for each model, and what a worker thread does for it: jobs, steps and chores in turn.
+"""One lane: a queue for each model, and what a worker thread does for it: jobs, steps, deferred calls.
 
 Requests that arrive while the device is busy are batched into the model's next step, in the order of
 `queues`, which also chooses the model. A large step begins while another one runs, so that its bytes travel
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from expertd.service.engine.completions import Completions
 from expertd.service.engine.early_steps import EarlySteps
-from expertd.service.engine.errors import SchedulerClosedError
+from expertd.service.engine.errors import ExecutorClosedError
 from expertd.service.engine.jobs import JOB_SECONDS, Jobs
 from expertd.service.engine.long_steps import LongStepPoller
 from expertd.service.engine.metrics.steps import QueueState
@@ -41,7 +41,7 @@ class StepLane:
     number     of the lane. The worker thread of the first one wakes up for requests of sources, that of
                another one polls its own only while it is awake
     jobs       those between steps
-    early      large steps beside others
+    early      large steps while others run
     is_asleep  whether the thread sleeps, or is about to: it looks at its sources once more before
     is_closed  new requests are refused
     has_ended  no further steps begin; all three are set with the queues' lock
@@ -109,17 +109,17 @@ class StepLane:
         return True
 
     def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
-        """Raise QueueFullError or SchedulerClosedError if a request of `num_tokens` would be refused now."""
+        """Raise QueueFullError or ExecutorClosedError if a request of `num_tokens` would be refused now."""
         self.check_open()
         self.queues.check_room(model, num_tokens, caller)
 
     def check_open(self) -> None:
-        """Raise SchedulerClosedError if new requests are refused."""
+        """Raise ExecutorClosedError if new requests are refused."""
         if self.is_closed:
-            raise SchedulerClosedError("the server is shutting down")
+            raise ExecutorClosedError("the server is shutting down")
 
     def do_between_steps(self, job: Callable[[], T], may_take: float = JOB_SECONDS) -> "Future[T]":
-        """Run `job` on the worker thread before the next step. Raises SchedulerClosedError after `end`.
+        """Run `job` on the worker thread before the next step. Raises ExecutorClosedError after `end`.
 
         may_take  seconds, if the step timeout is not more: after that, or the last `jobs.goes_on`, it hangs
 
@@ -127,7 +127,7 @@ class StepLane:
         """
         with self._lock:
             if self.has_ended:
-                raise SchedulerClosedError("the server is shutting down")
+                raise ExecutorClosedError("the server is shutting down")
             done = self.jobs.add(job, may_take)
             self.is_asleep = False
         self.worker.wakeup.wake()
@@ -208,9 +208,9 @@ class StepLane:
         for source in self.worker.wakeup.all():
             source.poll()
 
-    def do_chores(self) -> None:
-        """Do all of `stepping.chores`, and have what is reported called."""
-        self.stepping.do_chores()
+    def do_deferred(self) -> None:
+        """Do all of `stepping.deferred`, and have what is reported called."""
+        self.stepping.do_deferred()
         self.completions.flush()
 
     def wake_up(self) -> None:
@@ -219,13 +219,13 @@ class StepLane:
 
     def do_next(self) -> bool | None:
         """Do what is next without waiting; False if there is nothing at present, None after `end`."""
-        running, chores = self.stepping.running, self.stepping.chores
+        running, deferred = self.stepping.running, self.stepping.deferred
         job: Callable[[], None] | None = None
         chunks: list[Chunk] = []
         late: list[Chunk] = []
         with self._lock:
             self.queues.just_ended = False
-            if self.has_ended and not running and not chores:
+            if self.has_ended and not running and not deferred:
                 return None
             if not running:
                 job = self.jobs.next()
@@ -233,14 +233,14 @@ class StepLane:
                 chunks, late = self.queues.split_late(self.queues.next_step(), self.stepping.busy_seconds)
                 if chunks:
                     self.stepping.take(chunks)
-            self.is_asleep = not (job or chunks or late or running or chores)
+            self.is_asleep = not (job or chunks or late or running or deferred)
         if late:
             self.stepping.refuse_late(late)
-        if not (job or chunks or chores):
+        if not (job or chunks or deferred):
             return bool(late)
         with self.device:
             if job:
-                self.stepping.do_chores()  # callers sleep until then, and a job may take long
+                self.stepping.do_deferred()  # callers sleep until then, and a job may take long
                 if self.worker.wakeup.sources:
                     self.poller.job_begins()
                 self.completions.flush()
@@ -250,7 +250,7 @@ class StepLane:
                     self.poller.step_begins(chunks)
                 self.stepping.begin(chunks)
             else:
-                chores.popleft()()
+                deferred.popleft()()
         return True
 
     def finish_if_done(self) -> bool:
@@ -311,28 +311,28 @@ class StepLane:
     def wait_for_callers(self) -> None:
         """Poll sources until the callers of the last step are back, for a short time.
 
-        If others wait, the next step has all of them then. If none wait, chores are left until then: they
-        would be in the next request's way.
+        If others wait, the next step has all of them then. If none wait, deferred calls are left until then:
+        they would be in the next request's way.
         """
         stepping = self.stepping
         if not stepping.returning or stepping.running:
             return
         until = stepping.answered + min(_RETURN_SECONDS, self.worker.spin_seconds)
-        while not self.queues.turns:
+        while not self.queues.waiting_models:
             if self.clock() >= until:
                 return
             self.worker.poll(0)
         while stepping.returning and self.clock() < stepping.rejoin_until:
             self.worker.poll(0)
-            if stepping.chores:
-                stepping.chores.popleft()()
+            if stepping.deferred:
+                stepping.deferred.popleft()()
         stepping.returning = 0
 
     def _may_begin(self) -> bool:
         """Whether the next step may begin now. The caller holds the lock."""
         running = self.stepping.running
         if not running:
-            return bool(self.queues.turns)
+            return bool(self.queues.waiting_models)
         return not (self.has_ended or self.jobs) and self.early.may_begin()
 
     def _wait_for_more(self) -> bool:
@@ -368,7 +368,7 @@ class StepLane:
 
     def is_quiet(self) -> bool:
         """Whether the worker thread sleeps, and nothing waits."""
-        return self.is_asleep and not self.queues.turns
+        return self.is_asleep and not self.queues.waiting_models
 
 
 def _name(lane: int) -> str:

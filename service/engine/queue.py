@@ -125,11 +125,11 @@ class Queue:
             return begin_rest(fair.take_whole(room, True)[0])
         step: list[Chunk] = []
         others = self._order.copy()
-        place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
-        if place < 0:
+        index = next((index for index, key in enumerate(others) if key & 1), -1) if most else -1
+        if index < 0:
             self._fill(others, room, step)
         else:
-            others, key = others[:place], others[place]
+            others, key = others[:index], others[index]
             equal = [other for other in others if other | 1 == key]
             due = not others or (self._chunk_is_due and others == equal)
             self._chunk_is_due = not due

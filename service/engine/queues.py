@@ -48,7 +48,9 @@ class Queues:
         self.on_change: Callable[[str, Backlog], None] | None = None
         self._of: dict[str, Queue] = {}
         self._chunks_before: dict[str, int] = {}  # of models that were unloaded
-        self.turns: deque[str] = deque()  # models with waiting requests, the one that waits longest first
+        self.waiting_models: deque[str] = (
+            deque()
+        )  # models with waiting requests, the one that waits longest first
         self._used_before: dict[int, float] = {}  # by priority: `used` of its last step's model
         self._long: set[Submission] = set()  # that are not answered
         self.just_ended = False  # the step of a long request, and sources have not been polled since
@@ -129,7 +131,7 @@ class Queues:
         else:
             self._num_short += 1
         if not queue.num_requests:
-            self.turns.append(model)
+            self.waiting_models.append(model)
         queue.put(submission)
         self._changed(model)
         return queue
@@ -142,7 +144,7 @@ class Queues:
         queue = self._of[submission.model]
         queue.remove(submission)
         if not queue.num_requests:
-            self.turns.remove(submission.model)
+            self.waiting_models.remove(submission.model)
         if not submission.is_long:
             self._num_short -= 1
         elif not submission.running:
@@ -186,7 +188,7 @@ class Queues:
 
     def is_alone(self, submission: Submission) -> bool:
         """Whether no other request waits, and this one would be computed in one step."""
-        alone = len(self.turns) == 1 and self._of[submission.model].num_requests == 1
+        alone = len(self.waiting_models) == 1 and self._of[submission.model].num_requests == 1
         return alone and not (submission.is_long and self._chunk_tokens())
 
     def large_head(self, num_tokens: int) -> Submission | None:
@@ -194,7 +196,7 @@ class Queues:
 
         None if it takes turns with chunks: it waits for the one before, so that others wait for one chunk.
         """
-        if not self.turns:
+        if not self.waiting_models:
             return None
         queue, chunk_tokens = self._of[self._next_model()], self._chunk_tokens()
         if chunk_tokens and not self.limits.join_chunks:
@@ -215,9 +217,9 @@ class Queues:
             self._used_before[priority] = used
             seconds = self._likely_seconds(queue, before - queue.num_tokens)
             queue.used[priority] = used + seconds / queue.weight
-        self.turns.remove(model)
+        self.waiting_models.remove(model)
         if queue.num_requests:
-            self.turns.append(model)
+            self.waiting_models.append(model)
         self._changed(model)
         return step
 
@@ -231,7 +233,7 @@ class Queues:
         Most deadlines of gRPC calls are far away, and a forecast costs more than the rest of `add`.
         """
         limits, num_tokens, slowest = self.limits, submission.request.num_tokens, queue.slowest
-        for model in self.turns:
+        for model in self.waiting_models:
             waiting = self._of[model]
             num_tokens += waiting.num_tokens
             slowest = max(slowest, waiting.slowest)
@@ -242,11 +244,11 @@ class Queues:
         """Refuse a request whose output would come after its deadline, by what recent steps took."""
         limits, model = self.limits, submission.model
         num_tokens = submission.request.num_tokens
-        if not busy and not self.turns and self._of[model].forecast.is_doubtful(num_tokens):
+        if not busy and not self.waiting_models and self._of[model].forecast.is_doubtful(num_tokens):
             return
         own, most = self._of[model], self._chunk_tokens()
         alone = own.until_end(submission, limits.max_batch_tokens, most, limits.join_chunks)
-        for name in self.turns:  # what other models get of the device meanwhile
+        for name in self.waiting_models:  # what other models get of the device meanwhile
             other = self._of[name]
             if other is not own and (tokens := other.tokens_before(submission)):
                 seconds = other.forecast.until_end(tokens, limits.max_batch_tokens)
@@ -280,9 +282,9 @@ class Queues:
 
     def _next_model(self) -> str:
         """The model with the most urgent request, of several the one that used the device least."""
-        if len(self.turns) == 1:
-            return self.turns[0]
-        return min(self.turns, key=self._rank)
+        if len(self.waiting_models) == 1:
+            return self.waiting_models[0]
+        return min(self.waiting_models, key=self._rank)
 
     def _rank(self, model: str) -> tuple[int, float]:
         queue = self._of[model]

@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 from expertd.service.engine.errors import (
     EngineError,
+    ExecutorClosedError,
     LoadFailedError,
     ModelUnloadedError,
     NotReadyError,
     RepositoryRefusedError,
     RepositoryUnavailableError,
-    SchedulerClosedError,
 )
 from expertd.service.engine.executor import Executor
 from expertd.service.engine.layers import LoadCancelledError, weights_ids
@@ -65,7 +65,7 @@ class Repository:
         self._loaded, self.weights_ids = loaded, weights_ids
 
     def close(self) -> None:
-        """End what is going on: callers get SchedulerClosedError."""
+        """End what is going on: callers get ExecutorClosedError."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -102,7 +102,7 @@ class Repository:
         """Load a configured model; returns when it is ready, at once if it was.
 
         Raises NotReadyError during start-up, RepositoryUnavailableError with several ranks or lanes,
-        RepositoryRefusedError without memory for it, LoadFailedError, and SchedulerClosedError.
+        RepositoryRefusedError without memory for it, LoadFailedError, and ExecutorClosedError.
         """
         await self._run(self._load(self._models[name]))
 
@@ -128,12 +128,12 @@ class Repository:
             await asyncio.shield(task)  # a caller that no longer waits must not end the work
         except asyncio.CancelledError:
             if task.cancelled():
-                raise SchedulerClosedError("the server is shutting down") from None
+                raise ExecutorClosedError("the server is shutting down") from None
             raise
 
     def _check_possible(self) -> Models:
         if self._is_closed:
-            raise SchedulerClosedError("the server is shutting down")
+            raise ExecutorClosedError("the server is shutting down")
         if self._loaded is None:
             raise NotReadyError("the server is loading")
         if self._loaded.models is None:
@@ -222,7 +222,7 @@ class Repository:
 def _refusal(name: str, error: Exception) -> EngineError:
     """The error that the caller gets when loading fails; the log has the details."""
     if isinstance(error, LoadCancelledError):
-        return SchedulerClosedError("the server is shutting down")
+        return ExecutorClosedError("the server is shutting down")
     is_sentence = isinstance(error, (ValueError, OSError, MemoryError))
     logger.error("loading model %s failed: %s", name, str(error), exc_info=None if is_sentence else error)
     if isinstance(error, MemoryError):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # begins up to this part of the last one's time later, so that it has all of them.
 _REJOIN_PART = 0.02
 _MAX_REJOIN_SECONDS = 100e-6
-_MOST_CHORES = 8  # put off while steps follow each other with the device idle in between
+_MAX_DEFERRED = 8  # put off while steps follow each other with the device idle in between
 
 
 @dataclass(slots=True)  # not frozen: that takes longer
@@ -53,7 +53,7 @@ class Stepping:
     failure       says why the device has failed, or None; asked after a failed step
     on_failure    is called with that on the event loop
     answered      when the last step's requests were
-    chores        what may wait until the next step runs, or until there is none: the next request of a caller
+    deferred      what may wait until the next step runs, or until there is none: the next request of a caller
                   that has its answer comes within microseconds
     """
 
@@ -71,7 +71,7 @@ class Stepping:
         self._held_back: list[list[Chunk]] = []
         self._began = 0.0  # when that began
         self.answered = 0.0
-        self.chores: deque[Callable[[], None]] = deque()
+        self.deferred: deque[Callable[[], None]] = deque()
         self.failure: Callable[[], str | None] = lambda: None
         self.on_failure: Callable[[str], None] = lambda why: None
         self.returning = 0
@@ -99,9 +99,9 @@ class Stepping:
             queue = self._queues[chunks[0].submission.model]
             step = queue.runner.begin([chunk.request for chunk in chunks])
         except SomeRefusedError as error:
-            for place, refusal in error.refused.items():
-                self._refuse([chunks[place]], refusal)
-            others = [chunk for place, chunk in enumerate(chunks) if place not in error.refused]
+            for index, refusal in error.refused.items():
+                self._refuse([chunks[index]], refusal)
+            others = [chunk for index, chunk in enumerate(chunks) if index not in error.refused]
             self.in_step = others or None
             if others:
                 self.begin(others)
@@ -116,19 +116,19 @@ class Stepping:
         running = Running(queue, chunks, num_tokens_of(chunks), step, began, direct)
         if step.is_done() and not self.running:
             self._finish(running)
-            if len(self.chores) > _MOST_CHORES:
-                self.do_chores()
+            if len(self.deferred) > _MAX_DEFERRED:
+                self.do_deferred()
             return
         self.running.append(running)
         self.in_step = None  # only now: `unfinished` must not miss it
-        self.do_chores()  # while the device computes
+        self.do_deferred()  # while the device computes
         if not self._completions.leaves_reports:
             self._completions.flush()
 
-    def do_chores(self) -> None:
+    def do_deferred(self) -> None:
         """Do all that may wait."""
-        while self.chores:
-            self.chores.popleft()()
+        while self.deferred:
+            self.deferred.popleft()()
 
     def finish_first(self) -> None:
         """Wait for the step that began first, and answer its requests."""
@@ -262,7 +262,7 @@ class Stepping:
         for submission, answer in answers:
             submission.done(answer)
         self._mark_answered(running)
-        self.chores.append(partial(self._complete, running, len(answers)))
+        self.deferred.append(partial(self._complete, running, len(answers)))
 
     def _leave_step(self) -> None:
         """The requests of the step are being answered: from now on, `give_up` no longer answers them."""
@@ -333,8 +333,8 @@ class Stepping:
         self._completions.flush()
         if len(chunks) > 1:
             # One request may have caused it: retry each alone.
-            for place, chunk in enumerate(chunks, 1):
-                with self._held(chunks[place:]):
+            for index, chunk in enumerate(chunks, 1):
+                with self._held(chunks[index:]):
                     self.begin([chunk])
                     self._finish_all()
             return

@@ -127,11 +127,11 @@ class Computing:
 
 
 class Submitted:
-    """A request in a scheduler's queue; `answer` is a future of its output."""
+    """A request in an executor's queue; `answer` is a future of its output."""
 
     def __init__(
         self,
-        scheduler: Executor,
+        executor: Executor,
         model: str,
         request: LayerRequest,
         alone: bool = False,
@@ -139,7 +139,7 @@ class Submitted:
         timeout: float | None = None,
     ) -> None:
         self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        self.pending: Submission = scheduler.submit(
+        self.pending: Submission = executor.submit(
             Submission(model, request, self._done, alone=alone, priority=priority, timeout=timeout)
         )
         self.model = model

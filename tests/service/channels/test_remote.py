@@ -13,13 +13,13 @@ from expertd.service.channels.cells import CELL_BYTES
 from expertd.service.channels.opening import Opening
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.errors import (
+    ExecutorClosedError,
     MemoryFullError,
     NotReadyError,
     QueueFullError,
     QueueTimeoutError,
     RegionsElsewhereError,
     RequestRefusedError,
-    SchedulerClosedError,
     StepFailedError,
     TooManyRequestsError,
 )
@@ -337,7 +337,7 @@ async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
         assert isinstance(refused, NotReadyError), "without a time to ask again, as of the engine"
         assert str(refused) == "model tiny is not ready: it is loading"
         server.app.engine.executor.close()
-        assert isinstance(await Asked(engine, request(1)).answer(), SchedulerClosedError)
+        assert isinstance(await Asked(engine, request(1)).answer(), ExecutorClosedError)
 
 
 async def test_routing_is_checked_and_64_bit_ids_become_32_bit_ones(tmp_path: Path) -> None:

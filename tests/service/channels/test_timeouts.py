@@ -232,12 +232,12 @@ async def test_short_steps_are_not_looked_into(tmp_path: Path) -> None:
     async with channel_server(tmp_path, runner) as server:
         peer = await claimed(server)
         assert (await answer_of(peer)).status == 200
-        scheduler = server.app.engine.executor
-        assert isinstance(scheduler, Executor)
-        lookout = scheduler.lanes[0].poller
-        await until(lambda: lookout.looks == 0)  # the first step of a size may be long
+        executor = server.app.engine.executor
+        assert isinstance(executor, Executor)
+        poller = executor.lanes[0].poller
+        await until(lambda: poller.looks == 0)  # the first step of a size may be long
         assert (await answer_of(peer)).status == 200
-        assert lookout.looks == 0
+        assert poller.looks == 0
         peer.close()
 
 

@@ -53,6 +53,6 @@ class Filled:
     def rest(self) -> list[list[int]]:
         """All further steps."""
         steps = []
-        while self.queues.turns:
+        while self.queues.waiting_models:
             steps.append(self.step())
         return steps

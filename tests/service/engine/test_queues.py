@@ -166,7 +166,7 @@ def test_callers_share_the_long_requests_of_a_model() -> None:
     filled.add(32, 32, 32, caller=1)
     filled.add(32, caller=2)
     callers = []
-    while filled.queues.turns:
+    while filled.queues.waiting_models:
         callers += [chunk.submission.caller for chunk in filled.chunks()]
     assert callers == [1, 2, 1, 1]
 
@@ -189,7 +189,7 @@ def test_what_is_left_of_a_removed_request_is_not_computed() -> None:
     assert first.state is State.CANCELLED
     assert (filled.queues["0"].num_requests, filled.queues["0"].num_tokens) == (1, 32)
     assert filled.queues.remove(second)
-    assert not filled.queues.turns
+    assert not filled.queues.waiting_models
     filled.add(32)
     assert filled.rest() == [[8]] * 4, "others may still come"
 
@@ -201,7 +201,7 @@ def test_a_failed_chunk_ends_its_request() -> None:
     (chunk,) = filled.queues.next_step()
     error = RuntimeError("broken")
     assert filled.queues.end(chunk, error) is error
-    assert not filled.queues.turns
+    assert not filled.queues.waiting_models
     assert filled.queues["0"].num_tokens == 0
 
 

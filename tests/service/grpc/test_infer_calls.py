@@ -248,7 +248,7 @@ async def test_a_timeout_and_a_deadline_pass_in_the_queue() -> None:
         (600, 20, 19, 20),
     ],
 )
-async def test_the_scheduler_knows_what_is_left_of_a_deadline(
+async def test_the_executor_knows_what_is_left_of_a_deadline(
     deadline: float | None,
     timeout: int | None,
     least: float,

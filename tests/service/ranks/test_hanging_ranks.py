@@ -75,8 +75,8 @@ async def check_that_callers_are_told(server: Serving, values: NDArray[np.float3
     """The one whose step hangs, and one in the queue that does not wait for that."""
     began = time.perf_counter()
     in_step = asyncio.create_task(server.infer(*hidden_request(values)))
-    scheduler = server.app.engine.executor
-    await until(lambda: scheduler.unanswered == 1 and scheduler.waiting("tiny") == (0, 0))
+    executor = server.app.engine.executor
+    await until(lambda: executor.unanswered == 1 and executor.waiting("tiny") == (0, 0))
     impatient = await server.infer(*hidden_request(values, parameters={"timeout": 300_000}))
     assert "timeout" in error_of(impatient, 503)
     assert time.perf_counter() - began < 1.5, "its own deadline"
