@@ -53,7 +53,7 @@ TORCH_FREE = (
     "expertd.service.checkpoints",
     "expertd.service.checkpoints.expand",
     "expertd.service.cli",
-    "expertd.service.engine.batching",
+    "expertd.service.engine.executor",
     "expertd.service.engine.metrics",
     "expertd.service.http.protocol",
     "expertd.service.http.worker",

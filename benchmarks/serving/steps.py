@@ -1,6 +1,6 @@
 """What a step costs besides the GPU's work: `python -m benchmarks steps [--tokens N ...] [--json FILE]`.
 
-DeepSeek-V3's layer with all 256 experts, bf16, driven through the scheduler as the server does, without HTTP.
+DeepSeek-V3's layer with all 256 experts, bf16, driven through the executor as the server does, without HTTP.
 For each number of tokens: the GPU's time for the layer with its router (up to 256 tokens a CUDA graph, else
 its launches; CUDA events, median), and the mean of compute_seconds with the rows in pinned memory of the
 host, in the GPU's memory, and as bytes. Then streams of large steps, of which some are always queued.
@@ -19,8 +19,10 @@ from benchmarks.lib.run import Result, line_of, new_parser
 from benchmarks.lib.timing import expect_gpu, header
 from expertd.kernels import Routing, resolve_backend
 from expertd.service.device import device_of
-from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.lane import StepLane
 from expertd.service.engine.local_models import capture_graphs
+from expertd.service.engine.steps import Submission
 from expertd.service.memory import Buffer, Span
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, Output, StepResult
@@ -41,7 +43,7 @@ GPU_SECONDS = 1.5  # as long as its callers keep it busy: its clock depends on t
 
 
 class Steps:
-    """Observes the scheduler's steps."""
+    """Observes the executor's steps."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -81,7 +83,7 @@ def request(num_tokens: int, memory: str) -> LayerRequest:
     )  # fmt: skip
 
 
-async def stream(scheduler: Scheduler, requests: Sequence[LayerRequest], count: int, depth: int) -> float:
+async def stream(executor: Executor, requests: Sequence[LayerRequest], count: int, depth: int) -> float:
     """Seconds for `count` requests, of which `depth` are always queued or running."""
     loop = asyncio.get_running_loop()
     done, left, started = loop.create_future(), count, min(depth, count)
@@ -95,11 +97,11 @@ async def stream(scheduler: Scheduler, requests: Sequence[LayerRequest], count: 
             done.set_result(None)
         elif started < count:
             started += 1
-            scheduler.submit("layer", requests[started % len(requests)], answered)
+            executor.submit(Submission("layer", requests[started % len(requests)], answered))
 
     begin = time.perf_counter()
     for index in range(depth):
-        scheduler.submit("layer", requests[index % len(requests)], answered)
+        executor.submit(Submission("layer", requests[index % len(requests)], answered))
     await done
     return time.perf_counter() - begin
 
@@ -144,17 +146,17 @@ async def measure(tokens: Sequence[int], result: Result) -> list[Row]:
     runner = LayerRunner(layer, device, staging=staging)
     capture_graphs([runner], device, lambda: False)
     steps = Steps()
-    scheduler = Scheduler(Limits(), steps)
-    scheduler.set_runners({"layer": runner})
-    scheduler.start()
+    executor = Executor(StepLane(Limits(), steps))
+    executor.set_runners({"layer": runner})
+    executor.start()
     for num_tokens in tokens:
         row: Row = {"tokens": num_tokens, "gpu_us": gpu_microseconds(layer, num_tokens)}
         for memory in MEMORIES:
             requests = [request(num_tokens, memory) for _ in range(2)]
-            await stream(scheduler, requests, 3, 1)
+            await stream(executor, requests, 3, 1)
             await asyncio.sleep(0.05)
             steps.seconds.clear()
-            took = await stream(scheduler, requests, REPEATS, 1)
+            took = await stream(executor, requests, REPEATS, 1)
             await asyncio.sleep(0.05)
             row[f"{memory}_us"] = 1e6 * statistics.mean(steps.seconds)
             row[f"{memory}_caller_us"] = 1e6 * took / REPEATS
@@ -167,14 +169,14 @@ async def measure(tokens: Sequence[int], result: Result) -> list[Row]:
     for memory in MEMORIES:
         for num_tokens in (1024, 4096):
             requests = [request(num_tokens, memory) for _ in range(4)]
-            await stream(scheduler, requests, 4, 2)
-            seconds = await stream(scheduler, requests, STREAM, 4)
+            await stream(executor, requests, 4, 2)
+            seconds = await stream(executor, requests, STREAM, 4)
             gpu = gpu_microseconds(layer, num_tokens)
             streams.append(
                 {"memory": memory, "tokens": num_tokens, "us": 1e6 * seconds / STREAM, "gpu_us": gpu}
             )
             print(line_of(streams[-1]), flush=True)
-    scheduler.stop(10)
+    executor.stop(10)
     return streams
 
 

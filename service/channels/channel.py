@@ -30,7 +30,7 @@ from expertd.service.channels.requests import InvalidRequestError
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import Submission
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.statuses import STATUSES, status_of
@@ -45,7 +45,7 @@ class Channel(OpenChannel):
 
     def poll(self) -> None:
         """Submit every request that has arrived, and cancel those that the caller wants no more."""
-        cancelled: list[Pending] = []
+        cancelled: list[Submission] = []
         with self._lock:
             if self._ended:
                 return
@@ -69,8 +69,8 @@ class Channel(OpenChannel):
             self._ended = bool(why)
         if why:
             self._owner.broken(self, why)
-        for pending in cancelled:
-            self._scheduler.cancel(pending, ClosedError("the caller has cancelled the request"))
+        for submission in cancelled:
+            self._executor.cancel(submission, ClosedError("the caller has cancelled the request"))
 
     def forget_requests(self, model: str) -> None:
         """Keep no former request to `model`, which may refer to its graphs; safe from any thread."""
@@ -81,13 +81,13 @@ class Channel(OpenChannel):
             for data in [data for data in self._former if self._reader.line(data).model.name == model]:
                 del self._former[data]
 
-    def _cancelled(self) -> list[Pending]:
+    def _cancelled(self) -> list[Submission]:
         """The queued requests that the caller has cancelled. The caller of this holds the lock."""
         found = []
         for slot in self._slots:
             word = self._words[(slot.start + CANCEL_OFFSET) // SEQUENCE_BYTES]
-            if slot.pending is not None and word == slot.sequence:
-                found.append(slot.pending)
+            if slot.submission is not None and word == slot.sequence:
+                found.append(slot.submission)
         return found
 
     def _take(self) -> bool:
@@ -140,7 +140,7 @@ class Channel(OpenChannel):
         if caller is None:
             caller = CALLER.unpack_from(self._view, slot.start + CALLER_OFFSET)[0]
         timeout = line.timeout_us / 1e6 if line.timeout_us else None
-        slot.pending = pending = self._scheduler.submit(
+        submission = Submission(
             line.model.name,
             request,
             done,
@@ -149,19 +149,21 @@ class Channel(OpenChannel):
             caller=caller,
             timeout=timeout,
         )
-        self.lane = pending.lane
+        self._executor.submit(submission)
+        slot.submission = submission
+        self.lane = submission.lane
         if timeout is not None:
-            slot.deadline = pending.deadline
+            slot.deadline = submission.deadline
             if slot.deadline < self._alarm:
                 self._alarm = slot.deadline
                 self._owner.expire_at(self, slot.deadline)
 
-    def _expire(self, slot: Slot, pending: Pending, error: EngineError) -> None:
+    def _expire(self, slot: Slot, submission: Submission, error: EngineError) -> None:
         """See `OpenChannel._expire`. HTTP processes know it by themselves."""
         if not self.counted:
             return
         with self._lock:
-            has_ended = slot.pending is not pending or self._closed
+            has_ended = slot.submission is not submission or self._closed
             if has_ended or self._words[slot.word] == slot.sequence:
                 return
             # Not in the answer: the device may be writing that now, and the step still uses the region.
@@ -169,27 +171,27 @@ class Channel(OpenChannel):
             self._ring()
             slot.expired = True
             now = time.perf_counter()
-            began, seconds = pending.began or now, now - pending.arrived
-            stages = 0.0, began - pending.arrived, now - began
+            began, seconds = submission.began or now, now - submission.arrived
+            stages = 0.0, began - submission.arrived, now - began
             what = status_of(error), error.reason, str(error)
-            tokens = pending.request.num_tokens
-            answer = Answered(pending.model, slot.sequence, *what, seconds, stages, tokens)
+            tokens = submission.request.num_tokens
+            answer = Answered(submission.model, slot.sequence, *what, seconds, stages, tokens)
         self._owner.answered(self, answer)
 
     def _done(self, slot: Slot, output: Output | Exception) -> None:
         with self._lock:
-            if slot.recurs and slot.pending is not None:
-                self._keep(slot.data, slot.pending.request)
+            if slot.recurs and slot.submission is not None:
+                self._keep(slot.data, slot.submission.request)
             if isinstance(output, Exception):
                 self._fail(slot, output)
             elif not self._closed and self._words[slot.word] == slot.sequence:  # the device has answered
-                pending, slot.pending = slot.pending, None
-                assert pending is not None
+                submission, slot.submission = slot.submission, None
+                assert submission is not None
                 slot.deadline = math.inf
                 slot.taken = False
                 counted = self._counts(slot)
-                later = partial(self._note, slot, slot.sequence, pending, counted, not slot.on_stream)
-                self._scheduler.do_later(later)
+                later = partial(self._note, slot, slot.sequence, submission, counted, not slot.on_stream)
+                self._executor.defer(later)
             else:
                 self._answer(slot, 200, None, "")
         if self._look_again:
@@ -213,20 +215,20 @@ class Channel(OpenChannel):
         expired, slot.expired = slot.expired, False
         return self.counted and not expired
 
-    def _note(self, slot: Slot, sequence: int, pending: Pending, counted: bool, rings: bool) -> None:
+    def _note(self, slot: Slot, sequence: int, submission: Submission, counted: bool, rings: bool) -> None:
         """Complete the answer to a request that the device has answered; its slot may be in use again."""
         with self._lock:
-            seconds, stages = self._announce(slot, sequence, pending, rings)
+            seconds, stages = self._announce(slot, sequence, submission, rings)
         if counted:
-            tokens = pending.request.num_tokens
-            answer = Answered(pending.model, sequence, 200, None, "", seconds, stages, tokens)
+            tokens = submission.request.num_tokens
+            answer = Answered(submission.model, sequence, 200, None, "", seconds, stages, tokens)
             self._owner.answered(self, answer)
 
     def _answer(
         self, slot: Slot, status: int, reason: Reason | None, text: str, retry_after_ms: int = 0
     ) -> None:
         """Write the answer and wake the caller. The caller of this holds the lock."""
-        pending, slot.pending = slot.pending, None
+        submission, slot.submission = slot.submission, None
         slot.deadline = math.inf
         slot.taken = False
         if not self._closed:
@@ -241,7 +243,7 @@ class Channel(OpenChannel):
             failed = status != 200 and slot.on_stream
             self._words[slot.word + (FAILED_OFFSET // SEQUENCE_BYTES if failed else 0)] = slot.sequence
         rings = status != 200 or not slot.on_stream
-        seconds, stages = self._announce(slot, slot.sequence, pending, rings)
+        seconds, stages = self._announce(slot, slot.sequence, submission, rings)
         if self._counts(slot):
             line = slot.line
             model = self.models[0] if len(self.models) == 1 else line.model.name if line else ""
@@ -250,15 +252,15 @@ class Channel(OpenChannel):
             self._owner.answered(self, answer)
 
     def _announce(
-        self, slot: Slot, sequence: int, pending: Pending | None, rings: bool
+        self, slot: Slot, sequence: int, submission: Submission | None, rings: bool
     ) -> tuple[float, Stages]:
         """Write the times of an answer, and ring; seconds since the request was read, and their stages."""
         queue = seconds = compute = 0.0
-        if pending is not None:
+        if submission is not None:
             now = time.perf_counter()
-            seconds = now - pending.arrived
-            queue = (pending.began or now) - pending.arrived
-            compute = pending.compute_seconds
+            seconds = now - submission.arrived
+            queue = (submission.began or now) - submission.arrived
+            compute = submission.compute_seconds
         self._in_flight -= 1
         if not self._closed:
             if sequence > slot.timed:  # else a later request of the slot has its answer already

@@ -21,7 +21,7 @@ from expertd.service.engine.errors import (
     ChannelLimitError,
     ChannelRefusedError,
     ChannelsDisabledError,
-    SchedulerClosedError,
+    ExecutorClosedError,
     UnknownChannelError,
 )
 from expertd.service.engine.metrics import Metrics
@@ -84,12 +84,12 @@ class ChannelHub:
 
         If there is no place for it, it takes those of channels that were not claimed for `give_way_seconds`.
         Raises ChannelLimitError, ChannelRefusedError, ChannelsDisabledError, NotReadyError,
-        SchedulerClosedError and UnknownModelError.
+        ExecutorClosedError and UnknownModelError.
         """
         self.check_enabled()
         specs = [self._engine.model(name) for name in opening.models]
         if self._engine.draining:
-            raise SchedulerClosedError("the server is shutting down")
+            raise ExecutorClosedError("the server is shutting down")
         for name in opening.models:
             self._engine.check_loaded(name)
         assert self._engine.loaded is not None
@@ -147,7 +147,7 @@ class ChannelHub:
                 entry.token, entry.owner, entry.disconnect = None, owner, disconnect
                 assert entry.expiry is not None
                 entry.expiry.cancel()
-                self._engine.scheduler.add_source(entry.channel)
+                self._engine.executor.add_source(entry.channel)
                 return entry.channel
         return None
 
@@ -184,7 +184,7 @@ class ChannelHub:
         if self._is_here:
             report()
         else:
-            self._engine.scheduler.report_later(report)
+            self._engine.executor.report_later(report)
 
     def broken(self, channel: OpenChannel, why: str) -> None:
         logger.warning("channel %s of %s: %s", channel.id, channel.served, why)
@@ -308,9 +308,9 @@ class ChannelHub:
         models = [self._model(name, opening.kind == "system") for name in opening.models]
         reader = RequestReader(memory.geometry, memory.region.span, models)
         self._opened += 1
-        scheduler = self._engine.scheduler
+        executor = self._engine.executor
         caller = None if ours else caller_number(opening.caller)
-        channel = Channel(self._opened, opening.models, memory, reader, scheduler, self, caller)
+        channel = Channel(self._opened, opening.models, memory, reader, executor, self, caller)
         channel.key = opening.caller
         return channel
 

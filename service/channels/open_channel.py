@@ -19,10 +19,10 @@ from expertd.service.channels.layout import (
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.requests import Line, RequestReader
 from expertd.service.engine.errors import EngineError, QueueTimeoutError
-from expertd.service.engine.lanes import AnyScheduler
+from expertd.service.engine.executor import Executor
 from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.refusals import Reason
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import Submission
 from expertd.service.moe.request import LayerRequest, Signal
 
 _ANNOUNCED = ANNOUNCED_OFFSET // SEQUENCE_BYTES
@@ -90,12 +90,12 @@ class Slot:
         "expired",
         "line",
         "on_stream",
-        "pending",
         "recurs",
         "says_ok",
         "sequence",
         "signal",
         "start",
+        "submission",
         "taken",
         "timed",
         "word",
@@ -111,7 +111,7 @@ class Slot:
         self.taken = False  # and not answered
         self.expired = False  # its timeout has passed during its step, and was counted
         self.on_stream = False  # a stream of the caller's GPU waits: an error must not end that
-        self.pending: Pending | None = None
+        self.submission: Submission | None = None
         self.deadline = math.inf
         self.data = b""
         self.line: Line | None = None
@@ -131,7 +131,7 @@ class OpenChannel:
         models: Sequence[str],
         memory: Memory,
         reader: RequestReader,
-        scheduler: AnyScheduler,
+        executor: Executor,
         owner: Owner,
         caller: int | None = 0,
     ) -> None:
@@ -140,7 +140,7 @@ class OpenChannel:
         self.key = ""  # the name of that with which it was opened
         self.lane = 0  # of the last one
         self._cancels = 0  # so far
-        self._reader, self._scheduler, self._owner = reader, scheduler, owner
+        self._reader, self._executor, self._owner = reader, executor, owner
         self._caller = caller
         self.counted = caller is not None  # in metrics
         self._view = memory.control.view
@@ -203,21 +203,23 @@ class OpenChannel:
         now = time.perf_counter()
         with self._lock:
             late = [slot for slot in self._slots if slot.deadline <= now]
-            pendings = [(slot, slot.pending, slot.deadline) for slot in late if slot.pending is not None]
+            submissions = [
+                (slot, slot.submission, slot.deadline) for slot in late if slot.submission is not None
+            ]
             for slot in late:
                 slot.deadline = math.inf
             self._alarm = min((slot.deadline for slot in self._slots), default=math.inf)
             if self._alarm < math.inf:  # under the lock: the owner must hear of alarms in their order
                 self._owner.expire_at(self, self._alarm)
-        for slot, pending, deadline in pendings:
-            given = round((deadline - pending.arrived) * 1e6)
-            where = "the queue" if pending.began is None else "its step"
+        for slot, submission, deadline in submissions:
+            given = round((deadline - submission.arrived) * 1e6)
+            where = "the queue" if submission.began is None else "its step"
             error = QueueTimeoutError(f"the request's timeout of {given} microseconds expired in {where}")
-            self._scheduler.cancel(pending, error)
-            self._expire(slot, pending, error)
+            self._executor.cancel(submission, error)
+            self._expire(slot, submission, error)
 
     @abstractmethod
-    def _expire(self, slot: Slot, pending: Pending, error: EngineError) -> None:
+    def _expire(self, slot: Slot, submission: Submission, error: EngineError) -> None:
         """Tell the caller that a request's timeout has passed, unless it has an answer; its step goes on."""
 
     def close(self) -> None:
@@ -226,10 +228,10 @@ class OpenChannel:
             if self._closed:
                 return
             self._ended = True
-            queued = [slot.pending for slot in self._slots if slot.pending is not None]
-        self._scheduler.remove_source(self)
-        for pending in queued:
-            self._scheduler.cancel(pending, ClosedError("the channel was closed"))
+            queued = [slot.submission for slot in self._slots if slot.submission is not None]
+        self._executor.remove_source(self)
+        for submission in queued:
+            self._executor.cancel(submission, ClosedError("the channel was closed"))
         with self._lock:
             self._closed = True
             for descriptor in (self._requests, self._answers, self._answers_read):

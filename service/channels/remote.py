@@ -33,19 +33,19 @@ from expertd.service.channels.waiting import Kind, WaitingCalls
 from expertd.service.engine.errors import (
     DeviceLostError,
     EngineError,
+    ExecutorClosedError,
     ModelUnloadedError,
     NotReadyError,
     QueueFullError,
     QueueTimeoutError,
     RegionsElsewhereError,
     RequestRefusedError,
-    SchedulerClosedError,
     StepFailedError,
     TooManyRequestsError,
 )
 from expertd.service.engine.queue_counts import QueueCounts
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
-from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, StepTimes
+from expertd.service.engine.steps import StepTimes, Submission
 from expertd.service.memory import Arena, Block, RegionUses
 from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, Output
@@ -60,7 +60,7 @@ _ELEMENT_BYTES = dict(DATATYPES.values())
 _ERRORS: dict[int, type[EngineError]] = {
     REASON_CODES["step_failed"]: StepFailedError,
     REASON_CODES["queue_timeout"]: QueueTimeoutError,
-    REASON_CODES["shutting_down"]: SchedulerClosedError,
+    REASON_CODES["shutting_down"]: ExecutorClosedError,
     REASON_CODES["not_ready"]: DeviceLostError,
 }
 
@@ -69,12 +69,8 @@ _ERRORS: dict[int, type[EngineError]] = {
 class RemoteCall:
     """A request, until its `done` is called."""
 
-    model: str
-    request: LayerRequest
-    done: Done
+    submission: Submission
     kind: Kind
-    caller: int = 0
-    timeout: float | None = None
     arrived: float = 0.0  # if it had to wait for room in the channel, or there are spans
     sent: float = 0.0  # into the channel; as `arrived`
     sequence: int = 0  # 0: it waits for room
@@ -86,9 +82,13 @@ class RemoteCall:
     stages: tuple[float, float] | None = None  # seconds in the queue and in steps, if the engine has said so
 
     @property
+    def caller(self) -> int:
+        return self.submission.caller
+
+    @property
     def left(self) -> int:
         """Its tokens."""
-        return self.request.num_tokens
+        return self.submission.request.num_tokens
 
     def times(self, now: float) -> StepTimes | None:
         """Those of a request that is answered `now`; None if they are not known."""
@@ -156,27 +156,19 @@ class RemoteEngine:
             phase = "draining" if self.draining else "loading"
             raise NotReadyError(f"model {model} is not ready: the server is {phase}")
 
-    def check_capacity(self, model: str, caller: int, least_tokens: int = 1) -> None:
+    def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
         """Of what the engine has read, and of what waits; what is in channels, it has yet to refuse."""
-        self._waiting.check_capacity(model, least_tokens, caller)
+        self._waiting.check_capacity(model, num_tokens, caller)
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Of 64-bit ids, because they are sent as 32-bit ones; all others are checked by the engine."""
         if request.topk_ids_datatype == "INT64":
             check_routing(request, self._experts[model], self.models[model].top_k)
 
-    def submit(
-        self,
-        model: str,
-        request: LayerRequest,
-        done: Done,
-        alone: bool = False,
-        priority: int = DEFAULT_PRIORITY,
-        caller: int = 0,
-        timeout: float | None = None,
-    ) -> RemoteCall:
-        kind = self._waiting.kind(model, request.num_tokens, priority)
-        call = RemoteCall(model, request, done, kind, caller, timeout)
+    def submit(self, submission: Submission) -> RemoteCall:
+        num_tokens, caller = submission.request.num_tokens, submission.caller
+        kind = self._waiting.kind(submission.model, num_tokens, submission.priority)
+        call = RemoteCall(submission, kind)
         if self._is_traced:
             call.arrived = time.perf_counter()
         if self._room() > (self._kept_cells if (kind, caller) in self._in_channel else 0):
@@ -190,7 +182,7 @@ class RemoteEngine:
         call.error = error
         if not call.sequence:
             self._waiting.remove(call)
-            call.done(error)
+            call.submission.done(error)
             return True
         slot = (call.sequence - 1) % self._num_slots
         if self._calls.get(slot) is call:
@@ -215,11 +207,12 @@ class RemoteEngine:
 
     def _send(self, call: RemoteCall) -> None:
         """Write a request line into the next slot, and ring. Raises MemoryFullError."""
-        request = call.request
+        submission = call.submission
+        request = submission.request
         slot = self._sequence % self._num_slots
         assert self.arena is not None
         ids = int32_ids(request)
-        spec = self.models[call.model]
+        spec = self.models[submission.model]
         size = request.num_tokens * spec.hidden_size * _ELEMENT_BYTES[request.output_datatype]
         tensors = (request.hidden_states, ids, request.topk_weights)
         cell, output = self._cells.cell_for(slot), request.output or size
@@ -230,12 +223,12 @@ class RemoteEngine:
         flags, timeout_us = 0 if ids is None else ROUTED, 0
         if call.arrived:
             call.sent = time.perf_counter()
-        if call.timeout is not None:
-            timeout_us = max(1, round(1e6 * (call.timeout - (call.sent - call.arrived))))
+        if submission.timeout is not None:
+            timeout_us = max(1, round(1e6 * (submission.timeout - (call.sent - call.arrived))))
         line = (request.num_tokens, *codes, flags, timeout_us, *offsets, call.kind.priority)
         start = HEADER_BYTES + slot * SLOT_BYTES
         CALLER.pack_into(self._control, start + CALLER_OFFSET, call.caller)
-        REQUEST.pack_into(self._control, start + SEQUENCE_BYTES, *line, self._numbers[call.model])
+        REQUEST.pack_into(self._control, start + SEQUENCE_BYTES, *line, self._numbers[submission.model])
         fence()
         call.cell = cell
         self._cells.free.remove(cell)
@@ -267,7 +260,7 @@ class RemoteEngine:
                 del self._in_channel[like]
             if call.block is not None:
                 call.block.release()
-            call.done(answer)
+            call.submission.done(answer)
         while self._waiting and (room := self._room()):
             waiting = self._waiting.take() if room > self._kept_cells else self._waiting.take_unlike()
             if waiting is None:
@@ -275,7 +268,7 @@ class RemoteEngine:
             try:
                 self._send(waiting)
             except EngineError as error:
-                waiting.done(error)
+                waiting.submission.done(error)
             finally:
                 self._waiting.sent(waiting)
 
@@ -294,8 +287,8 @@ class RemoteEngine:
         if status == 200:
             if self._is_traced:
                 self._read_times(start + ANSWER_OFFSET + TIMES_OFFSET, call)
-            if call.request.output is not None:
-                return call.request.output
+            if (output := call.submission.request.output) is not None:
+                return output
             return self._cells.read(*call.output)
         text = bytes(self._control[start + ERROR_OFFSET : start + ERROR_OFFSET + length]).decode(
             errors="replace"
@@ -305,7 +298,7 @@ class RemoteEngine:
         if status == 404:
             return ModelUnloadedError(text)
         if status == 499:
-            return call.error or SchedulerClosedError(text)
+            return call.error or ExecutorClosedError(text)
         if reason == REASON_CODES["queue_full"]:
             full = TooManyRequestsError if status == 429 else QueueFullError
             return full(text, math.ceil(retry_after_ms / 1000))

@@ -66,13 +66,13 @@ class WaitingCalls(Generic[T]):
         """That of a request."""
         return Kind(priority, model, num_tokens > self._short_tokens)
 
-    def check_capacity(self, model: str, least_tokens: int, caller: int) -> None:
-        """Raise QueueFullError if every request of at least `least_tokens` would be refused."""
-        if self._has_lanes and least_tokens <= self._short_tokens:
+    def check_capacity(self, model: str, num_tokens: int, caller: int) -> None:
+        """Raise QueueFullError if every request of at least `num_tokens` would be refused."""
+        if self._has_lanes and num_tokens <= self._short_tokens:
             with suppress(QueueFullError):
-                self._check_room(model, False, least_tokens, caller)
+                self._check_room(model, False, num_tokens, caller)
                 return
-        self._check_room(model, self._has_lanes, least_tokens, caller)
+        self._check_room(model, self._has_lanes, num_tokens, caller)
 
     def put(self, call: T) -> None:
         """Let a request wait. Raises QueueFullError; a caller that has none here may have one."""

@@ -44,15 +44,15 @@ class FairQueue(Generic[T]):
         self._ready: deque[_Caller[T]] = deque()  # with requests and credit; the first one has its turn
         self._spent: deque[_Caller[T]] = deque()  # with requests, and without credit
 
-    def put(self, pending: T) -> None:
+    def put(self, submission: T) -> None:
         """Let a request wait behind its caller's others."""
-        caller = self._callers.get(pending.caller)
+        caller = self._callers.get(submission.caller)
         if caller is None:
-            caller = self._callers[pending.caller] = _Caller(pending.caller, self._quantum)
+            caller = self._callers[submission.caller] = _Caller(submission.caller, self._quantum)
         if not caller.waiting:
             (self._ready if caller.credit > 0 else self._spent).append(caller)
-        caller.waiting.append(pending)
-        caller.num_tokens += pending.left
+        caller.waiting.append(submission)
+        caller.num_tokens += submission.left
         self.num_requests += 1
 
     def head(self) -> T:
@@ -119,11 +119,11 @@ class FairQueue(Generic[T]):
         elif num_requests and len(ready) > 1:
             ready.rotate(-1)
 
-    def remove(self, pending: T) -> None:
+    def remove(self, submission: T) -> None:
         """Forget a request that waits."""
-        caller = self._callers[pending.caller]
-        caller.waiting.remove(pending)
-        caller.num_tokens -= pending.left
+        caller = self._callers[submission.caller]
+        caller.waiting.remove(submission)
+        caller.num_tokens -= submission.left
         self.num_requests -= 1
         if not caller.waiting:
             (self._ready if caller in self._ready else self._spent).remove(caller)
@@ -157,7 +157,7 @@ class FairQueue(Generic[T]):
 
     def all(self) -> list[T]:
         """The requests that wait."""
-        return [pending for caller in self._callers.values() for pending in caller.waiting]
+        return [submission for caller in self._callers.values() for submission in caller.waiting]
 
     def _begin_round(self) -> None:
         for caller in list(self._callers.values()):

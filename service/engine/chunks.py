@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from expertd.service.engine.steps import Chunk, Pending, State
+from expertd.service.engine.steps import Chunk, State, Submission
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.request import LayerRequest, Output
 
@@ -17,28 +17,28 @@ def chunk_size(num_tokens: int, most: int) -> int:
     return min(-(-size // _STEP) * _STEP, most, num_tokens)
 
 
-def begin_chunk(pending: Pending, num_tokens: int) -> Chunk:
+def begin_chunk(submission: Submission, num_tokens: int) -> Chunk:
     """The next tokens of a long request, for a step; the rest still waits."""
-    start = pending.begun
-    pending.begun += num_tokens
-    if pending.begun == pending.request.num_tokens:
-        pending.state = State.STARTED
-    pending.running += 1
-    whole = num_tokens == pending.request.num_tokens
-    request = pending.request if whole else part_of(pending.request, start, num_tokens)
-    return Chunk(pending, request, start)
+    start = submission.begun
+    submission.begun += num_tokens
+    if submission.begun == submission.request.num_tokens:
+        submission.state = State.STARTED
+    submission.running += 1
+    whole = num_tokens == submission.request.num_tokens
+    request = submission.request if whole else part_of(submission.request, start, num_tokens)
+    return Chunk(submission, request, start)
 
 
-def begin_rest(waiting: Sequence[Pending]) -> list[Chunk]:
+def begin_rest(waiting: Sequence[Submission]) -> list[Chunk]:
     """What no step has been given of these requests: all of them, but for long ones."""
     chunks: list[Chunk] = []
-    for pending in waiting:
-        if pending.is_long:
-            chunks.append(begin_chunk(pending, pending.left))
+    for submission in waiting:
+        if submission.is_long:
+            chunks.append(begin_chunk(submission, submission.left))
             continue
-        request = pending.request
-        pending.begun, pending.state = request.num_tokens, State.STARTED
-        chunks.append(Chunk(pending, request))
+        request = submission.request
+        submission.begun, submission.state = request.num_tokens, State.STARTED
+        chunks.append(Chunk(submission, request))
     return chunks
 
 
@@ -47,18 +47,18 @@ def end_chunk(chunk: Chunk, answer: Output | Exception) -> Output | Exception | 
 
     Its state is CANCELLED if the rest must not be computed. For the holder of the queues' lock.
     """
-    pending = chunk.pending
-    pending.running -= 1
+    submission = chunk.submission
+    submission.running -= 1
     if isinstance(answer, Exception):
-        pending.error = pending.error or answer
-    elif chunk.request is pending.request:
+        submission.error = submission.error or answer
+    elif chunk.request is submission.request:
         return answer
-    elif pending.request.output is None:
-        pending.outputs = pending.outputs or {}
-        pending.outputs[chunk.start] = answer
-    if pending.running or (pending.error is None and pending.state is State.WAITING):
+    elif submission.request.output is None:
+        submission.outputs = submission.outputs or {}
+        submission.outputs[chunk.start] = answer
+    if submission.running or (submission.error is None and submission.state is State.WAITING):
         return None
-    return pending.error or pending.request.output or _joined(pending)
+    return submission.error or submission.request.output or _joined(submission)
 
 
 def part_of(request: LayerRequest, start: int, num_tokens: int) -> LayerRequest:
@@ -86,6 +86,6 @@ def part_of(request: LayerRequest, start: int, num_tokens: int) -> LayerRequest:
     )
 
 
-def _joined(pending: Pending) -> Output:
-    assert pending.outputs is not None
-    return b"".join(host_view(output) for _, output in sorted(pending.outputs.items()))
+def _joined(submission: Submission) -> Output:
+    assert submission.outputs is not None
+    return b"".join(host_view(output) for _, output in sorted(submission.outputs.items()))

@@ -1,11 +1,11 @@
-"""When a large step begins beside a running one, so that its bytes travel meanwhile."""
+"""When a large step begins while another one runs, so that its bytes travel meanwhile."""
 
 import math
-import time
+from collections.abc import Callable
 
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.stepping import Stepping
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import Submission
 from expertd.service.memory import is_on_gpu
 from expertd.service.moe.request import LayerRequest
 
@@ -24,27 +24,28 @@ _SMALL_SECONDS = 1.0  # small requests are taken to come for as long after one h
 class EarlySteps:
     """Decides by what is queued and what runs; for the thread that uses the device, but for `note`.
 
-    most  steps at a time: 2, one whose bytes are copied and one that computes; or 3, with the one after it
+    max_running  steps at a time: 2, one whose bytes are copied and one that computes; or 3, with the next one
     """
 
-    most = 2
+    max_running = 2
 
-    def __init__(self, queues: Queues, stepping: Stepping) -> None:
+    def __init__(self, queues: Queues, stepping: Stepping, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._queues, self._stepping = queues, stepping
         self._small_until = -math.inf  # small requests are taken to come
 
-    def note(self, pending: Pending) -> None:
+    def note(self, submission: Submission) -> None:
         """A request has arrived."""
-        if pending.request.num_tokens < _EARLY_TOKENS:
-            self._small_until = pending.arrived + _SMALL_SECONDS
+        if submission.request.num_tokens < _EARLY_TOKENS:
+            self._small_until = submission.arrived + _SMALL_SECONDS
 
     def may_begin(self) -> bool:
-        """Whether the next step may begin beside those that run. The caller holds the queues' lock."""
-        return time.perf_counter() >= self.begins()
+        """Whether the next step may begin while others run. The caller holds the queues' lock."""
+        return self._clock() >= self.begins()
 
     def begins(self) -> float:
         """When the next step may begin, as things are; inf: not yet. The caller holds the queues' lock."""
-        if len(self._stepping.running) == self.most:
+        if len(self._stepping.running) == self.max_running:
             return math.inf
         head = self._queues.large_head(_EARLY_TOKENS)
         return math.inf if head is None else self._begins(head.request)
@@ -52,7 +53,7 @@ class EarlySteps:
     def polled_until(self) -> float:
         """Until when the running step is worth polling, because another may begin; 0: not at all."""
         running = self._stepping.running
-        if len(running) == self.most or running[0].num_tokens < _EARLY_TOKENS:
+        if len(running) == self.max_running or running[0].num_tokens < _EARLY_TOKENS:
             return 0.0  # a small step is over before another is worth beginning
         if len(running) > 1 and self._small_come():
             return 0.0
@@ -60,7 +61,7 @@ class EarlySteps:
         return began + _POLLED_PART * seconds
 
     def _begins(self, request: LayerRequest) -> float:
-        """When a step with this request may begin beside those that run."""
+        """When a step with this request may begin while others run."""
         began, seconds = self._stepping.first_times()
         if len(self._stepping.running) > 1:
             return math.inf if self._small_come() else began + _THIRD_PART * seconds
@@ -73,4 +74,4 @@ class EarlySteps:
 
     def _small_come(self) -> bool:
         """Whether small requests are taken to come: a large step then begins late, to have room for them."""
-        return time.perf_counter() <= self._small_until
+        return self._clock() <= self._small_until

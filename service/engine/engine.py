@@ -1,4 +1,4 @@
-"""The server's life cycle without HTTP: loading, ready, draining, stopped. Owns the scheduler."""
+"""The server's life cycle without HTTP: loading, ready, draining, stopped. Owns the executor."""
 
 import asyncio
 import logging
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     DeviceFailedError,
     DeviceLostError,
+    ExecutorClosedError,
     ModelUnloadedError,
     NotReadyError,
     PartitionsRefusedError,
@@ -26,10 +26,10 @@ from expertd.service.engine.errors import (
     PlacementUnavailableError,
     QueueFullError,
     RoutingUnavailableError,
-    SchedulerClosedError,
 )
+from expertd.service.engine.executor import executor_of, spin_seconds_of
 from expertd.service.engine.idle_memory import give_back_idle
-from expertd.service.engine.lanes import scheduler_of, spin_seconds_of
+from expertd.service.engine.lane import StepLane
 from expertd.service.engine.layers import LoadCancelledError, weights_ids
 from expertd.service.engine.loading import Loaded, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
@@ -41,7 +41,7 @@ from expertd.service.engine.queue_counts import Backlog, QueueCounts
 from expertd.service.engine.repository import Repository
 from expertd.service.engine.shared_memory import SharedMemory
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
-from expertd.service.engine.steps import DEFAULT_PRIORITY, Done, Pending
+from expertd.service.engine.steps import Submission
 from expertd.service.engine.watchdog import Watchdog
 from expertd.service.memory import Arena, RegionUses
 from expertd.service.moe.request import LayerRequest, zero_request
@@ -59,7 +59,7 @@ _SENTENCES = (ValueError, OSError, MemoryError)  # of loading: their texts say w
 
 
 class Phase(Enum):
-    """A server's phase. Requests are accepted when READY, and in DRAINING until the scheduler closes."""
+    """A server's phase. Requests are accepted when READY, and in DRAINING until the executor closes."""
 
     LOADING = "loading"
     READY = "ready"
@@ -75,8 +75,10 @@ class Engine:
         self.instance = secrets.token_hex(8)  # tells this process from those before and after it
         self.phase = Phase.LOADING
         self.models = specs_of(settings)
-        self.scheduler = scheduler_of(settings, metrics)
-        self.repository = Repository(settings, self.scheduler.lanes[0])
+        self.executor = executor_of(settings, metrics)
+        self.submit, self.cancel = self.executor.submit, self.executor.cancel
+        self.check_capacity = self.executor.check_capacity
+        self.repository = Repository(settings, self.executor)
         self.loaded: Loaded | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
         self.shared_memory = SharedMemory(settings.shared_memory)
@@ -91,7 +93,7 @@ class Engine:
         self._failure: str | None = None  # of the device, for good
         about = self._num_steps, self._about, self._streams
         self._profiling = Profiling(
-            self.scheduler, *about, lambda: self.loaded.recordings if self.loaded else None
+            self.executor, *about, lambda: self.loaded.recordings if self.loaded else None
         )
         shapes = {model.name: model.shape for model in settings.models}
         lanes = [lane.name for lane in lanes_of(settings) if lane.name]
@@ -168,35 +170,9 @@ class Engine:
             raise DeviceLostError(f"model {model} is not ready: {lost}")
         self.repository.check(model)
 
-    def check_capacity(self, model: str, caller: int = 0, least_tokens: int = 1) -> None:
-        """Raise QueueFullError or SchedulerClosedError if `caller`'s requests would be refused now.
-
-        least_tokens  that each has at least
-        """
-        self.scheduler.check_capacity(model, least_tokens, caller)
-
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing, and as `check_loaded` if the model was unloaded meanwhile."""
-        self.scheduler.runner(model).validate(request)
-
-    def submit(
-        self,
-        model: str,
-        request: LayerRequest,
-        done: Done,
-        alone: bool = False,
-        priority: int = DEFAULT_PRIORITY,
-        caller: int = 0,
-        timeout: float | None = None,
-    ) -> Pending:
-        """Put a request in its queue; see `Scheduler.submit`."""
-        return self.scheduler.submit(
-            model, request, done, alone=alone, priority=priority, caller=caller, timeout=timeout
-        )
-
-    def cancel(self, pending: Pending, error: Exception) -> bool:
-        """Answer a queued request with `error`; see `Scheduler.cancel`."""
-        return self.scheduler.cancel(pending, error)
+        self.executor.runner(model).validate(request)
 
     def region_uses(self) -> RegionUses | None:
         """The regions of a new request; see `SharedMemory.uses`."""
@@ -204,19 +180,18 @@ class Engine:
 
     def start(self) -> None:
         """Start the worker thread, which then loads the models; returns at once."""
-        sys.setswitchinterval(self.scheduler.switch_seconds)
-        self.scheduler.start()
-        for lane in self.scheduler.lanes:
-            lane.watch_worker(self._give_up)
+        sys.setswitchinterval(self.executor.switch_seconds)
+        self.executor.start()
+        self.executor.watch_workers(self._give_up)
         if self.settings.num_ranks == 1:  # else their group notices
-            self._watchdog = Watchdog(self.scheduler.lanes, self.settings.step_timeout_seconds, self._give_up)
+            self._watchdog = Watchdog(self.executor.lanes, self.settings.step_timeout_seconds, self._give_up)
         self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
 
     def share_counts(self, counts: QueueCounts) -> None:
         """Tell the server's HTTP processes what waits, and count what waits there."""
         self._counts = counts
         numbers = {model: number for number, model in enumerate(self.models)}
-        self.scheduler.tell_changes(lambda model, lane, backlog: counts.set(numbers[model], lane, backlog))
+        self.executor.tell_changes(lambda model, lane, backlog: counts.set(numbers[model], lane, backlog))
 
     async def wait_loaded(self) -> None:
         """Wait until loading has succeeded or failed."""
@@ -236,14 +211,14 @@ class Engine:
         until = time.monotonic() + self.settings.drain_timeout_seconds
         while any(elsewhere.num_requests for elsewhere in self._elsewhere()) and time.monotonic() < until:
             await asyncio.sleep(_LOOK_SECONDS)
-        self.scheduler.poll_sources()
-        self.scheduler.close()
+        self.executor.poll_sources()
+        self.executor.close()
         try:
-            await asyncio.wait_for(self.scheduler.drained(), max(0.0, until - time.monotonic()))
+            await asyncio.wait_for(self.executor.drained(), max(0.0, until - time.monotonic()))
         except TimeoutError:
             text = "requests still unanswered after drain_timeout_seconds: %d, and no longer waited for"
-            logger.error(text, self.scheduler.unanswered)
-            self.scheduler.cancel_all()
+            logger.error(text, self.executor.unanswered)
+            self.executor.cancel_all()
             return False
         return True
 
@@ -251,7 +226,7 @@ class Engine:
         """Stop the worker thread, waiting a few seconds at most for a step or compilation in progress."""
         self.begin_drain()
         self.repository.close()
-        stopped = await asyncio.to_thread(self.scheduler.stop, _STOP_SECONDS)
+        stopped = await asyncio.to_thread(self.executor.stop, _STOP_SECONDS)
         if self._watchdog is not None:
             self._watchdog.stop()
         if stopped and not self.device_failed:
@@ -281,7 +256,7 @@ class Engine:
                 got = all_of(sizes) or "none"
                 expected = f"{name!r}, in which {who}, among them"
                 raise PartitionsRefusedError(f"partitions: expected {expected}, got {got}")
-        await self.scheduler.between_steps(partial(self._replace, partitions, sizes))
+        await self.executor.between_steps(partial(self._replace, partitions, sizes))
 
     async def profile(
         self, steps: int, seconds: float, run: Callable[[], Awaitable[None]] | None = None
@@ -302,7 +277,7 @@ class Engine:
             ranks = self.settings.num_ranks
             raise RoutingUnavailableError(f"routing: expected one rank, got {ranks}")
         async with self._routing:  # one between two steps: many callers must not keep steps waiting
-            return await self.scheduler.between_steps(partial(self.loaded.route, model, request), 0.0)
+            return await self.executor.between_steps(partial(self.loaded.route, model, request), 0.0)
 
     def gpu_metrics(self) -> Iterator[Metric]:
         """Power, clocks and more of the GPUs; not on the event loop, because drivers take time."""
@@ -343,7 +318,7 @@ class Engine:
         assert self.loaded is not None
 
         def cancelled() -> bool:
-            self.scheduler.lanes[0].job_goes_on()  # asked before each layer's graphs are captured
+            self.executor.lanes[0].jobs.goes_on()  # asked before each layer's graphs are captured
             return self.phase is not Phase.READY
 
         try:
@@ -355,7 +330,7 @@ class Engine:
 
     async def _finish_loading(self) -> None:
         try:
-            loaded, arena, ids = await self.scheduler.between_steps(self._load_all, math.inf)
+            loaded, arena, ids = await self.executor.between_steps(self._load_all, math.inf)
             try:
                 await self._begin_serving(loaded, arena, ids)
             except BaseException:
@@ -363,7 +338,7 @@ class Engine:
                 arena.close()
                 await asyncio.to_thread(loaded.close)
                 raise
-        except (LoadCancelledError, SchedulerClosedError):  # by the end of the server
+        except (LoadCancelledError, ExecutorClosedError):  # by the end of the server
             return
         except Exception as error:
             if self.phase is Phase.LOADING:
@@ -372,14 +347,14 @@ class Engine:
 
     async def _begin_serving(self, loaded: Loaded, arena: Arena, ids: dict[str, str]) -> None:
         weights = {model.name: model.weight for model in self.settings.models}
-        for lane, runners in zip(self.scheduler.lanes, loaded.runners_of_lanes, strict=False):
-            lane.set_runners(runners, weights)
-            lane.set_most_running(loaded.most_running)
-            lane.watch_device(loaded.failure, self._give_up)
-            await lane.between_steps(loaded.prepare_thread)
+        self.executor.set_runners(*loaded.runners_of_lanes, weights=weights)
+        self.executor.set_max_running(loaded.most_running)
+        self.executor.watch_device(loaded.failure, self._give_up)
+        for lane in self.executor.lanes:
+            await asyncio.wrap_future(lane.do_between_steps(loaded.prepare_thread))
         loaded.prepare_thread()  # the event loop begins short steps, too
         on_gpu = loaded.register_files is not None or self.settings.devices is not None
-        self.scheduler.set_device(spin_seconds_of(self.settings.channels, on_gpu), on_gpu)
+        self.executor.set_device(spin_seconds_of(self.settings.channels, on_gpu), on_gpu)
         self.loaded, self.arena = loaded, arena
         self._giving_back = asyncio.get_running_loop().create_task(give_back_idle(arena))
         self.repository.start(loaded, ids)
@@ -406,32 +381,32 @@ class Engine:
             return
         logger.critical("%s: this process ends, and has to be started again", why)
         self._failure, self.phase = why, Phase.FAILED
-        self.scheduler.give_up(DeviceFailedError(why))
+        self.executor.give_up(DeviceFailedError(why))
 
     def _failing(self, models: tuple[str, ...]) -> list[str]:
         names = [model for model in models or self.models if self.repository.serves(model)]
-        return [model for model in names if self.scheduler.failures(model) >= _FAILING_STEPS]
+        return [model for model in names if self.executor.failures(model) >= _FAILING_STEPS]
 
     async def _retry(self, model: str) -> None:
         try:
-            for lane in self.scheduler.lanes:
+            for lane in self.executor.lanes:
                 if self.repository.serves(model) and lane.failures(model):
                     await self._try(lane, model)
         finally:
             del self._retries[model]
 
-    async def _try(self, lane: Scheduler, model: str) -> None:
+    async def _try(self, lane: StepLane, model: str) -> None:
         tried = asyncio.Event()
         request = zero_request(1, self.models[model].hidden_size)
-        with suppress(QueueFullError, SchedulerClosedError, ModelUnloadedError, NotReadyError):
-            lane.submit(model, request, lambda _: tried.set())
+        with suppress(QueueFullError, ExecutorClosedError, ModelUnloadedError, NotReadyError):
+            lane.submit(Submission(model, request, lambda _: tried.set()))
             await tried.wait()
 
     def queue_states(self) -> dict[str, QueueState]:
         """What waits for each model; on any thread."""
         states = {}
         for name, elsewhere in zip(self.models, self._elsewhere(), strict=True):
-            state = self.scheduler.queue_state(name)
+            state = self.executor.queue_state(name)
             states[name] = state._replace(
                 num_requests=state.num_requests + elsewhere.num_requests,
                 num_tokens=state.num_tokens + elsewhere.num_tokens,

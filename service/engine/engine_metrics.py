@@ -1,4 +1,4 @@
-"""Metrics of an engine that are read at each scrape, beside those that are counted as things happen."""
+"""Metrics of an engine that are read at each scrape, unlike those that are counted as things happen."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,6 @@ from prometheus_client.core import Metric
 
 from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.engine import Engine
-from expertd.service.engine.lanes import Lanes
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.device import memory_metrics, use_metrics
 from expertd.service.engine.metrics.ranks import placement_metrics
@@ -35,8 +34,8 @@ def _ready_models(engine: Engine) -> dict[str, bool]:
 
 
 def _lane_metrics(engine: Engine) -> Iterator[Metric]:
-    if isinstance(engine.scheduler, Lanes):
-        yield from lane_queue_metrics(engine.scheduler.queue_states(engine.models))
+    if len(engine.executor.lanes) > 1:
+        yield from lane_queue_metrics(engine.executor.queue_states(engine.models))
 
 
 def _use_metrics(engine: Engine) -> Iterator[Metric]:

@@ -76,7 +76,7 @@ class TooManyRequestsError(QueueFullError):
     """The same, where the setting `limits.queue_full_status` is 429."""
 
 
-class SchedulerClosedError(EngineError):
+class ExecutorClosedError(EngineError):
     """The server accepts no more requests."""
 
     reason: Reason = "shutting_down"
@@ -100,7 +100,7 @@ class RequestRefusedError(EngineError):
 
 
 class SomeRefusedError(Exception):
-    """Some requests of a step are invalid, by their places in it; the others can be a step of their own."""
+    """Some requests of a step are invalid, by their indices in it; the others can be a step of their own."""
 
     def __init__(self, refused: Mapping[int, RequestRefusedError]) -> None:
         super().__init__(f"refused: {', '.join(map(str, refused.values()))}")

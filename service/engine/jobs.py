@@ -14,7 +14,7 @@ JOB_SECONDS = 120.0
 
 
 class Jobs:
-    """Those that wait, in their order. Callers of all methods but `goes_on` hold the scheduler's lock.
+    """Those that wait, in their order. Callers of all methods but `goes_on` hold the queues' lock.
 
     in_flight  a number of the one that runs, None: there is none; and the seconds that it may take
     """

@@ -7,13 +7,13 @@ from typing import Any
 _FLOWS = 1 << 40  # numbers of flows, such as that from a launch to its kernel, within one process
 
 
-def of_process(trace: bytes, name: str, place: int, base: int) -> bytes:
+def of_process(trace: bytes, name: str, index: int, base: int) -> bytes:
     """The events of a process for a joint trace, as a list in JSON: named, and with numbers of its own.
 
-    place  of the process among all
+    index  of the process among all
     base   the joint trace's baseTimeNanoseconds, from which its times count
     """
-    return _listed(_events(json.loads(trace), name, place, base))
+    return _listed(_events(json.loads(trace), name, index, base))
 
 
 def joint(own: bytes, name: str, others: Callable[[int], Sequence[bytes]]) -> bytes:
@@ -29,20 +29,20 @@ def joint(own: bytes, name: str, others: Callable[[int], Sequence[bytes]]) -> by
     return json.dumps(head).encode()[:-1] + b', "traceEvents": [\n' + events + b"\n]}"
 
 
-def _events(trace: Mapping[str, Any], name: str, place: int, base: int) -> list[dict[str, Any]]:
+def _events(trace: Mapping[str, Any], name: str, index: int, base: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = trace["traceEvents"]
     later = (trace["baseTimeNanoseconds"] - base) / 1000
     labels = {event["pid"]: event["args"]["labels"] for event in events if event["name"] == "process_labels"}
     used = {event["pid"] for event in events if event["ph"] != "M"}
     kept = {pid for pid, label in labels.items() if pid in used or label == "CPU"}  # else a GPU of others
-    numbers = {pid: 1000 * (place + 1) + number for number, pid in enumerate(sorted(kept))}
+    numbers = {pid: 1000 * (index + 1) + number for number, pid in enumerate(sorted(kept))}
     found = []
     for event in events:
         if (pid := event["pid"]) not in kept:
             continue
         event = {**event, "pid": numbers[pid], "ts": event["ts"] + later}
         if "id" in event:
-            event["id"] += _FLOWS * place
+            event["id"] += _FLOWS * index
         if event["name"] == "process_name":
             event["args"] = {"name": f"{name}: {labels.get(pid, pid)}"}
         elif event["name"] == "process_sort_index":

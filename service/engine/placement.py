@@ -57,7 +57,7 @@ class Placements(Protocol):
     def rebalance(self, models: Sequence[str]) -> "Future[None]":
         """Plan anew from the loads of these models, also pinned ones; done once all has moved.
 
-        Fails with DeviceLostError if a rank is lost, and SchedulerClosedError at shutdown. Raises
+        Fails with DeviceLostError if a rank is lost, and ExecutorClosedError at shutdown. Raises
         DeviceLostError while a rank is missing.
         """
 

@@ -12,6 +12,7 @@ from expertd.service.engine.errors import NotReadyError
 from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.profiling import Recording
+from expertd.service.engine.steps import Submission
 from expertd.service.moe.request import LayerRequest, Output
 from expertd.service.moe.step.batch import FLOATS
 from expertd.service.settings.model import Settings
@@ -74,5 +75,5 @@ async def _step(engine: Engine, model: str, request: LayerRequest) -> None:
         else:
             done.set_result(None)
 
-    engine.submit(model, request, answer)
+    engine.submit(Submission(model, request, answer))
     await done

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from expertd.service.engine.errors import ProfileUnavailableError
+from expertd.service.engine.executor import Executor
 from expertd.service.engine.joint_trace import joint
-from expertd.service.engine.lanes import AnyScheduler
 from expertd.service.engine.recorder import Recorder, check_size, import_profiler
 from expertd.service.settings.lanes import LANES
 
@@ -45,13 +45,13 @@ class Profiling:
 
     def __init__(
         self,
-        scheduler: AnyScheduler,
+        executor: Executor,
         num_steps: Callable[[], int],
         about: Callable[[], dict[str, Any]],
         streams: Callable[[], Iterable[tuple[str, Any]]] = tuple,
         ranks: Callable[[], RankRecordings | None] = lambda: None,
     ) -> None:
-        self._scheduler, self._num_steps, self._about = scheduler, num_steps, about
+        self._executor, self._num_steps, self._about = executor, num_steps, about
         self._streams, self._ranks = streams, ranks
         self._is_running = False
 
@@ -76,7 +76,7 @@ class Profiling:
     async def _record(
         self, steps: int, seconds: float, run: Callable[[], Awaitable[None]] | None
     ) -> Recording:
-        scheduler = self._scheduler  # whose first thread the profiler starts and stops on
+        executor = self._executor  # whose first thread the profiler starts and stops on
         await asyncio.to_thread(import_profiler)
         recorder, ranks = Recorder(), self._ranks()
         num_steps, taken, has_begun = 0, 0.0, False
@@ -99,7 +99,7 @@ class Profiling:
             if ranks is not None:
                 ranks.end()
 
-        begun = scheduler.do_between_steps(begin)
+        begun = executor.do_between_steps(begin)
         try:
             await asyncio.wrap_future(begun)
             first, began = self._num_steps(), time.monotonic()
@@ -112,13 +112,13 @@ class Profiling:
             num_steps, taken = self._num_steps() - first, time.monotonic() - began
         finally:
             begun.cancel()  # unless it runs, or has run: then `end` comes after it, also if nobody waits
-            await asyncio.shield(asyncio.wrap_future(scheduler.do_between_steps(end)))
+            await asyncio.shield(asyncio.wrap_future(executor.do_between_steps(end)))
         trace = await asyncio.to_thread(_trace, recorder, self._threads(), ranks)
         return Recording(trace, num_steps, taken)
 
     def _threads(self) -> dict[int | None, str]:
         """The names of the threads that run steps, by the operating system's numbers."""
-        lanes = self._scheduler.lanes
+        lanes = self._executor.lanes
         names = [f"{name} lane" for name in LANES] if len(lanes) > 1 else ["worker"]
         threads: dict[int | None, str] = {}
         for lane, name in zip(lanes, names, strict=True):  # one thread may run both

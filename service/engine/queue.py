@@ -2,13 +2,14 @@
 
 import math
 from bisect import insort
+from collections.abc import Callable
 from itertools import takewhile
 
 from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk, begin_rest, chunk_size
 from expertd.service.engine.forecast import Arrivals, Forecast
 from expertd.service.engine.queue_counts import Backlog
-from expertd.service.engine.steps import Chunk, Pending, Runner, State
+from expertd.service.engine.steps import Chunk, Runner, State, Submission
 
 
 class Queue:
@@ -24,7 +25,7 @@ class Queue:
     is_closed     its model is being unloaded: it takes no more requests
     """
 
-    def __init__(self, runner: Runner, quantum: int, weight: float = 1.0) -> None:
+    def __init__(self, runner: Runner, quantum: int, weight: float, clock: Callable[[], float]) -> None:
         self.runner = runner
         self.weight = weight
         self.used: dict[int, float] = {}
@@ -34,62 +35,64 @@ class Queue:
         self.step_seconds = 0.0
         self.last_seconds: dict[int, float] = {}
         self.slowest = math.inf
-        self.forecast = Forecast()
-        self._arrivals = Arrivals(), Arrivals()  # of long requests, the second one
+        self.forecast = Forecast(clock)
+        self._arrivals = Arrivals(clock), Arrivals(clock)  # of long requests, the second one
         self.failures = 0
         self.is_closed = False
         self._quantum = quantum
-        self._fair_queues: dict[int, FairQueue[Pending]] = {}
+        self._fair_queues: dict[int, FairQueue[Submission]] = {}
         self._order: list[int] = []  # the keys of those with requests
         self._chunk_is_due = False  # while requests compete: the last step had none
 
-    def put(self, pending: Pending) -> None:
+    def put(self, submission: Submission) -> None:
         """Let a request wait."""
-        key = _key(pending)
+        key = _key(submission)
         fair = self._fair_queues.get(key)
         if fair is None:
             fair = self._fair_queues[key] = FairQueue(self._quantum)
         if not fair.num_requests:
             insort(self._order, key)
-        fair.put(pending)
+        fair.put(submission)
         self.num_requests += 1
-        self.num_tokens += pending.request.num_tokens
-        self._arrivals[pending.is_long].note(pending.request.num_tokens, pending.arrived)
+        self.num_tokens += submission.request.num_tokens
+        self._arrivals[submission.is_long].note(submission.request.num_tokens, submission.arrived)
 
-    def remove(self, pending: Pending) -> None:
+    def remove(self, submission: Submission) -> None:
         """Forget what is left of a request."""
-        key = _key(pending)
+        key = _key(submission)
         fair = self._fair_queues[key]
-        fair.remove(pending)
+        fair.remove(submission)
         if not fair.num_requests:
             self._order.remove(key)
         self.num_requests -= 1
-        self.num_tokens -= pending.left
+        self.num_tokens -= submission.left
 
-    def all(self) -> list[Pending]:
+    def all(self) -> list[Submission]:
         """The requests that wait."""
-        return [pending for key in self._order for pending in self._fair_queues[key].all()]
+        return [submission for key in self._order for submission in self._fair_queues[key].all()]
 
     def has(self, caller: int) -> bool:
         """Whether a request of `caller` waits."""
         return any(self._fair_queues[key].has(caller) for key in self._order.copy())
 
-    def tokens_before(self, pending: Pending) -> int:
+    def tokens_before(self, submission: Submission) -> int:
         """About how many tokens are computed before a new request, but for chunks that take turns with it."""
-        queues = (self._fair_queues[key] for key in self._order if key <= _key(pending))
-        return sum(queue.tokens_before(pending.caller) for queue in queues)
+        queues = (self._fair_queues[key] for key in self._order if key <= _key(submission))
+        return sum(queue.tokens_before(submission.caller) for queue in queues)
 
-    def until_end(self, pending: Pending, room: int, most: int, joins: bool, wait: float = 0.0) -> float:
+    def until_end(
+        self, submission: Submission, room: int, most: int, joins: bool, wait: float = 0.0
+    ) -> float:
         """Seconds, after `wait`, until a new request is likely done; the others as for `take`."""
-        before = self.tokens_before(pending)
-        num_tokens = before + pending.request.num_tokens
+        before = self.tokens_before(submission)
+        num_tokens = before + submission.request.num_tokens
         arriving = self._arrivals[False].per_second
         keys = takewhile(lambda key: not (most and key & 1), self._order)
         behind = max(0, sum(self._fair_queues[key].num_tokens for key in keys) - before)
-        if pending.is_long:
+        if submission.is_long:
             arriving += self._arrivals[True].per_second
-        elif most and (_key(pending) | 1) in self._order:
-            chunk = min(most, self._fair_queues[_key(pending) | 1].num_tokens)
+        elif most and (_key(submission) | 1) in self._order:
+            chunk = min(most, self._fair_queues[_key(submission) | 1].num_tokens)
             if joins:
                 num_tokens += math.ceil(num_tokens / (room - min(most, room // 2))) * chunk
             else:
@@ -106,7 +109,7 @@ class Queue:
         """Of the most urgent request; there must be one."""
         return self._order[0] >> 1
 
-    def head(self) -> Pending:
+    def head(self) -> Submission:
         """The next request; there must be one."""
         return self._fair_queues[self._order[0]].head()
 
@@ -122,11 +125,11 @@ class Queue:
             return begin_rest(fair.take_whole(room, True)[0])
         step: list[Chunk] = []
         others = self._order.copy()
-        place = next((place for place, key in enumerate(others) if key & 1), -1) if most else -1
-        if place < 0:
+        index = next((index for index, key in enumerate(others) if key & 1), -1) if most else -1
+        if index < 0:
             self._fill(others, room, step)
         else:
-            others, key = others[:place], others[place]
+            others, key = others[:index], others[index]
             equal = [other for other in others if other | 1 == key]
             due = not others or (self._chunk_is_due and others == equal)
             self._chunk_is_due = not due
@@ -139,12 +142,12 @@ class Queue:
             if due and room > 0:
                 fair = self._fair_queues[key]
                 self.num_chunks += 1
-                pending = fair.head()
-                num_tokens = min(chunk_size(pending.left, most), room)
+                submission = fair.head()
+                num_tokens = min(chunk_size(submission.left, most), room)
                 fair.take(num_tokens)
-                step.append(begin_chunk(pending, num_tokens))
+                step.append(begin_chunk(submission, num_tokens))
                 self.num_tokens -= num_tokens
-                self.num_requests -= pending.state is State.STARTED
+                self.num_requests -= submission.state is State.STARTED
         self._order = [key for key in self._order if self._fair_queues[key].num_requests]
         return step
 
@@ -172,6 +175,6 @@ class Queue:
         self.slowest = max(self.last_seconds.values())
 
 
-def _key(pending: Pending) -> int:
+def _key(submission: Submission) -> int:
     """Fair queues in the order of their keys: by priority, long requests behind the others."""
-    return 2 * pending.priority + pending.is_long
+    return 2 * submission.priority + submission.is_long

@@ -41,20 +41,20 @@ class QueueCounts:
 
     def set(self, model: int, lane: int, backlog: Backlog) -> None:
         """Say what waits in this process for a model, by its number."""
-        place = self._place(model, lane)
+        index = self._index(model, lane)
         for field, value in enumerate(backlog):
-            self._cells[place + field] = value
+            self._cells[index + field] = value
 
     def add(self, model: int, lane: int, requests: int, tokens: int) -> None:
         """Add to what waits in this process."""
-        place = self._place(model, lane)
-        self._cells[place] += requests
-        self._cells[place + 1] += tokens
+        index = self._index(model, lane)
+        self._cells[index] += requests
+        self._cells[index + 1] += tokens
 
     def clear(self) -> None:
         """Nothing waits in this process any more: it has ended."""
-        for place in range(self._row * self._stride, (self._row + 1) * self._stride):
-            self._cells[place] = 0.0
+        for index in range(self._row * self._stride, (self._row + 1) * self._stride):
+            self._cells[index] = 0.0
 
     def total(self, model: int, lane: int) -> Backlog:
         """What waits on a lane, in all processes."""
@@ -73,10 +73,10 @@ class QueueCounts:
         return Backlog(int(requests), int(tokens))
 
     def _first(self, model: int, lane: int) -> int:
-        """The place in row 0."""
+        """The index in row 0."""
         return (model * _LANES + lane) * _FIELDS
 
-    def _place(self, model: int, lane: int) -> int:
+    def _index(self, model: int, lane: int) -> int:
         return self._row * self._stride + self._first(model, lane)
 
 

@@ -9,16 +9,16 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     EngineError,
+    ExecutorClosedError,
     LoadFailedError,
     ModelUnloadedError,
     NotReadyError,
     RepositoryRefusedError,
     RepositoryUnavailableError,
-    SchedulerClosedError,
 )
+from expertd.service.engine.executor import Executor
 from expertd.service.engine.layers import LoadCancelledError, weights_ids
 from expertd.service.engine.loading import Loaded, Models
 from expertd.service.engine.steps import Runner
@@ -46,11 +46,11 @@ class Repository:
     weights_ids  the identities of the weights of the models that have been loaded
     """
 
-    def __init__(self, settings: Settings, scheduler: Scheduler) -> None:
+    def __init__(self, settings: Settings, executor: Executor) -> None:
         self.on_unload: Callable[[str], None] = lambda name: None
         self.weights_ids: dict[str, str] = {}
         self._settings = settings
-        self._scheduler = scheduler
+        self._executor = executor
         self._models = {model.name: model for model in settings.models}
         self._states = {name: READY if model.load else _UNLOADED for name, model in self._models.items()}
         self._loaded: Loaded | None = None
@@ -58,14 +58,14 @@ class Repository:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._reader: threading.Thread | None = None
-        scheduler.explain_missing(self._why_missing)
+        executor.explain_missing(self._why_missing)
 
     def start(self, loaded: Loaded, weights_ids: dict[str, str]) -> None:
         """The models that are loaded at start-up are there, with these identities."""
         self._loaded, self.weights_ids = loaded, weights_ids
 
     def close(self) -> None:
-        """End what is going on: callers get SchedulerClosedError."""
+        """End what is going on: callers get ExecutorClosedError."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -102,7 +102,7 @@ class Repository:
         """Load a configured model; returns when it is ready, at once if it was.
 
         Raises NotReadyError during start-up, RepositoryUnavailableError with several ranks or lanes,
-        RepositoryRefusedError without memory for it, LoadFailedError, and SchedulerClosedError.
+        RepositoryRefusedError without memory for it, LoadFailedError, and ExecutorClosedError.
         """
         await self._run(self._load(self._models[name]))
 
@@ -128,12 +128,12 @@ class Repository:
             await asyncio.shield(task)  # a caller that no longer waits must not end the work
         except asyncio.CancelledError:
             if task.cancelled():
-                raise SchedulerClosedError("the server is shutting down") from None
+                raise ExecutorClosedError("the server is shutting down") from None
             raise
 
     def _check_possible(self) -> Models:
         if self._is_closed:
-            raise SchedulerClosedError("the server is shutting down")
+            raise ExecutorClosedError("the server is shutting down")
         if self._loaded is None:
             raise NotReadyError("the server is loading")
         if self._loaded.models is None:
@@ -151,13 +151,13 @@ class Repository:
             work.close()
 
     async def _load(self, model: ModelSettings) -> None:
-        name, models, scheduler = model.name, self._check_possible(), self._scheduler
+        name, models, executor = model.name, self._check_possible(), self._executor
         if self.serves(name):
             return
         began, refusal = time.perf_counter(), None
         state, self._states[name] = self._states[name], ModelState("LOADING")
         try:
-            scheduler.add_runner(name, await self._made(models, model), model.weight)
+            executor.add_runner(name, await self._made(models, model), model.weight)
             state = READY
         except Exception as error:
             refusal = _refusal(name, error)
@@ -166,14 +166,14 @@ class Repository:
         finally:
             self._states[name] = state
         if refusal is not None:  # outside the handler, whose error refers to the layer
-            await scheduler.between_steps(models.collect)
+            await executor.between_steps(models.collect)
             raise refusal
         logger.info("loaded model %s in %.1f s", name, time.perf_counter() - began)
 
     async def _made(self, models: Models, model: ModelSettings) -> Runner:
-        await self._scheduler.between_steps(partial(models.check_memory, model))
+        await self._executor.between_steps(partial(models.check_memory, model))
         layer = await self._read(models, model)
-        return await self._scheduler.between_steps(partial(models.add, model, layer))
+        return await self._executor.between_steps(partial(models.add, model, layer))
 
     async def _read(self, models: Models, model: ModelSettings) -> Any:
         """The layer, read by a thread of its own that does not keep the process from ending."""
@@ -194,25 +194,25 @@ class Repository:
         return await asyncio.wrap_future(done)
 
     async def _unload(self, name: str) -> None:
-        models, scheduler = self._check_possible(), self._scheduler
+        models, executor = self._check_possible(), self._executor
         if not self.serves(name):
             self._states[name] = _UNLOADED  # it may have failed to load
             return
         self._states[name] = ModelState("UNLOADING")
-        scheduler.refuse_new(name)
+        executor.refuse_new(name)
         until = time.monotonic() + self._settings.drain_timeout_seconds
         try:
-            while not await scheduler.between_steps(partial(self._remove, models, name)):
+            while not await executor.between_steps(partial(self._remove, models, name)):
                 if time.monotonic() > until:
-                    scheduler.cancel_all(name)
+                    executor.cancel_all(name)
         finally:
             self._states[name] = _UNLOADED
-        await scheduler.between_steps(models.collect)
+        await executor.between_steps(models.collect)
         logger.info("unloaded model %s", name)
 
     def _remove(self, models: Models, name: str) -> bool:
         """Forget the model, on the worker thread; False while requests wait for it."""
-        if not self._scheduler.remove_runner(name):
+        if not self._executor.remove_runner(name):
             return False
         self.on_unload(name)
         models.remove(name)
@@ -222,7 +222,7 @@ class Repository:
 def _refusal(name: str, error: Exception) -> EngineError:
     """The error that the caller gets when loading fails; the log has the details."""
     if isinstance(error, LoadCancelledError):
-        return SchedulerClosedError("the server is shutting down")
+        return ExecutorClosedError("the server is shutting down")
     is_sentence = isinstance(error, (ValueError, OSError, MemoryError))
     logger.error("loading model %s failed: %s", name, str(error), exc_info=None if is_sentence else error)
     if isinstance(error, MemoryError):

@@ -2,15 +2,14 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable
 
-from expertd.service.engine.delivery import Delivery
-from expertd.service.engine.lookout import SHORT_SECONDS
+from expertd.service.engine.completions import Completions
+from expertd.service.engine.long_steps import SHORT_SECONDS
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.stepping import Stepping
-from expertd.service.engine.steps import Chunk, Pending
+from expertd.service.engine.steps import Chunk, Submission
 
 # A step here may take longer than is likely, and meanwhile no timeout can be answered.
 _LEAST_TIMEOUT_SECONDS = 50 * SHORT_SECONDS
@@ -21,8 +20,8 @@ _AWAKE_SECONDS = 0.2e-3
 class ShortSteps:
     """Runs steps of one request each.
 
-    turn      of the thread that uses the device
-    take      takes a request's step, and `turn`; None: it is for the worker thread
+    device    held by the thread that uses the device
+    take      takes a request's step, and `device`; None: it is for the worker thread
     is_quiet  whether nothing waits or runs
     """
 
@@ -30,12 +29,14 @@ class ShortSteps:
         self,
         queues: Queues,
         stepping: Stepping,
-        delivery: Delivery,
-        turn: threading.Lock,
-        take: Callable[[Pending], Chunk | None],
+        completions: Completions,
+        device: threading.Lock,
+        take: Callable[[Submission], Chunk | None],
         is_quiet: Callable[[], bool],
+        clock: Callable[[], float],
     ) -> None:
-        self._queues, self._stepping, self._delivery, self._turn = queues, stepping, delivery, turn
+        self._clock = clock
+        self._queues, self._stepping, self._completions, self._device = queues, stepping, completions, device
         self._take, self._is_quiet = take, is_quiet
         self._ended = -math.inf  # when the last step was answered
         self._stays_awake = False  # after the next one
@@ -46,38 +47,38 @@ class ShortSteps:
             return False
         return 0.0 < queue.likely_seconds(queue.num_tokens) <= SHORT_SECONDS
 
-    def run_soon(self, pending: Pending) -> None:
+    def run_soon(self, submission: Submission) -> None:
         """Run a request's step after all that has arrived on the event loop."""
-        self._stays_awake = pending.arrived - self._ended < _AWAKE_SECONDS
-        self._delivery.loop.call_soon(self._run, pending)
+        self._stays_awake = submission.arrived - self._ended < _AWAKE_SECONDS
+        self._completions.loop.call_soon(self._run, submission)
 
-    def _run(self, pending: Pending) -> None:
-        chunk = self._take(pending)
+    def _run(self, submission: Submission) -> None:
+        chunk = self._take(submission)
         if chunk is None:
             return
         try:
             self._stepping.run_here(chunk)
         finally:
-            self._turn.release()
+            self._device.release()
         self._queues.just_ended = False  # what has arrived meanwhile did not come from sources
-        self._ended = time.perf_counter()
+        self._ended = self._clock()
         if self._stays_awake:
             self._stay_awake()
-        if not (self._stays_awake and self._delivery.leaves_reports):
-            self._delivery.flush_here()
+        if not (self._stays_awake and self._completions.leaves_reports):
+            self._completions.flush_here()
 
     def _stay_awake(self) -> None:
         """Keep the event loop from sleeping for a moment: waking it would take about 0.05 ms.
 
         On a GPU, reports wait, too: they would be in the way of the caller's next request.
         """
-        loop = self._delivery.loop
-        if self._is_quiet() and time.perf_counter() - self._ended < _AWAKE_SECONDS:
+        loop = self._completions.loop
+        if self._is_quiet() and self._clock() - self._ended < _AWAKE_SECONDS:
             loop.call_soon(self._stay_awake)
-        elif self._delivery.leaves_reports:
+        elif self._completions.leaves_reports:
             loop.call_soon(self._flush, self._ended)  # behind the next request's step
 
     def _flush(self, ended: float) -> None:
         """Have reports called, unless another step has run here, which has called them."""
         if ended == self._ended:
-            self._delivery.flush_here()
+            self._completions.flush_here()

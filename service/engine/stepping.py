@@ -1,7 +1,6 @@
 """Begins steps on the device, and answers their requests."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
-from expertd.service.engine.delivery import Answer, Delivery
+from expertd.service.engine.completions import Answer, Completions
 from expertd.service.engine.errors import (
     DeviceFailedError,
     DeviceLostError,
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 # begins up to this part of the last one's time later, so that it has all of them.
 _REJOIN_PART = 0.02
 _MAX_REJOIN_SECONDS = 100e-6
-_MOST_CHORES = 8  # put off while steps follow each other with the device idle in between
+_MAX_DEFERRED = 8  # put off while steps follow each other with the device idle in between
 
 
 @dataclass(slots=True)  # not frozen: that takes longer
@@ -54,48 +53,55 @@ class Stepping:
     failure       says why the device has failed, or None; asked after a failed step
     on_failure    is called with that on the event loop
     answered      when the last step's requests were
-    chores        what may wait until the next step runs, or until there is none: the next request of a caller
+    deferred      what may wait until the next step runs, or until there is none: the next request of a caller
                   that has its answer comes within microseconds
     """
 
-    def __init__(self, queues: Queues, delivery: Delivery, observer: StepObserver) -> None:
+    def __init__(
+        self,
+        queues: Queues,
+        completions: Completions,
+        observer: StepObserver,
+        clock: Callable[[], float],
+    ) -> None:
+        self._clock = clock
         self.running: deque[Running] = deque()
         self.progress = 0
         self.in_step: list[Chunk] | None = None
         self._held_back: list[list[Chunk]] = []
         self._began = 0.0  # when that began
         self.answered = 0.0
-        self.chores: deque[Callable[[], None]] = deque()
+        self.deferred: deque[Callable[[], None]] = deque()
         self.failure: Callable[[], str | None] = lambda: None
         self.on_failure: Callable[[str], None] = lambda why: None
         self.returning = 0
         self.rejoin_until = 0.0
         self._queues = queues
-        self._delivery = delivery
+        self._completions = completions
         self._observer = observer
 
     def take(self, chunks: list[Chunk]) -> None:
         """Count `chunks` as in flight from now on: they are in no queue any more."""
-        self._began, self.in_step = time.perf_counter(), chunks
+        self._began, self.in_step = self._clock(), chunks
 
     def begin(self, chunks: list[Chunk]) -> None:
         """Begin a step. One that is done at once is finished, too."""
-        began = time.perf_counter()
+        began = self._clock()
         direct = True
         for chunk in chunks:
-            pending = chunk.pending
-            if pending.began is None:
-                pending.began = began
-            direct = direct and pending.on_worker and pending.request.output is not None
+            submission = chunk.submission
+            if submission.began is None:
+                submission.began = began
+            direct = direct and submission.on_worker and submission.request.output is not None
         self.progress += 1
         self._began, self.in_step = began, chunks
         try:
-            queue = self._queues[chunks[0].pending.model]
+            queue = self._queues[chunks[0].submission.model]
             step = queue.runner.begin([chunk.request for chunk in chunks])
         except SomeRefusedError as error:
-            for place, refusal in error.refused.items():
-                self._refuse([chunks[place]], refusal)
-            others = [chunk for place, chunk in enumerate(chunks) if place not in error.refused]
+            for index, refusal in error.refused.items():
+                self._refuse([chunks[index]], refusal)
+            others = [chunk for index, chunk in enumerate(chunks) if index not in error.refused]
             self.in_step = others or None
             if others:
                 self.begin(others)
@@ -110,19 +116,19 @@ class Stepping:
         running = Running(queue, chunks, num_tokens_of(chunks), step, began, direct)
         if step.is_done() and not self.running:
             self._finish(running)
-            if len(self.chores) > _MOST_CHORES:
-                self.do_chores()
+            if len(self.deferred) > _MAX_DEFERRED:
+                self.do_deferred()
             return
         self.running.append(running)
         self.in_step = None  # only now: `unfinished` must not miss it
-        self.do_chores()  # while the device computes
-        if not self._delivery.leaves_reports:
-            self._delivery.flush()
+        self.do_deferred()  # while the device computes
+        if not self._completions.leaves_reports:
+            self._completions.flush()
 
-    def do_chores(self) -> None:
+    def do_deferred(self) -> None:
         """Do all that may wait."""
-        while self.chores:
-            self.chores.popleft()()
+        while self.deferred:
+            self.deferred.popleft()()
 
     def finish_first(self) -> None:
         """Wait for the step that began first, and answer its requests."""
@@ -136,15 +142,15 @@ class Stepping:
 
         What was reported before is called while a device computes the step.
         """
-        pending = chunk.pending
-        pending.began = began = time.perf_counter()
+        submission = chunk.submission
+        submission.began = began = self._clock()
         self.progress += 1
         self._began, self.in_step = began, [chunk]
         try:
-            queue = self._queues[pending.model]
+            queue = self._queues[submission.model]
             step = queue.runner.begin([chunk.request])
-            if self._delivery.leaves_reports:
-                self._delivery.report_until(step.is_done)
+            if self._completions.leaves_reports:
+                self._completions.report_until(step.is_done)
             result = step.finish()
         except SomeRefusedError as error:
             self._refuse([chunk], error.refused[0])
@@ -155,7 +161,7 @@ class Stepping:
         finally:
             self.in_step = None
         running = Running(queue, [chunk], chunk.request.num_tokens, step, began, False)
-        self._delivery.answer(
+        self._completions.answer(
             self._answers(running, result.outputs, result.compute_seconds, result.num_tokens)
         )
         self._mark_answered(running)
@@ -181,9 +187,9 @@ class Stepping:
         steps += [(step.began, step.chunks) for step in running if step.chunks is not in_step]
         end = 0.0
         for began, chunks in sorted(steps, key=itemgetter(0)):
-            forecast = self._queues[chunks[0].pending.model].forecast
+            forecast = self._queues[chunks[0].submission.model].forecast
             end = max(end, began) + forecast.step(num_tokens_of(chunks))
-        return max(0.0, end - time.perf_counter())
+        return max(0.0, end - self._clock())
 
     def first_times(self) -> tuple[float, float]:
         """When the device began the first step in flight, and the seconds it likely takes; 0: unknown."""
@@ -193,7 +199,7 @@ class Stepping:
     def refuse_late(self, chunks: Sequence[Chunk]) -> None:
         """Answer requests whose outputs would come too late."""
         for chunk in chunks:
-            given = round(1e6 * (chunk.pending.deadline - chunk.pending.arrived))
+            given = round(1e6 * (chunk.submission.deadline - chunk.submission.arrived))
             text = f"the request's timeout of {given} microseconds expires before its step would end"
             self._refuse([chunk], QueueTimeoutError(text))
 
@@ -233,14 +239,14 @@ class Stepping:
         direct = [pair for pair in answers if pair[0].on_worker]
         self._expect_callers(len(direct), result.compute_seconds)
         self._leave_step()
-        for pending, answer in direct:
-            pending.done(answer)
+        for submission, answer in direct:
+            submission.done(answer)
         self._mark_answered(running)
         self._forecast(running)
         self._note(running, result)
         if direct:
-            self._delivery.answered(len(direct))
-        self._delivery.deliver_soon([pair for pair in answers if not pair[0].on_worker])
+            self._completions.answered(len(direct))
+        self._completions.deliver_soon([pair for pair in answers if not pair[0].on_worker])
 
     def _finish_directly(self, running: Running) -> None:
         """Answer sources' requests before anything else: their callers send the next ones at once."""
@@ -253,10 +259,10 @@ class Stepping:
         answers = self._answers(running, outputs, took)
         self._expect_callers(len(answers), took)
         self._leave_step()
-        for pending, answer in answers:
-            pending.done(answer)
+        for submission, answer in answers:
+            submission.done(answer)
         self._mark_answered(running)
-        self.chores.append(partial(self._complete, running, len(answers)))
+        self.deferred.append(partial(self._complete, running, len(answers)))
 
     def _leave_step(self) -> None:
         """The requests of the step are being answered: from now on, `give_up` no longer answers them."""
@@ -266,7 +272,7 @@ class Stepping:
     def _complete(self, running: Running, num_answers: int) -> None:
         self._forecast(running)
         self._note(running, running.step.finish())
-        self._delivery.answered(num_answers)
+        self._completions.answered(num_answers)
 
     def _answers(
         self, running: Running, outputs: Sequence[Output], step_seconds: float, num_tokens: int = 0
@@ -279,24 +285,24 @@ class Stepping:
         running.queue.failures = 0
         answers: list[Answer] = []
         for chunk, output in pairs:
-            pending = chunk.pending
+            submission = chunk.submission
             if not chunk.start:
-                pending.began = running.began
-            pending.compute_seconds += step_seconds
-            pending.step_tokens = num_tokens
-            answer = self._queues.end(chunk, output) if pending.is_long else output
+                submission.began = running.began
+            submission.compute_seconds += step_seconds
+            submission.step_tokens = num_tokens
+            answer = self._queues.end(chunk, output) if submission.is_long else output
             if answer is not None:
-                answers.append((pending, answer))
+                answers.append((submission, answer))
         return answers
 
     def _expect_callers(self, count: int, step_seconds: float) -> None:
         self.returning = count
         if count:
-            self.rejoin_until = time.perf_counter() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
+            self.rejoin_until = self._clock() + min(_REJOIN_PART * step_seconds, _MAX_REJOIN_SECONDS)
 
     def _mark_answered(self, running: Running) -> None:
         """Keep when a step was answered: until then, the device was not there for later ones."""
-        self.answered = time.perf_counter()
+        self.answered = self._clock()
         running.lasted = self.answered - running.began
         for later in self.running:
             later.began = self.answered
@@ -307,28 +313,28 @@ class Stepping:
 
     def _note(self, running: Running, result: StepResult) -> None:
         """Keep what a step took, for the next ones and for metrics."""
-        model = running.chunks[0].pending.model
+        model = running.chunks[0].submission.model
         running.queue.note(running.num_tokens, result.compute_seconds)
         # A request in chunks counts in its first step.
-        waited = [running.began - chunk.pending.arrived for chunk in running.chunks if not chunk.start]
-        self._delivery.report_later(partial(self._observer.step_done, model, result, waited))
+        waited = [running.began - chunk.submission.arrived for chunk in running.chunks if not chunk.start]
+        self._completions.report_later(partial(self._observer.step_done, model, result, waited))
 
     def _failed(self, chunks: list[Chunk], error: Exception) -> None:
         if (why := self.failure()) is not None:
             error = DeviceFailedError(f"the device has failed: {why}")
-            self._delivery.loop.call_soon_threadsafe(self.on_failure, str(error))
+            self._completions.loop.call_soon_threadsafe(self.on_failure, str(error))
         if isinstance(error, DeviceLostError):
             self._refuse(chunks, error)
             return
-        model = chunks[0].pending.model
+        model = chunks[0].submission.model
         self._queues[model].failures += 1
         logger.error("step of model %s with %d requests failed", model, len(chunks), exc_info=error)
-        self._delivery.report_later(partial(self._observer.step_failed, model, len(chunks)))
-        self._delivery.flush()
+        self._completions.report_later(partial(self._observer.step_failed, model, len(chunks)))
+        self._completions.flush()
         if len(chunks) > 1:
             # One request may have caused it: retry each alone.
-            for place, chunk in enumerate(chunks, 1):
-                with self._held(chunks[place:]):
+            for index, chunk in enumerate(chunks, 1):
+                with self._held(chunks[index:]):
                     self.begin([chunk])
                     self._finish_all()
             return
@@ -342,12 +348,12 @@ class Stepping:
         for chunk in chunks:
             answer = self._queues.end(chunk, error)
             if answer is not None:
-                answers.append((chunk.pending, answer))
+                answers.append((chunk.submission, answer))
         direct = [pair for pair in answers if pair[0].on_worker]
         with self._queues.lock:  # `give_up` may answer them, too
-            calls = [(pending.take_done(), refusal) for pending, refusal in direct]
+            calls = [(submission.take_done(), refusal) for submission, refusal in direct]
         for done, refusal in calls:
             done(refusal)
         if direct:
-            self._delivery.answered(len(direct))
-        self._delivery.deliver_soon([pair for pair in answers if not pair[0].on_worker])
+            self._completions.answered(len(direct))
+        self._completions.deliver_soon([pair for pair in answers if not pair[0].on_worker])

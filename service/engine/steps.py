@@ -1,7 +1,6 @@
-"""What the scheduler runs and whom it serves: requests that are pending, steps, runners, observers."""
+"""What the executor runs and whom it serves: submissions, steps, runners, observers."""
 
 import math
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,20 +74,30 @@ class StepTimes(NamedTuple):
     tokens: int
 
 
-class Pending:
-    """An accepted request, until its `done` is called; `compute_seconds` is set before.
+class Submission:
+    """A request to the executor, until its `done` is called; `compute_seconds` is set before.
 
-    caller   the number of who sent it, `caller_number`; callers share a queue fairly
-    lane     the number of the lane whose queue it is in
+    `done` is called on the event loop, or directly on the worker thread: then it must return soon, because
+    the next step waits for it. It must not raise.
+
+    on_worker  whether it is called on the worker thread
+    alone      the event loop has no other requests at present: if nothing else runs and the step is likely to
+               be short, it runs there, after all that has arrived there; not with a short timeout
+    priority   1 to 255; lower ones are computed first
+    caller     the number of who sent it, `caller_number`; callers share a queue fairly
+    timeout    seconds after which the output is of no use: if that is likely, it is not computed
+    arrived    when it was accepted, as `deadline` by the executor's clock
+    lane       the number of the lane whose queue it is in
     has_ample_time  its deadline was far away when it arrived: see `Queues`
     is_long  longer than a chunk: it may be computed in several steps
-    deadline when its output is of no use any more, by time.perf_counter
+    deadline when its output is of no use any more
     begun    its tokens that steps have been given; running: steps that compute some of them
     outputs  of the chunks that are computed, by their first token
     error    what it is answered with once no step computes a part of it
     """
 
     __slots__ = (
+        "alone",
         "arrived",
         "began",
         "begun",
@@ -108,6 +117,7 @@ class Pending:
         "running",
         "state",
         "step_tokens",
+        "timeout",
     )
 
     def __init__(
@@ -115,21 +125,24 @@ class Pending:
         model: str,
         request: LayerRequest,
         done: Done,
-        on_worker: bool,
+        *,
+        on_worker: bool = False,
+        alone: bool = False,
         priority: int = DEFAULT_PRIORITY,
         caller: int = 0,
-        lane: int = 0,
         timeout: float | None = None,
     ) -> None:
         self.model = model
-        self.lane = lane
+        self.lane = 0
+        self.alone = alone
+        self.timeout = timeout
         self.priority = priority
         self.caller = caller
         self.request = request
         self.done = done
         self.on_worker = on_worker
-        self.arrived = time.perf_counter()
-        self.deadline = math.inf if timeout is None else self.arrived + timeout
+        self.arrived = 0.0
+        self.deadline = math.inf
         self.began: float | None = None  # as in `StepTimes`
         self.compute_seconds = 0.0  # of its steps
         self.step_tokens = 0  # of the last of them, others' tokens included; 0: unknown
@@ -140,6 +153,12 @@ class Pending:
         self.running = 0
         self.outputs: dict[int, Output] | None = None
         self.error: Exception | None = None
+
+    def accept(self, now: float, lane: int = 0) -> None:
+        """It has arrived, for a lane."""
+        self.arrived, self.lane = now, lane
+        if self.timeout is not None:
+            self.deadline = now + self.timeout
 
     def take_done(self) -> Done:
         """What the answer is to be given to, once.
@@ -156,12 +175,11 @@ class Pending:
         ended = now if began is None or self.is_long or not took else min(now, began + took)
         return StepTimes(self.arrived, began, ended, self.step_tokens)
 
-    @property
-    def still_has_ample_time(self) -> bool:
+    def still_has_ample_time(self, now: float) -> bool:
         """Whether it had far more time than it needs when it arrived, and has half of that left at least."""
         if not self.has_ample_time:
             return False
-        return time.perf_counter() - self.arrived < 0.5 * (self.deadline - self.arrived)
+        return now - self.arrived < 0.5 * (self.deadline - self.arrived)
 
     @property
     def left(self) -> int:
@@ -173,7 +191,7 @@ class Pending:
 class Chunk:
     """What a step computes of a request, from the token `start` on: in most cases, all of it."""
 
-    pending: Pending
+    submission: Submission
     request: LayerRequest
     start: int = 0
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.lane import StepLane
 from expertd.service.engine.step_time import StepTime
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def limit_of(most_seconds: float, likely_seconds: float) -> float:
 
 
 class Watchdog:
-    """Looks at the steps of schedulers, and at jobs between them, on a thread of its own, until `stop`.
+    """Looks at the steps of lanes, and at jobs between them, on a thread of its own, until `stop`.
 
     most_seconds  that any step may take; a job may take as long, or what it says if that is more
     on_hang       is called with a sentence, once, on the event loop, which logs it; if that hangs, too, the
@@ -33,7 +33,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, lanes: Sequence[Scheduler], most_seconds: float, on_hang: Callable[[str], None]
+        self, lanes: Sequence[StepLane], most_seconds: float, on_hang: Callable[[str], None]
     ) -> None:
         self._lanes, self._most = lanes, most_seconds
         self._on_hang = on_hang
@@ -57,7 +57,7 @@ class Watchdog:
         job = StepTime("the device", self._most, what="what runs between two steps")
         return StepTime("the device", self._most), job
 
-    def _look(self, lane: Scheduler, time_of_step: StepTime, time_of_job: StepTime) -> str | None:
+    def _look(self, lane: StepLane, time_of_step: StepTime, time_of_job: StepTime) -> str | None:
         progress, likely = lane.step_in_flight()
         number, may_take = lane.job_in_flight()
         late = time_of_step.why_late(progress, limit_of(self._most, likely))

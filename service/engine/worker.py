@@ -25,7 +25,7 @@ _SET_TIMER_SLACK = 29  # of prctl
 
 
 class Work(Protocol):
-    """What a thread does for a lane: a `LaneWork`. It never waits, but in `finish_next`."""
+    """What a thread does for a lane: a `StepLane`. It never waits, but in `finish_next`."""
 
     @property
     def is_asleep(self) -> bool: ...
@@ -135,7 +135,7 @@ class Worker:
     def _wait(self) -> bool:
         """Wait for a wake-up or a source: awake for a short time, then asleep.
 
-        False if there was none, but work of the second lane, which may have left chores.
+        False if there was none, but work of the second lane, which may have deferred calls.
         """
         second = self._second
         if self.wakeup.sources:

@@ -105,7 +105,7 @@ def serve(
         server.run(sockets=[public.socket if workers is None else workers.engine_listener.socket])
         server.log_end()
         engine = app.engine
-        if engine.scheduler.running or engine.repository.is_reading or engine.device_failed:
+        if engine.executor.running or engine.repository.is_reading or engine.device_failed:
             # A normal exit would abort while a thread is in native code, or free memory of a failed device.
             server.exit_now(server.exit_code)
         return server.exit_code
@@ -246,7 +246,7 @@ class _Server(ConnectionServer):
         exit_process(code)
 
     def _stop_now(self) -> None:
-        left = self._engine.scheduler.unanswered
+        left = self._engine.executor.unanswered
         logger.warning("second signal: exiting at once, with unanswered requests: %d", left)
         if self._workers is None:
             self.end_now(STOPPED)

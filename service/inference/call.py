@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from expertd.service.engine.errors import EngineError, RegionsElsewhereError
 from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.engine.steps import StepTimes
+from expertd.service.engine.steps import StepTimes, Submission
 from expertd.service.inference.body import LARGE_BYTES, InferBody, Received, take
 from expertd.service.inference.deadline import Deadline
 from expertd.service.inference.endpoint import InferEndpoint
@@ -141,11 +141,11 @@ class InferCall:
             self._key_name, self._caller_number = head.key_name, head.caller
             self._spec: LayerSpec = engine.model(head.model, head.version)
             engine.check_loaded(head.model)
-            engine.check_capacity(head.model, head.caller)  # first: one that shuts down refuses all sizes
+            engine.check_capacity(head.model, caller=head.caller)  # first: one that drains refuses all sizes
             head.read(engine.settings.limits)
             if (num_tokens := head.min_tokens(self._spec)) > 1:
                 check_tokens(num_tokens, self._spec, at_least="at least ")
-                engine.check_capacity(head.model, head.caller, num_tokens)
+                engine.check_capacity(head.model, num_tokens, head.caller)
             if head.has_large_text:
                 self._endpoint.threads.check_json(engine.settings.limits, head.caller)
         except Exception as error:
@@ -288,12 +288,19 @@ class InferCall:
         endpoint, layer = self._endpoint, self._layer
         if (tracing := endpoint.tracing) is not None and self._is_sampled(tracing):
             layer.timed = self._timed = []
-        alone = endpoint.is_alone(self._caller)
         left = None
         if self._deadline is not None and (left := self._deadline.left) <= 0:
             raise self._deadline.error(_BEFORE_QUEUE)
-        model, priority, caller = self._head.model, plan.request.priority, self._caller_number
-        self._pending = endpoint.engine.submit(model, layer, self._resume, alone, priority, caller, left)
+        submission = Submission(
+            self._head.model,
+            layer,
+            self._resume,
+            alone=endpoint.is_alone(self._caller),
+            priority=plan.request.priority,
+            caller=self._caller_number,
+            timeout=left,
+        )
+        self._pending = endpoint.engine.submit(submission)
 
     def _note_stages(self) -> None:
         """Keep where its time went, up to the engine's answer."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from expertd.service.engine.metrics.requests import Stages
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.engine.steps import Done
+from expertd.service.engine.steps import Submission
 from expertd.service.inference.gate import Gate
 from expertd.service.inference.head import InferHead
 from expertd.service.inference.threads import Threads
@@ -40,28 +40,16 @@ class InferEngine(Protocol):
     def check_loaded(self, model: str) -> None:
         """Raise NotReadyError during loading."""
 
-    def check_capacity(self, model: str, caller: int, least_tokens: int = 1) -> None:
-        """Raise an EngineError if a request of `caller` with `least_tokens` or more would be refused now."""
+    def check_capacity(self, model: str, num_tokens: int = 1, caller: int = 0) -> None:
+        """Raise an EngineError if a request of `caller` with `num_tokens` or more would be refused now."""
 
     def validate(self, model: str, request: LayerRequest) -> None:
         """Raise ValueError for invalid routing; without an error, it may still be refused by `done`."""
 
-    def submit(
-        self,
-        model: str,
-        request: LayerRequest,
-        done: Done,
-        alone: bool,
-        priority: int,
-        caller: int,
-        timeout: float | None,
-    ) -> Any:
-        """Compute `request`, and call `done` once on the event loop. Raises EngineError.
+    def submit(self, submission: Submission) -> Any:
+        """Compute its request, and call `done` once on the event loop. Raises EngineError.
 
-        alone     its caller is the only one at present
-        priority  1 to 255; lower ones are computed first
-        caller    the number of its key's name; callers get equal shares
-        timeout   seconds after which the output is of no use; None: there is no such time
+        Gives what `cancel` takes, with the request's times.
         """
 
     def cancel(self, pending: Any, error: Exception) -> bool:

@@ -102,7 +102,7 @@ async def polled(server: Serving) -> AsyncIterator[None]:
     async def poll() -> None:
         while True:
             await asyncio.sleep(0.001)
-            server.app.engine.scheduler.poll_sources()
+            server.app.engine.executor.poll_sources()
 
     task = asyncio.ensure_future(poll())
     try:

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from expertd.layout import Layout
-from expertd.service.engine.lanes import AnyScheduler
-from expertd.service.engine.steps import DEFAULT_PRIORITY, Pending
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.steps import DEFAULT_PRIORITY, Submission
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 
@@ -127,11 +127,11 @@ class Computing:
 
 
 class Submitted:
-    """A request in a scheduler's queue; `answer` is a future of its output."""
+    """A request in an executor's queue; `answer` is a future of its output."""
 
     def __init__(
         self,
-        scheduler: AnyScheduler,
+        executor: Executor,
         model: str,
         request: LayerRequest,
         alone: bool = False,
@@ -139,8 +139,8 @@ class Submitted:
         timeout: float | None = None,
     ) -> None:
         self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
-        self.pending: Pending = scheduler.submit(
-            model, request, self._done, alone=alone, priority=priority, timeout=timeout
+        self.pending: Submission = executor.submit(
+            Submission(model, request, self._done, alone=alone, priority=priority, timeout=timeout)
         )
         self.model = model
 

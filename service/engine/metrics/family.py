@@ -93,8 +93,8 @@ class HistogramCounts:
     def add(self, values: ArrayLike) -> None:
         """Count values of any shape."""
         given = np.asarray(values, np.float64).ravel()
-        places = np.searchsorted(self._bounds, given)
-        self._counts = self._counts + np.bincount(places, minlength=len(self._counts))
+        indices = np.searchsorted(self._bounds, given)
+        self._counts = self._counts + np.bincount(indices, minlength=len(self._counts))
         self._sum += float(given.sum())
 
     def add_to(self, family: HistogramMetricFamily, *labels: str) -> None:

@@ -67,8 +67,8 @@ def rank_metrics(states: Sequence[RankState]) -> Iterator[Metric]:
     for rank, (is_up, starts, seconds, tokens, device) in enumerate(states):
         memory = device.memory or (None, None)
         rows[str(rank)] = is_up, *memory, starts, seconds, tokens, *device[1:4]
-    for place, family in enumerate((*_GAUGES, *_COUNTERS)):
-        values = {rank: value for rank, row in rows.items() if (value := row[place]) is not None}
+    for index, family in enumerate((*_GAUGES, *_COUNTERS)):
+        values = {rank: value for rank, row in rows.items() if (value := row[index]) is not None}
         if values:
             yield from samples(family, values)
 

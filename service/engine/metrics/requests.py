@@ -91,7 +91,7 @@ _FAILED = _SUCCEEDED + 1
 _STAGES = _FAILED + 1
 _BUCKETS = _STAGES + len(STAGES)
 _STRIDE = _BUCKETS + len(SECONDS) + 1
-_PLACES = {outcome: place for place, outcome in enumerate(_OUTCOMES)}
+_INDICES = {outcome: index for index, outcome in enumerate(_OUTCOMES)}
 
 
 def num_cells(num_models: int) -> int:
@@ -111,7 +111,7 @@ class RequestCounts:
         size = num_cells(len(self.models) - 1)
         self._max_kept = _MAX_KEPT if cells is None else 1
         self._cells = memoryview(bytearray(size * CELL_BYTES)).cast("d") if cells is None else cells[:size]
-        self._starts = {model: _STRIDE * place for place, model in enumerate(self.models)}
+        self._starts = {model: _STRIDE * index for index, model in enumerate(self.models)}
         self._kept: deque[_Kept] = deque()
         self._lock = threading.Lock()
 
@@ -139,7 +139,7 @@ class RequestCounts:
         with self._lock:
             for _ in range(len(self._kept)):
                 start, reason, seconds, stages = self._kept.popleft()
-                cells[start + _PLACES[reason]] += 1
+                cells[start + _INDICES[reason]] += 1
                 if reason is None:
                     cells[start + _SUCCEEDED] += seconds
                     cells[start + _BUCKETS + bisect_left(SECONDS, seconds)] += 1
@@ -165,8 +165,8 @@ def request_metrics(
     total = _summed(cells)
     requests, refusals, stages = REQUESTS.counter(), REFUSALS.counter(), STAGE_SECONDS.counter()
     seconds = REQUEST_SECONDS.histogram()
-    for place, model in enumerate(models):
-        row = total[place * _STRIDE : (place + 1) * _STRIDE]
+    for index, model in enumerate(models):
+        row = total[index * _STRIDE : (index + 1) * _STRIDE]
         by_status: dict[object, float] = {}
         for reason, value in zip(_OUTCOMES, row.tolist(), strict=False):
             if model or value or reason == "unknown_model":
@@ -193,8 +193,8 @@ def request_totals(models: Sequence[str], cells: Iterable["memoryview[float]"]) 
     """model -> its requests, over the cells of all processes."""
     total = _summed(cells)
     totals = {}
-    for place, model in enumerate(models):
-        row = total[place * _STRIDE : (place + 1) * _STRIDE].tolist()
+    for index, model in enumerate(models):
+        row = total[index * _STRIDE : (index + 1) * _STRIDE].tolist()
         succeeded, failed = Total(), Total()
         succeeded.add(int(row[0]), row[_SUCCEEDED])
         refused = {
@@ -237,43 +237,43 @@ class KeyCounts:
     def __init__(self, cells: "memoryview[float] | None" = None) -> None:
         self.cells = memoryview(bytearray(NUM_KEY_CELLS * 8)).cast("d") if cells is None else cells
         self._names = _names(self.cells)
-        self._places = {name: place for place, name in enumerate(_written(self._names))}
+        self._indices = {name: index for index, name in enumerate(_written(self._names))}
 
     def add(self, name: str) -> None:
         """Begin the counts of a name, at 0."""
-        self._place(name)
+        self._index(name)
 
     def admitted(self, name: str) -> None:
         """Count a call whose key has the right for it."""
-        self.cells[2 * self._place(name)] += 1
+        self.cells[2 * self._index(name)] += 1
 
     def forbidden(self, name: str) -> None:
         """Count a call whose key lacks the right for it."""
-        self.cells[2 * self._place(name) + 1] += 1
+        self.cells[2 * self._index(name) + 1] += 1
 
     def unauthorized(self) -> None:
         """Count a call without a key, or with an unknown one."""
         self.cells[1] += 1
 
-    def _place(self, name: str) -> int:
-        place = self._places.get(name)
-        if place is None:
-            place = len(self._places)
-            if place == _MAX_NAMES:
+    def _index(self, name: str) -> int:
+        index = self._indices.get(name)
+        if index is None:
+            index = len(self._indices)
+            if index == _MAX_NAMES:
                 return 0
             data = name.encode("ascii").ljust(_NAME_BYTES, b"\0")
-            self._names[place * _NAME_BYTES : (place + 1) * _NAME_BYTES] = data
-            self._places[name] = place
-        return place
+            self._names[index * _NAME_BYTES : (index + 1) * _NAME_BYTES] = data
+            self._indices[name] = index
+        return index
 
 
 def key_metrics(cells: Iterable["memoryview[float]"]) -> Iterator[Metric]:
     """The metric of keys, summed over the cells of all processes."""
     totals: dict[tuple[str, str], float] = {("", "unauthorized"): 0.0}
     for each in cells:
-        for place, name in enumerate(_written(_names(each))):
+        for index, name in enumerate(_written(_names(each))):
             for number, result in enumerate(_KEY_RESULTS):
-                value = each[2 * place + number]
+                value = each[2 * index + number]
                 if name or value:
                     shown = "unauthorized" if not name and number else result
                     totals[name, shown] = totals.get((name, shown), 0.0) + value

@@ -397,9 +397,9 @@ def _counting(model: _OfModel) -> Iterator[None]:
     if not steps:
         return
     by_expert = np.empty((len(steps), model.shape.num_experts), np.int64)
-    for place, step in enumerate(steps):
-        by_expert[place] = step.count_tokens()
-        if place % _AT_ONCE == _AT_ONCE - 1:
+    for index, step in enumerate(steps):
+        by_expert[index] = step.count_tokens()
+        if index % _AT_ONCE == _AT_ONCE - 1:
             yield
     waited = list(chain.from_iterable(step.queue_seconds for step in steps))
     num_requests = np.array([len(step.queue_seconds) for step in steps])
@@ -412,8 +412,8 @@ def _counting(model: _OfModel) -> Iterator[None]:
     model.series.add(BATCH_REQUESTS, num_requests)
     for lane, on_lane in model.lanes.items():
         yield
-        of = [place for place, step in enumerate(steps) if step.lane == lane]
-        on_lane.add(LANE_QUEUE, list(chain.from_iterable(steps[place].queue_seconds for place in of)))
+        of = [index for index, step in enumerate(steps) if step.lane == lane]
+        on_lane.add(LANE_QUEUE, list(chain.from_iterable(steps[index].queue_seconds for index in of)))
         on_lane.add(LANE_COMPUTE, seconds[of])
         on_lane.totals[LANE_TOKENS] += int(tokens[of].sum())
     yield
@@ -432,7 +432,7 @@ def _counting(model: _OfModel) -> Iterator[None]:
     model.series.totals[EMPTY_SLOTS] += empty_slots
     for layout, series in model.layouts.items():
         yield
-        of = [place for place, step in enumerate(steps) if step.layout is layout]
+        of = [index for index, step in enumerate(steps) if step.layout is layout]
         if of:
             yield from _adding(series, model.shape, tokens[of], seconds[of], by_expert[of], activated[of])
 

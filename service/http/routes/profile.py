@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from expertd.service.engine.engine import Engine
-from expertd.service.engine.errors import SchedulerClosedError
+from expertd.service.engine.errors import ExecutorClosedError
 from expertd.service.engine.profiling import Recording
 from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.routes.documentation import errors
@@ -50,12 +50,12 @@ def profile_router(engine: Engine, bodies: BodyReader) -> APIRouter:
 
 
 async def _while_wanted(request: Request, engine: Engine, wanted: ProfileRequest) -> Recording:
-    """The recording. Raises SchedulerClosedError once it is not wanted, and as `Engine.profile` does."""
+    """The recording. Raises ExecutorClosedError once it is not wanted, and as `Engine.profile` does."""
     recording = asyncio.create_task(engine.profile(wanted.steps, wanted.seconds))
     try:
         while not (await asyncio.wait([recording], timeout=_LOOK_SECONDS))[0]:
             if engine.draining or await request.is_disconnected():
-                raise SchedulerClosedError("the server is shutting down, or the caller hung up")
+                raise ExecutorClosedError("the server is shutting down, or the caller hung up")
         return recording.result()
     finally:
         recording.cancel()

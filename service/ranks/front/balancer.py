@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from expertd.service.engine.errors import DeviceLostError, PlacementRefusedError, SchedulerClosedError
+from expertd.service.engine.errors import DeviceLostError, ExecutorClosedError, PlacementRefusedError
 from expertd.service.engine.placement import PlacementState, PlanState
 from expertd.service.moe.placement import Placement, global_placement, plan_change
 from expertd.service.moe.placement.rounds import Round, rounds
@@ -103,7 +103,7 @@ class Balancer:
         done: Future[None] = Future()
         with self._changed:
             if self._stopped:
-                raise SchedulerClosedError("the server is shutting down")
+                raise ExecutorClosedError("the server is shutting down")
             self._jobs.append((job, done))
             self._changed.notify_all()
         return done
@@ -117,9 +117,9 @@ class Balancer:
             if not self._stopped:
                 self._do(job, done)
             elif done is not None:
-                done.set_exception(SchedulerClosedError("the server is shutting down"))
+                done.set_exception(ExecutorClosedError("the server is shutting down"))
         for _, done in self._jobs:
-            done.set_exception(SchedulerClosedError("the server is shutting down"))
+            done.set_exception(ExecutorClosedError("the server is shutting down"))
 
     def _do(self, job: Job, done: "Future[None] | None") -> None:
         if done is not None and not done.set_running_or_notify_cancel():
@@ -130,7 +130,7 @@ class Balancer:
         except Exception as caught:
             error = caught
             refused = isinstance(error, DeviceLostError) and not self.is_moving  # nothing had begun
-            if not refused and not isinstance(error, SchedulerClosedError):
+            if not refused and not isinstance(error, ExecutorClosedError):
                 self.failures += 1
                 unexpected = not isinstance(error, DeviceLostError)
                 logger.error("changing the placement failed: %s", error, exc_info=unexpected)
@@ -228,7 +228,7 @@ class Carrier:
     def carry_out(self, group: RankGroup, model: int, shape: LayerShape, target: Placement) -> None:
         """Go over to `target`, round by round; rounds that ended before an error are kept.
 
-        Raises DeviceLostError if a rank is lost, and SchedulerClosedError once `stopped` is true.
+        Raises DeviceLostError if a rank is lost, and ExecutorClosedError once `stopped` is true.
         """
         for each in rounds(self._placements.get(model), target):
             began = time.perf_counter()
@@ -252,7 +252,7 @@ class Carrier:
         self, group: RankGroup, model: int, kind: Kind, each: Round, start: int = 0, end: int = 0
     ) -> float:
         if self._stopped():
-            raise SchedulerClosedError("the server is shutting down")
+            raise ExecutorClosedError("the server is shutting down")
         self._last += 1
         command = MoveCommand(self._last, model, kind, each.fetches, start, end, self._region)
         return group.move(self._last, command.packed())

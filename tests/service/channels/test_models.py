@@ -101,7 +101,7 @@ async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:
         cancelled, kept = (second.send(1, second.places(number)) for number in (1, 2))
         first.cancel(begun)
         second.cancel(cancelled)
-        server.app.engine.scheduler.poll_sources()
+        server.app.engine.executor.poll_sources()
         answer = await answer_to(second, cancelled)
         assert (answer.status, answer.error) == (499, "the caller has cancelled the request")
         runner.gate.set()
@@ -123,7 +123,7 @@ async def test_a_drain_accepts_what_was_written_during_a_step(tmp_path: Path) ->
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         peer.send(1, peer.places(2))
         draining = asyncio.ensure_future(server.app.engine.drain())
-        await until(lambda: server.app.engine.scheduler.waiting("tiny")[0] == 1)
+        await until(lambda: server.app.engine.executor.waiting("tiny")[0] == 1)
         late = peer.send(1, peer.places(3))
         runner.gate.set()
         assert (await answer_to(peer, 2)).status == 200

@@ -13,19 +13,19 @@ from expertd.service.channels.cells import CELL_BYTES
 from expertd.service.channels.opening import Opening
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.errors import (
+    ExecutorClosedError,
     MemoryFullError,
     NotReadyError,
     QueueFullError,
     QueueTimeoutError,
     RegionsElsewhereError,
     RequestRefusedError,
-    SchedulerClosedError,
     StepFailedError,
     TooManyRequestsError,
 )
 from expertd.service.engine.queue_counts import QueueCounts, num_cells
 from expertd.service.engine.repository import ModelState
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import Submission
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output
 from tests.service.apps import HIDDEN, NUM_EXPERTS, Serving, rows, tiny_settings
@@ -79,7 +79,9 @@ class Asked:
     ) -> None:
         self.answers: list[Output | Exception] = []
         self.pending = engine.submit(
-            "tiny", request, self.answers.append, priority=priority, caller=caller, timeout=timeout
+            Submission(
+                "tiny", request, self.answers.append, priority=priority, caller=caller, timeout=timeout
+            )
         )
 
     async def answer(self) -> Output | Exception:
@@ -195,16 +197,16 @@ async def test_more_than_may_wait_is_refused_from_the_headers(tmp_path: Path) ->
     async with remote(tmp_path, runner, max_queue_requests=2) as (_, engine):
         asked = await filled(runner, engine, caller=0)
         for number in range(2):
-            engine.check_capacity("tiny", 0)
+            engine.check_capacity("tiny", 1, 0)
             asked.append(Asked(engine, request(1, number)))
         with pytest.raises(QueueFullError, match="2 requests of at most 2 are waiting"):
-            engine.check_capacity("tiny", 0)
+            engine.check_capacity("tiny", 1, 0)
         with pytest.raises(QueueFullError, match="2 requests of at most 2 are waiting"):
             Asked(engine, request(1))
         runner.gate.set()
         for each in asked:
             await each.answer()
-        engine.check_capacity("tiny", 0)
+        engine.check_capacity("tiny", 1, 0)
 
 
 async def test_a_full_queue_of_the_engine_is_known_from_the_headers(tmp_path: Path) -> None:
@@ -214,17 +216,17 @@ async def test_a_full_queue_of_the_engine_is_known_from_the_headers(tmp_path: Pa
         asked = [Asked(engine, request(1), caller=1)]
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         asked += [Asked(engine, request(1), caller=1) for _ in range(2)]
-        server.app.engine.scheduler.poll_sources()
+        server.app.engine.executor.poll_sources()
         text = "^the queue of model tiny is full: 2 requests of at most 2 are waiting$"
         for caller in (0, 1):
             with pytest.raises(QueueFullError, match=text):
-                engine.check_capacity("tiny", caller)
-        engine.check_capacity("tiny", 2)
+                engine.check_capacity("tiny", 1, caller)
+        engine.check_capacity("tiny", 1, 2)
         asked.append(Asked(engine, request(1), caller=2))
         runner.gate.set()
         for each in asked:
             await each.output()
-        engine.check_capacity("tiny", 0)
+        engine.check_capacity("tiny", 1, 0)
 
 
 async def test_what_waits_is_in_metrics_and_answered_in_a_drain(tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ async def test_what_waits_is_in_metrics_and_answered_in_a_drain(tmp_path: Path) 
     async with remote(tmp_path, runner) as (server, engine):
         asked = await filled(runner, engine, caller=0)
         asked += [Asked(engine, request(2)) for _ in range(3 * CELLS)]
-        server.app.engine.scheduler.poll_sources()
+        server.app.engine.executor.poll_sources()
         assert server.metric("queue_requests", model="tiny") == CELLS - 2 + 3 * CELLS
         assert server.metric("queue_tokens", model="tiny") == (CELLS - 2) * 128 + 6 * CELLS
         drain = asyncio.ensure_future(server.app.engine.drain())
@@ -247,15 +249,15 @@ async def test_what_waits_is_in_metrics_and_answered_in_a_drain(tmp_path: Path) 
 async def test_the_time_in_which_a_request_waits_is_part_of_its_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def noted(*given: Any, **more: Any) -> Pending:
-        timeouts.append(more.get("timeout"))
-        return submit(*given, **more)
+    def noted(submission: Submission) -> Submission:
+        timeouts.append(submission.timeout)
+        return submit(submission)
 
     timeouts: list[float | None] = []
     runner = EchoRunner()
     async with remote(tmp_path, runner) as (server, engine):
-        submit = server.app.engine.scheduler.submit
-        monkeypatch.setattr(server.app.engine.scheduler, "submit", noted)
+        submit = server.app.engine.executor.submit
+        monkeypatch.setattr(server.app.engine.executor, "submit", noted)
         asked = await filled(runner, engine, caller=0)
         waits = [Asked(engine, request(2), timeout=timeout) for timeout in (100.0, 0.01)]
         assert not any(each.pending.sequence for each in waits)
@@ -280,7 +282,7 @@ async def test_a_queued_request_is_cancelled_with_its_error(tmp_path: Path) -> N
         error = QueueTimeoutError("late")
         assert not engine.cancel(begun.pending, error)
         assert not engine.cancel(queued.pending, error)
-        server.app.engine.scheduler.poll_sources()
+        server.app.engine.executor.poll_sources()
         assert await queued.answer() is error
         runner.gate.set()
         assert await begun.output() == rows(1).tobytes()
@@ -323,19 +325,19 @@ async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
             assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         assert begun.answers == []
         asked = [Asked(engine, request(1, 2)) for _ in range(2)]
-        server.app.engine.scheduler.poll_sources()
+        server.app.engine.executor.poll_sources()
         refused = await asked[1].answer()
         assert isinstance(refused, TooManyRequestsError)
         assert refused.retry_after >= 1
         runner.gate.set()
         await asked[0].output()
         server.app.engine.repository._states["tiny"] = ModelState("LOADING")
-        server.app.engine.scheduler.lanes[0].remove_runner("tiny")
+        server.app.engine.executor.remove_runner("tiny")
         refused = await Asked(engine, request(1)).answer()
         assert isinstance(refused, NotReadyError), "without a time to ask again, as of the engine"
         assert str(refused) == "model tiny is not ready: it is loading"
-        server.app.engine.scheduler.close()
-        assert isinstance(await Asked(engine, request(1)).answer(), SchedulerClosedError)
+        server.app.engine.executor.close()
+        assert isinstance(await Asked(engine, request(1)).answer(), ExecutorClosedError)
 
 
 async def test_routing_is_checked_and_64_bit_ids_become_32_bit_ones(tmp_path: Path) -> None:
@@ -371,7 +373,7 @@ async def test_a_full_arena_refuses_what_needs_it(tmp_path: Path) -> None:
         block = engine.arena.take(engine.arena.num_bytes)
         assert block is not None
         with pytest.raises(MemoryFullError, match=r"limits\.max_buffered_bytes: expected memory"):
-            engine.submit("tiny", request(400), lambda _: None)
+            engine.submit(Submission("tiny", request(400), lambda _: None))
         assert await Asked(engine, request(1)).output() == rows(1).tobytes(), "no slot was lost"
         block.release()
         assert await Asked(engine, request(400)).output() == rows(400).tobytes()

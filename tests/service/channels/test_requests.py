@@ -209,7 +209,7 @@ async def test_urgent_requests_of_channels_and_http_come_first(tmp_path: Path) -
     async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
         peer, first = await held(server, runner, max_tokens=64)
         sent = [peer.send(64, peer.places(1), priority=0), peer.send(63, peer.places(2), priority=127)]
-        server.app.engine.scheduler.poll_sources()
+        server.app.engine.executor.poll_sources()
         http = asyncio.ensure_future(server.infer(*hidden_request(rows(62), parameters={"priority": 5})))
         await until(lambda: server.metric("queue_requests", model="tiny") == 3)
         runner.gate.set()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from expertd.service.channels.channel import Channel
-from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.executor import Executor
 from expertd.service.engine.loading import load
 from expertd.service.ranks.front.loading import load_ranks
 from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows, serving, tiny_settings
@@ -75,7 +75,7 @@ async def test_a_timeout_that_passes_during_the_requests_own_step_is_said_then(t
             late = peer.send(2, peer.places(peer.sequence + 1), timeout=0.1)
             assert not await asyncio.to_thread(peer.is_in_time, late)
             lateness.append(time.perf_counter() - sent - 0.1)
-            assert server.app.engine.scheduler.unanswered == 1, "the step runs on"
+            assert server.app.engine.executor.unanswered == 1, "the step runs on"
             runner.gate.set()
             assert (await answer_to(peer, late)).status == 200
             await asyncio.sleep(0.15)  # then requests are admitted again, whatever the last step took
@@ -232,12 +232,12 @@ async def test_short_steps_are_not_looked_into(tmp_path: Path) -> None:
     async with channel_server(tmp_path, runner) as server:
         peer = await claimed(server)
         assert (await answer_of(peer)).status == 200
-        scheduler = server.app.engine.scheduler
-        assert isinstance(scheduler, Scheduler)
-        lookout = scheduler._lookout
-        await until(lambda: lookout.looks == 0)  # the first step of a size may be long
+        executor = server.app.engine.executor
+        assert isinstance(executor, Executor)
+        poller = executor.lanes[0].poller
+        await until(lambda: poller.looks == 0)  # the first step of a size may be long
         assert (await answer_of(peer)).status == 200
-        assert lookout.looks == 0
+        assert poller.looks == 0
         peer.close()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.steps import Chunk, Pending
+from expertd.service.engine.steps import Chunk, Submission
 from expertd.service.settings.parts import Limits
 from tests.service.runners import EchoRunner, layer_request
 
@@ -14,7 +14,8 @@ class Filled:
     """Queues to which a test adds requests, and from which it takes steps."""
 
     def __init__(self, models: Mapping[str, float] | None = None, **limits: int) -> None:
-        self.queues = Queues(Limits.model_validate({**LIMITS, **limits}))
+        self.now = 0.0  # seconds, by which only tests move on
+        self.queues = Queues(Limits.model_validate({**LIMITS, **limits}), lambda: self.now)
         self.models = models or {"0": 1.0}
         self.queues.set_runners({model: EchoRunner() for model in self.models}, self.models)
 
@@ -26,11 +27,15 @@ class Filled:
         priority: int = 128,
         timeout: float | None = None,
         busy: float = 0.0,
-    ) -> list[Pending]:
+    ) -> list[Submission]:
         added = []
         for size in sizes:
             request = layer_request([float(i) for i in range(size)])
-            added.append(Pending(model, request, lambda _: None, False, priority, caller, timeout=timeout))
+            submission = Submission(
+                model, request, lambda _: None, priority=priority, caller=caller, timeout=timeout
+            )
+            submission.accept(self.now)
+            added.append(submission)
             self.queues.add(added[-1], lambda: busy)
         return added
 
@@ -48,6 +53,6 @@ class Filled:
     def rest(self) -> list[list[int]]:
         """All further steps."""
         steps = []
-        while self.queues.turns:
+        while self.queues.waiting_models:
             steps.append(self.step())
         return steps

@@ -6,17 +6,17 @@ import numpy as np
 
 from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import Submission
 from tests.service.runners import layer_request
 
 
-def pending(caller: int, num_tokens: int) -> Pending:
-    request = Pending("0", layer_request([0.0] * num_tokens), lambda _: None, False, caller=caller)
+def pending(caller: int, num_tokens: int) -> Submission:
+    request = Submission("0", layer_request([0.0] * num_tokens), lambda _: None, caller=caller)
     request.is_long = True  # steps may take parts of it
     return request
 
 
-def taken(queue: FairQueue[Pending], num_tokens: int = 0) -> tuple[int, int]:
+def taken(queue: FairQueue[Submission], num_tokens: int = 0) -> tuple[int, int]:
     """(caller, tokens) of the next request, of which a step takes `num_tokens`; 0: all."""
     head = queue.head()
     count = num_tokens or head.left
@@ -26,7 +26,7 @@ def taken(queue: FairQueue[Pending], num_tokens: int = 0) -> tuple[int, int]:
 
 
 def test_a_callers_requests_keep_their_order() -> None:
-    queue = FairQueue[Pending](8)
+    queue = FairQueue[Submission](8)
     given = [pending(1, size) for size in (3, 8, 1, 8)]
     for each in given:
         queue.put(each)
@@ -36,14 +36,14 @@ def test_a_callers_requests_keep_their_order() -> None:
 
 
 def test_callers_take_turns() -> None:
-    queue = FairQueue[Pending](8)
+    queue = FairQueue[Submission](8)
     for caller in (1, 1, 1, 2, 2, 3):
         queue.put(pending(caller, 1))
     assert [taken(queue)[0] for _ in range(6)] == [1, 2, 3, 1, 2, 1]
 
 
 def test_callers_get_equal_tokens_whatever_the_size_of_their_requests() -> None:
-    queue, tokens = FairQueue[Pending](8), Counter[int]()
+    queue, tokens = FairQueue[Submission](8), Counter[int]()
     sizes = {1: 8, 2: 1, 3: 5}
     for caller, size in sizes.items():
         for _ in range(400 // size):
@@ -56,7 +56,7 @@ def test_callers_get_equal_tokens_whatever_the_size_of_their_requests() -> None:
 
 def test_a_caller_that_returns_at_once_keeps_its_debt() -> None:
     """Its queue is empty whenever a step has begun, but another request comes before the next one."""
-    queue, order = FairQueue[Pending](8), []
+    queue, order = FairQueue[Submission](8), []
     for _ in range(3):
         queue.put(pending(2, 8))
     for _ in range(6):
@@ -66,7 +66,7 @@ def test_a_caller_that_returns_at_once_keeps_its_debt() -> None:
 
 
 def test_a_small_request_comes_before_those_of_a_caller_with_debts() -> None:
-    queue = FairQueue[Pending](8)
+    queue = FairQueue[Submission](8)
     for _ in range(3):
         queue.put(pending(1, 8))
     assert taken(queue) == (1, 8)
@@ -75,14 +75,14 @@ def test_a_small_request_comes_before_those_of_a_caller_with_debts() -> None:
 
 
 def test_a_request_in_chunks_stays_the_next_one_while_its_caller_has_credit() -> None:
-    queue = FairQueue[Pending](8)
+    queue = FairQueue[Submission](8)
     queue.put(pending(1, 8))
     queue.put(pending(2, 8))
     assert [taken(queue, 3), taken(queue, 3), taken(queue), taken(queue)] == [(1, 3), (1, 3), (1, 2), (2, 8)]
 
 
 def test_a_removed_request_is_not_taken() -> None:
-    queue = FairQueue[Pending](8)
+    queue = FairQueue[Submission](8)
     one, two, three = pending(1, 8), pending(2, 8), pending(1, 8)
     for each in (one, two, three):
         queue.put(each)
@@ -98,7 +98,7 @@ def test_a_removed_request_is_not_taken() -> None:
 def test_whole_requests_are_taken_in_the_same_order() -> None:
     chance = np.random.default_rng()
     given = [(int(chance.integers(3)), int(chance.integers(1, 9))) for _ in range(60)]
-    one, other = FairQueue[Pending](8), FairQueue[Pending](8)
+    one, other = FairQueue[Submission](8), FairQueue[Submission](8)
     for caller, size in given:
         one.put(pending(caller, size))
         other.put(pending(caller, size))
@@ -116,7 +116,7 @@ def test_whole_requests_are_taken_in_the_same_order() -> None:
 
 
 def test_callers_that_are_square_are_forgotten() -> None:
-    queue = FairQueue[Pending](8)
+    queue = FairQueue[Submission](8)
     for caller in range(1000):
         queue.put(pending(caller, 1))
         taken(queue)

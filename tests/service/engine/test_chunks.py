@@ -1,4 +1,4 @@
-"""Requests in chunks, through the scheduler: their answers, and what happens between chunks."""
+"""Requests in chunks, through the executor: their answers, and what happens between chunks."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
@@ -6,19 +6,19 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 import pytest
 
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.chunks import part_of
 from expertd.service.engine.errors import QueueTimeoutError, StepFailedError
+from expertd.service.engine.executor import Executor
 from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest, Plan, Signal
-from tests.service.engine.test_batching import Observed, held, running, soon, values
+from tests.service.engine.test_executor import Observed, held, running, soon, values
 from tests.service.runners import EchoRunner, Submitted, Turnstile, layer_request
 
 LONG = [float(i) for i in range(1, 33)]
 
 
-def chunking(runner: EchoRunner, observer: Observed | None = None) -> AbstractAsyncContextManager[Scheduler]:
-    """A scheduler with chunks of 8 tokens."""
+def chunking(runner: EchoRunner, observer: Observed | None = None) -> AbstractAsyncContextManager[Executor]:
+    """An executor with chunks of 8 tokens."""
     limits = {"max_request_tokens": 32, "max_batch_tokens": 32, "prefill_chunk_tokens": 8}
     return running(runner, observer=observer, **limits)
 
@@ -29,11 +29,11 @@ async def next_step(runner: EchoRunner, gate: Turnstile) -> None:
     assert await asyncio.to_thread(runner.entered.acquire, True, 10)
 
 
-async def in_chunks(runner: EchoRunner, scheduler: Scheduler, request: LayerRequest) -> Submitted:
+async def in_chunks(runner: EchoRunner, executor: Executor, request: LayerRequest) -> Submitted:
     """A long request that will be computed in chunks, behind a request whose step is running."""
-    await held(runner, scheduler)
-    long = Submitted(scheduler, "0", request)
-    Submitted(scheduler, "0", layer_request([0.0]))
+    await held(runner, executor)
+    long = Submitted(executor, "0", request)
+    Submitted(executor, "0", layer_request([0.0]))
     return long
 
 
@@ -43,11 +43,11 @@ def span(array: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]") -> Span:
 
 async def test_a_request_in_chunks_is_answered_once_with_all_of_its_output() -> None:
     runner, observed = EchoRunner(), Observed()
-    async with chunking(runner, observed) as scheduler:
-        long = await in_chunks(runner, scheduler, layer_request(LONG))
+    async with chunking(runner, observed) as executor:
+        long = await in_chunks(runner, executor, layer_request(LONG))
         runner.gate.set()
         assert values(await soon(long.answer)) == LONG
-        await soon(scheduler.drained())
+        await soon(executor.drained())
     assert runner.steps == [[1], [1], [8], [8], [8], [8]]
     assert long.pending.compute_seconds == pytest.approx(4 * runner.seconds)
     assert observed.done == [("0", 1)] * 3 + [("0", 0)] * 3, "it counts in its first step"
@@ -58,8 +58,8 @@ async def test_chunks_use_the_requests_own_memory() -> None:
     out = np.zeros(32, np.float32)
     request = layer_request(LONG)
     request.hidden_states, request.output = span(np.array(LONG, np.float32)), span(out)
-    async with chunking(runner) as scheduler:
-        long = await in_chunks(runner, scheduler, request)
+    async with chunking(runner) as executor:
+        long = await in_chunks(runner, executor, request)
         runner.gate.set()
         assert await soon(long.answer) is request.output
     assert out.tolist() == LONG
@@ -69,16 +69,16 @@ async def test_chunks_use_the_requests_own_memory() -> None:
 async def test_a_request_that_is_cancelled_between_chunks_is_not_computed_further() -> None:
     runner = EchoRunner()
     runner.gate = gate = Turnstile()
-    async with chunking(runner) as scheduler:
-        first = Submitted(scheduler, "0", layer_request([0.0]))
+    async with chunking(runner) as executor:
+        first = Submitted(executor, "0", layer_request([0.0]))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        long, other = (Submitted(scheduler, "0", layer_request(tokens)) for tokens in (LONG, [0.0]))
+        long, other = (Submitted(executor, "0", layer_request(tokens)) for tokens in (LONG, [0.0]))
         for _ in range(3):
             await next_step(runner, gate)
-        assert scheduler.waiting("0") == (1, 16), "the second chunk is being computed"
-        assert scheduler.cancel(long.pending, QueueTimeoutError("too late"))
-        assert not scheduler.cancel(long.pending, QueueTimeoutError("twice"))
-        assert scheduler.waiting("0") == (0, 0)
+        assert executor.waiting("0") == (1, 16), "the second chunk is being computed"
+        assert executor.cancel(long.pending, QueueTimeoutError("too late"))
+        assert not executor.cancel(long.pending, QueueTimeoutError("twice"))
+        assert executor.waiting("0") == (0, 0)
         await asyncio.sleep(0)
         assert not long.answer.done(), "the step still uses its memory"
         gate.set()
@@ -86,58 +86,58 @@ async def test_a_request_that_is_cancelled_between_chunks_is_not_computed_furthe
             await soon(long.answer)
         for each in (first, other):
             await soon(each.answer)
-        await soon(scheduler.drained())
+        await soon(executor.drained())
     assert runner.steps == [[1], [1], [8], [8]]
 
 
 async def test_a_request_is_not_cancelled_once_its_last_chunk_has_begun() -> None:
     runner = EchoRunner()
     runner.gate = gate = Turnstile()
-    async with chunking(runner) as scheduler:
-        Submitted(scheduler, "0", layer_request([0.0]))
+    async with chunking(runner) as executor:
+        Submitted(executor, "0", layer_request([0.0]))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        long = Submitted(scheduler, "0", layer_request(LONG[:16]))
-        Submitted(scheduler, "0", layer_request([0.0]))
+        long = Submitted(executor, "0", layer_request(LONG[:16]))
+        Submitted(executor, "0", layer_request([0.0]))
         for _ in range(3):
             await next_step(runner, gate)
-        assert not scheduler.cancel(long.pending, QueueTimeoutError("too late"))
+        assert not executor.cancel(long.pending, QueueTimeoutError("too late"))
         gate.set()
         assert values(await soon(long.answer)) == LONG[:16]
 
 
 async def test_a_chunk_that_fails_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
     runner, observed = EchoRunner(poison=9.0), Observed()
-    async with chunking(runner, observed) as scheduler:
+    async with chunking(runner, observed) as executor:
         with caplog.at_level("CRITICAL"):
-            long = await in_chunks(runner, scheduler, layer_request(LONG))  # its second chunk begins with 9
-            other = Submitted(scheduler, "0", layer_request([5.0] * 8))
+            long = await in_chunks(runner, executor, layer_request(LONG))  # its second chunk begins with 9
+            other = Submitted(executor, "0", layer_request([5.0] * 8))
             runner.gate.set()
             with pytest.raises(StepFailedError, match="the step failed: RuntimeError"):
                 await soon(long.answer)
             assert values(await soon(other.answer)) == [5.0] * 8
-            await soon(scheduler.drained())
+            await soon(executor.drained())
     assert runner.steps == [[1], [1, 8], [8], [8]]
     assert observed.failed == [1]
 
 
 async def test_jobs_run_between_chunks() -> None:
     runner = EchoRunner()
-    async with chunking(runner) as scheduler:
-        long = await in_chunks(runner, scheduler, layer_request(LONG))
-        first = asyncio.ensure_future(scheduler.between_steps(lambda: len(runner.steps)))
+    async with chunking(runner) as executor:
+        long = await in_chunks(runner, executor, layer_request(LONG))
+        first = asyncio.ensure_future(executor.between_steps(lambda: len(runner.steps)))
         await asyncio.sleep(0)
         runner.gate.set()
         assert await soon(first) == 1
         assert values(await soon(long.answer)) == LONG
 
 
-async def test_a_scheduler_that_drains_computes_all_chunks() -> None:
+async def test_an_executor_that_drains_computes_all_chunks() -> None:
     runner = EchoRunner()
-    async with chunking(runner) as scheduler:
-        long = await in_chunks(runner, scheduler, layer_request(LONG))
-        scheduler.close()
+    async with chunking(runner) as executor:
+        long = await in_chunks(runner, executor, layer_request(LONG))
+        executor.close()
         runner.gate.set()
-        await soon(scheduler.drained())
+        await soon(executor.drained())
         assert values(long.answer.result()) == LONG
 
 

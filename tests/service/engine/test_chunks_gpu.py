@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import Submission
 from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import Output
 from expertd.service.moe.runner import LayerRunner
@@ -41,8 +41,8 @@ def test_bits(runner: LayerRunner, source: str, target: str, ids: torch.dtype | 
     expected = _bytes(runner.run([whole]).outputs[0])
     queues = Queues(Limits(prefill_chunk_tokens=most))
     queues.set_runners({"layer": runner}, {})
-    pending = Pending("layer", cut, lambda _: None, False)
-    queues.add(Pending("layer", layer_request(tokens[:1]), lambda _: None, False))
+    pending = Submission("layer", cut, lambda _: None)
+    queues.add(Submission("layer", layer_request(tokens[:1]), lambda _: None))
     queues.add(pending)
     answers = []
     for _ in range(1 + -(-1500 // most)):

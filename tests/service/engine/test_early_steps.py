@@ -8,11 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import QueueFullError
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.lane import StepLane
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.engine.test_batching import Observed, soon
+from tests.service.engine.test_executor import Observed, soon
 from tests.service.runners import EchoRunner, Submitted, layer_request
 from tests.service.waiting import until
 
@@ -59,8 +60,8 @@ class TimedRunner(EchoRunner):
 
 
 @asynccontextmanager
-async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Scheduler]]:
-    """A scheduler, and its runner, of which a large step has shown what it takes."""
+async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Executor]]:
+    """An executor, and its runner, of which a large step has shown what it takes."""
     runner = TimedRunner()
     limits = {
         "max_request_tokens": LARGE,
@@ -68,23 +69,23 @@ async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Sched
         "max_queue_tokens": 8 * LARGE,
         **changed,
     }
-    scheduler = Scheduler(Limits.model_validate(limits), runner.observer)
-    scheduler.set_runners({"0": runner})
-    scheduler.start()
+    executor = Executor(StepLane(Limits.model_validate(limits), runner.observer))
+    executor.set_runners({"0": runner})
+    executor.start()
     try:
-        await soon(Submitted(scheduler, "0", layer_request([1.0] * LARGE)).answer)
-        yield runner, scheduler
+        await soon(Submitted(executor, "0", layer_request([1.0] * LARGE)).answer)
+        yield runner, executor
     finally:
-        assert scheduler.stop(timeout=10)
+        assert executor.stop(timeout=10)
 
 
-def submitted(scheduler: Scheduler, *sizes: int) -> list[Submitted]:
-    return [Submitted(scheduler, "0", layer_request([1.0] * size)) for size in sizes]
+def submitted(executor: Executor, *sizes: int) -> list[Submitted]:
+    return [Submitted(executor, "0", layer_request([1.0] * size)) for size in sizes]
 
 
 async def test_large_steps_alone_begin_at_once_beside_each_other() -> None:
-    async with timed() as (runner, scheduler):
-        for each in submitted(scheduler, LARGE, LARGE, LARGE):
+    async with timed() as (runner, executor):
+        for each in submitted(executor, LARGE, LARGE, LARGE):
             await soon(each.answer)
     assert runner.early[2] > 0.8
     assert runner.early[3] > 0.8, "once the one before the last has ended"
@@ -92,9 +93,9 @@ async def test_large_steps_alone_begin_at_once_beside_each_other() -> None:
 
 async def test_a_third_step_begins_in_the_second_half_of_the_first_one() -> None:
     """Where runners take three: the one before has its bytes by then, and these are the next to be copied."""
-    async with timed() as (runner, scheduler):
-        scheduler.set_most_running(3)
-        for each in submitted(scheduler, LARGE, LARGE, LARGE, LARGE):
+    async with timed() as (runner, executor):
+        executor.set_max_running(3)
+        for each in submitted(executor, LARGE, LARGE, LARGE, LARGE):
             await soon(each.answer)
     assert runner.early[2] > 0.8
     assert 1.05 < runner.early[3] < 1.6
@@ -103,13 +104,13 @@ async def test_a_third_step_begins_in_the_second_half_of_the_first_one() -> None
 
 async def test_three_steps_count_for_timeouts_and_as_waiting() -> None:
     """A step that was sent before the device could begin it ends later than one that it begins at once."""
-    async with timed() as (runner, scheduler):
-        scheduler.set_most_running(3)
-        larges = submitted(scheduler, LARGE, LARGE, LARGE, LARGE)
+    async with timed() as (runner, executor):
+        executor.set_max_running(3)
+        larges = submitted(executor, LARGE, LARGE, LARGE, LARGE)
         await until(lambda: len(runner.steps) == 5)  # half of the second one is done
         # 2.5 steps, then one of twice the size, with what may arrive until then; and a quarter more.
         with pytest.raises(QueueFullError, match="timeout: expected about"):
-            Submitted(scheduler, "0", layer_request([1.0] * LARGE), timeout=5.3 * SECONDS)
+            Submitted(executor, "0", layer_request([1.0] * LARGE), timeout=5.3 * SECONDS)
         for each in larges:
             await soon(each.answer)
     began = [each.pending.began or 0.0 for each in larges]
@@ -117,11 +118,11 @@ async def test_three_steps_count_for_timeouts_and_as_waiting() -> None:
 
 
 async def test_no_third_step_begins_while_small_requests_come() -> None:
-    async with timed() as (runner, scheduler):
-        scheduler.set_most_running(3)
-        larges = submitted(scheduler, LARGE, LARGE, LARGE)
+    async with timed() as (runner, executor):
+        executor.set_max_running(3)
+        larges = submitted(executor, LARGE, LARGE, LARGE)
         await until(lambda: len(runner.steps) == 3)
-        small = submitted(scheduler, 1)
+        small = submitted(executor, 1)
         for each in [*larges, *small]:
             await soon(each.answer)
     assert runner.steps[3] == [LARGE, 1]
@@ -130,8 +131,8 @@ async def test_no_third_step_begins_while_small_requests_come() -> None:
 
 async def test_the_time_until_the_device_is_free_counts_as_waiting() -> None:
     """Not as nothing: a step's seconds are those without the step before."""
-    async with timed() as (runner, scheduler):
-        for each in submitted(scheduler, LARGE, LARGE):
+    async with timed() as (runner, executor):
+        for each in submitted(executor, LARGE, LARGE):
             await soon(each.answer)
         await until(lambda: len(runner.observer.waited) == 3)
     waited = [seconds / SECONDS for seconds in runner.observer.waited[1:]]
@@ -140,11 +141,11 @@ async def test_the_time_until_the_device_is_free_counts_as_waiting() -> None:
 
 
 async def test_a_small_request_is_in_the_step_after_the_one_that_runs() -> None:
-    async with timed() as (runner, scheduler):
-        await soon(submitted(scheduler, 1)[0].answer)
-        larges = submitted(scheduler, LARGE, LARGE)
+    async with timed() as (runner, executor):
+        await soon(submitted(executor, 1)[0].answer)
+        larges = submitted(executor, LARGE, LARGE)
         await asyncio.sleep(0.2 * SECONDS)
-        small = submitted(scheduler, 1)
+        small = submitted(executor, 1)
         for each in [*larges, *small]:
             await soon(each.answer)
     assert runner.steps[2:] == [[LARGE], [LARGE, 1]]
@@ -155,14 +156,14 @@ async def test_a_small_request_is_in_the_step_after_the_one_that_runs() -> None:
 async def test_joining_a_small_request_overtakes_large_ones(chunk: int) -> None:
     """The step after the one that runs has room for it, whether requests are computed whole or in chunks."""
     settings = {"join_chunks": True, "prefill_chunk_tokens": chunk, "max_batch_tokens": LARGE + 8}
-    async with timed(**settings) as (runner, scheduler):
+    async with timed(**settings) as (runner, executor):
         await asyncio.sleep(SECONDS)  # the large request before does not compete with what comes now
-        await soon(submitted(scheduler, 1)[0].answer)
-        larges = submitted(scheduler, LARGE)
+        await soon(submitted(executor, 1)[0].answer)
+        larges = submitted(executor, LARGE)
         await until(lambda: len(runner.steps) == 3)  # it is computed whole: no other was there
-        larges += submitted(scheduler, LARGE, LARGE)
+        larges += submitted(executor, LARGE, LARGE)
         await asyncio.sleep(0.2 * SECONDS)
-        small = submitted(scheduler, 1)
+        small = submitted(executor, 1)
         for each in [*larges, *small]:
             await soon(each.answer)
     assert [sorted(step)[0] for step in runner.steps[2:4]] == [LARGE, 1]

@@ -1,4 +1,4 @@
-"""What is accepted while a scheduler closes, fails or hangs is answered, and counted until then."""
+"""What is accepted while an executor closes, fails or hangs is answered, and counted until then."""
 
 import asyncio
 import threading
@@ -8,25 +8,25 @@ from functools import partial
 
 import pytest
 
-from expertd.service.engine.batching import Scheduler
-from expertd.service.engine.delivery import Answer
+from expertd.service.engine.completions import Answer
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.steps import Submission
 from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest
-from tests.service.engine.test_batching import held, running, soon
+from tests.service.engine.test_executor import held, running, soon
 from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, layer_request
 from tests.service.waiting import until
 
 
 def submit_together(
-    scheduler: Scheduler, requests: Sequence[LayerRequest], done: Callable[[int, object], None]
+    executor: Executor, requests: Sequence[LayerRequest], done: Callable[[int, object], None]
 ) -> None:
     """Submit a source's requests, for one step; `done` also gets their numbers."""
     both = threading.Event()
-    scheduler.do_between_steps(lambda: both.wait(10))
+    executor.do_between_steps(lambda: both.wait(10))
     for number, request in enumerate(requests):
-        scheduler.submit("0", request, partial(done, number), on_worker=True)
+        executor.submit(Submission("0", request, partial(done, number), on_worker=True))
     both.set()
 
 
@@ -42,17 +42,17 @@ class FailsTogether(EchoRunner):
 
 async def test_all_requests_of_a_step_are_answered_if_the_first_retry_hangs() -> None:
     runner = FailsTogether()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        others = [Submitted(scheduler, "0", layer_request([float(number)])) for number in range(4)]
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        others = [Submitted(executor, "0", layer_request([float(number)])) for number in range(4)]
         runner.gate.set()
         await soon(first.answer)
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        scheduler.give_up(DeviceLostError("the device hangs"))
+        executor.give_up(DeviceLostError("the device hangs"))
         answers = await soon(asyncio.gather(*(each.answer for each in others), return_exceptions=True))
         assert all(str(answer) == "the device hangs" for answer in answers)
         runner.gate.set()  # the late ends answer nobody again
-        await soon(scheduler.drained())
+        await soon(executor.drained())
 
 
 async def test_a_failed_step_behind_one_that_hangs_is_answered() -> None:
@@ -89,19 +89,19 @@ async def test_requests_of_sources_are_answered_once_if_the_device_fails_meanwhi
 
     def done(number: int, answer: object) -> None:
         answers.append((number, answer))
-        if scheduler.is_here:  # the event loop gives up while the thread of the steps answers
+        if executor.lanes[0].is_here:  # the event loop gives up while the thread of the steps answers
             assert given_up.wait(10)
 
-    async with running(runner) as scheduler:
+    async with running(runner) as executor:
 
         def give_up(why: str) -> None:
-            scheduler.give_up(DeviceLostError(why))
+            executor.give_up(DeviceLostError(why))
             given_up.set()
 
-        scheduler.watch_device(lambda: "gone", give_up)
+        executor.watch_device(lambda: "gone", give_up)
         requests = [layer_request([float(number)]) for number in range(3)]
-        submit_together(scheduler, requests, done)
-        await soon(scheduler.drained())
+        submit_together(executor, requests, done)
+        await soon(executor.drained())
     assert sorted(number for number, _ in answers) == [0, 1, 2]
 
 
@@ -115,22 +115,22 @@ async def test_requests_of_sources_are_answered_once_if_others_give_up_meanwhile
 
     def done(number: int, answer: object) -> None:
         answers.append((number, answer))
-        if scheduler.is_here:
-            scheduler._delivery.loop.call_soon_threadsafe(give_up)
+        if executor.lanes[0].is_here:
+            executor.lanes[0].completions.loop.call_soon_threadsafe(give_up)
             assert given_up.wait(10)
 
     def give_up() -> None:
-        scheduler.give_up(DeviceLostError("the device hangs"))
+        executor.give_up(DeviceLostError("the device hangs"))
         given_up.set()
 
-    async with running(runner) as scheduler:
+    async with running(runner) as executor:
         requests = [layer_request([float(number)]) for number in range(3)]
         if writes_in_place:
             requests = [
                 replace(request, output=Span(0, 4, None, memoryview(bytearray(4)))) for request in requests
             ]
-        submit_together(scheduler, requests, done)
-        await soon(scheduler.drained())
+        submit_together(executor, requests, done)
+        await soon(executor.drained())
     assert sorted(number for number, _ in answers) == [0, 1, 2]
     assert not any(isinstance(answer, Exception) for _, answer in answers)
 
@@ -143,48 +143,48 @@ async def test_a_refused_request_is_answered_once_if_the_event_loop_gives_up_the
     answers: list[object] = []
 
     def give_up() -> None:
-        scheduler.give_up(DeviceLostError("the device hangs"))
+        executor.give_up(DeviceLostError("the device hangs"))
         given_up.set()
 
-    async with running(runner) as scheduler:
-        delivery = scheduler._delivery
-        deliver_soon = delivery.deliver_soon
+    async with running(runner) as executor:
+        completions = executor.lanes[0].completions
+        deliver_soon = completions.deliver_soon
 
         def slowly(pairs: Sequence[Answer]) -> None:
             deliver_soon(pairs)
-            delivery.loop.call_soon_threadsafe(give_up)
+            completions.loop.call_soon_threadsafe(give_up)
             assert given_up.wait(10)
 
-        monkeypatch.setattr(delivery, "deliver_soon", slowly)
-        scheduler.do_between_steps(lambda: None)  # so that the thread computes it
-        scheduler.submit("0", layer_request([1.0]), answers.append)
-        await soon(scheduler.drained())
-        await until(given_up.is_set)  # on this loop, which the scheduler's stop would hold up
+        monkeypatch.setattr(completions, "deliver_soon", slowly)
+        executor.do_between_steps(lambda: None)  # so that the thread computes it
+        executor.submit(Submission("0", layer_request([1.0]), answers.append))
+        await soon(executor.drained())
+        await until(given_up.is_set)  # on this loop, which the executor's stop would hold up
     assert len(answers) == 1
 
 
-async def test_a_request_that_is_being_accepted_is_counted_when_the_scheduler_has_closed(
+async def test_a_request_that_is_being_accepted_is_counted_when_the_executor_has_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inside, goes_on = threading.Event(), threading.Event()
 
-    def note(pending: Pending) -> None:
+    def note(pending: Submission) -> None:
         inside.set()
         assert goes_on.wait(10)
 
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        monkeypatch.setattr(scheduler._work.early, "note", note)
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        monkeypatch.setattr(executor.lanes[0].early, "note", note)
         request, done = layer_request([1.0]), threading.Event()
         submitting = asyncio.ensure_future(
-            asyncio.to_thread(scheduler.submit, "0", request, lambda _: done.set())
+            asyncio.to_thread(executor.submit, Submission("0", request, lambda _: done.set()))
         )
         assert await asyncio.to_thread(inside.wait, 10)
 
         def close() -> int:
-            scheduler.close()
-            return scheduler.unanswered
+            executor.close()
+            return executor.unanswered
 
         closing = asyncio.ensure_future(asyncio.to_thread(close))
         await asyncio.wait({closing}, timeout=0.2)
@@ -193,18 +193,18 @@ async def test_a_request_that_is_being_accepted_is_counted_when_the_scheduler_ha
         assert await closing == 2
         runner.gate.set()
         await soon(first.answer)
-        await soon(scheduler.drained())
+        await soon(executor.drained())
         assert done.is_set()
 
 
 async def test_a_step_whose_model_is_unloaded_meanwhile_is_none_for_other_threads() -> None:
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        queue = scheduler._queues._of.pop("0")
-        assert scheduler.step_in_flight() == (None, 0.0)
-        assert not scheduler._lookout._may_be_long(scheduler._stepping.in_flight())
-        scheduler._queues._of["0"] = queue
-        assert scheduler.step_in_flight()[0] is not None
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        queue = executor.lanes[0].queues._of.pop("0")
+        assert executor.lanes[0].step_in_flight() == (None, 0.0)
+        assert not executor.lanes[0].poller._may_be_long(executor.lanes[0].stepping.in_flight())
+        executor.lanes[0].queues._of["0"] = queue
+        assert executor.lanes[0].step_in_flight()[0] is not None
         runner.gate.set()
         await soon(first.answer)

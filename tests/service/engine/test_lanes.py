@@ -9,9 +9,11 @@ from functools import partial
 
 import pytest
 
-from expertd.service.engine.errors import QueueFullError, QueueTimeoutError, SchedulerClosedError
-from expertd.service.engine.lanes import Lanes, scheduler_of
+from expertd.service.engine.errors import ExecutorClosedError, QueueFullError, QueueTimeoutError
+from expertd.service.engine.executor import Executor, executor_of
+from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.steps import Submission
 from tests.service.apps import tiny_settings
 from tests.service.engine.test_wakeup import Bell
 from tests.service.runners import DeviceRunner, EchoRunner, Submitted, layer_request
@@ -24,11 +26,11 @@ LIMITS = {"max_request_tokens": 16, "max_batch_tokens": 16, "max_queue_tokens": 
 class Pair:
     """Lanes with a runner each."""
 
-    def __init__(self, lanes: Lanes, decode: EchoRunner, prefill: EchoRunner) -> None:
-        self.lanes, self.decode, self.prefill = lanes, decode, prefill
+    def __init__(self, executor: Executor, decode: EchoRunner, prefill: EchoRunner) -> None:
+        self.executor, self.decode, self.prefill = executor, decode, prefill
 
     def send(self, num_tokens: int, value: float = 1.0, priority: int = 128) -> Submitted:
-        return Submitted(self.lanes, "tiny", layer_request([value] * num_tokens), priority=priority)
+        return Submitted(self.executor, "tiny", layer_request([value] * num_tokens), priority=priority)
 
     async def held(self, runner: EchoRunner) -> Submitted:
         """A request whose step waits at the runner's gate."""
@@ -53,21 +55,20 @@ async def running(
     settings = tiny_settings({**LIMITS, **limits}, lanes=LANES)
     metrics = metrics or Metrics("0")
     metrics.add_models({model.name: model.shape for model in settings.models}, 4, ["decode", "prefill"])
-    lanes = scheduler_of(settings, metrics)
-    assert isinstance(lanes, Lanes)
+    executor = executor_of(settings, metrics)
+    assert len(executor.lanes) == 2
     kind = DeviceRunner if one_thread else EchoRunner
     runners = kind(), kind()
-    for lane, runner in zip(lanes.lanes, runners, strict=True):
-        lane.set_runners({"tiny": runner})
-    lanes.start()
-    lanes.set_device(1e-3 if one_thread else 0.0, leaves_cpu=one_thread)
+    executor.set_runners(*({"tiny": runner} for runner in runners))
+    executor.start()
+    executor.set_device(1e-3 if one_thread else 0.0, leaves_cpu=one_thread)
     try:
-        yield Pair(lanes, *runners)
+        yield Pair(executor, *runners)
     finally:
         for runner in runners:
             runner.gate.set()
-        assert await asyncio.to_thread(lanes.stop, 10)
-        assert not lanes.running
+        assert await asyncio.to_thread(executor.stop, 10)
+        assert not executor.running
 
 
 async def answered(*pendings: Submitted) -> None:
@@ -79,7 +80,7 @@ async def test_a_short_request_is_answered_while_a_long_step_runs(one_thread: bo
         long = await pair.held(pair.prefill)
         await answered(*(pair.send(count) for count in (1, 2)))
         assert not long.answer.done()
-        assert pair.lanes.unanswered == 1
+        assert pair.executor.unanswered == 1
         pair.prefill.gate.set()
         await answered(long)
     assert [sum(step) for step in pair.decode.steps] in ([3], [1, 2])
@@ -96,11 +97,13 @@ async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
             num_tokens = int(value)
             readers[num_tokens].append(threading.current_thread().name)
             request = layer_request([1.0] * num_tokens)
-            bells[num_tokens].lane = pair.lanes.submit("tiny", request, answers.append, on_worker=True).lane
+            bells[num_tokens].lane = pair.executor.submit(
+                Submission("tiny", request, answers.append, on_worker=True)
+            ).lane
 
         bells = {num_tokens: Bell(submit) for num_tokens in readers}
         for bell in bells.values():
-            pair.lanes.add_source(bell)
+            pair.executor.add_source(bell)
         for count in range(1, 401):
             for num_tokens, bell in bells.items():
                 bell.ring(num_tokens)
@@ -113,7 +116,7 @@ async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
         assert "expertd-worker-1" not in readers[1]
         assert "expertd-worker-1" in readers[8]
         for bell in bells.values():
-            pair.lanes.remove_source(bell)
+            pair.executor.remove_source(bell)
             bell.close()
 
 
@@ -123,9 +126,9 @@ async def test_reports_of_each_lane_need_no_further_request(num_tokens: int, one
         reported: list[int] = []
 
         def done(_: object) -> None:
-            pair.lanes.report_later(lambda: reported.append(num_tokens))
+            pair.executor.report_later(lambda: reported.append(num_tokens))
 
-        pair.lanes.submit("tiny", layer_request([1.0] * num_tokens), done, on_worker=True)
+        pair.executor.submit(Submission("tiny", layer_request([1.0] * num_tokens), done, on_worker=True))
         await until(lambda: bool(reported))
 
 
@@ -133,7 +136,7 @@ async def test_a_job_of_the_first_thread_waits_for_the_steps_of_both_lanes_there
     """As the start of the profiler, which takes seconds: they would be answered late, and look slow."""
     async with running(one_thread=True) as pair:
         held = await pair.held(pair.prefill)
-        done = pair.lanes.do_between_steps(lambda: pair.lanes.lanes[1].is_running)
+        done = pair.executor.do_between_steps(lambda: pair.executor.lanes[1].is_running)
         await asyncio.sleep(0.05)
         assert not done.done()
         pair.prefill.gate.set()
@@ -157,7 +160,7 @@ async def test_steps_of_each_lane_have_its_limits_and_priorities(one_thread: boo
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(2, priority=priority) for priority in (128, 128, 7)]
         others += [pair.send(count, priority=priority) for count, priority in ((8, 128), (16, 7), (8, 128))]
-        assert pair.lanes.waiting("tiny") == (6, 38)
+        assert pair.executor.waiting("tiny") == (6, 38)
         for runner in (pair.decode, pair.prefill):
             runner.gate.set()
         await answered(*first, *others)
@@ -181,14 +184,14 @@ async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) 
         with pytest.raises(QueueFullError, match="32 tokens of at most 32 are waiting"):
             pair.send(3)
         with pytest.raises(QueueFullError):
-            pair.lanes.check_capacity("tiny", 3)
-        pair.lanes.check_capacity("tiny", 2)  # or more
+            pair.executor.check_capacity("tiny", 3)
+        pair.executor.check_capacity("tiny", 2)  # or more
         await answered(pair.send(2))
         short = await pair.held(pair.decode)
         shorts = [pair.send(2) for _ in range(16)]
         for count in (1, 2, 3):
             with pytest.raises(QueueFullError, match="32 tokens of at most 32 are waiting"):
-                pair.lanes.check_capacity("tiny", count)
+                pair.executor.check_capacity("tiny", count)
         pair.prefill.gate.set()
         pair.decode.gate.set()
         await answered(first, short, *others, *shorts)
@@ -197,7 +200,7 @@ async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) 
 async def test_what_waits_is_told_by_lane(one_thread: bool) -> None:
     told: dict[int, tuple[int, int]] = {}
     async with running(one_thread=one_thread) as pair:
-        pair.lanes.tell_changes(lambda _, lane, backlog: told.update({lane: backlog[:2]}))
+        pair.executor.tell_changes(lambda _, lane, backlog: told.update({lane: backlog[:2]}))
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(2), pair.send(2), pair.send(9)]
         assert told == {0: (2, 4), 1: (1, 9)}
@@ -214,8 +217,8 @@ async def test_requests_are_cancelled_on_their_lane(one_thread: bool) -> None:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(count) for count in (2, 8, 1, 9)]
         for pending in others[:2]:
-            assert pair.lanes.cancel(pending.pending, QueueTimeoutError("late"))
-            assert not pair.lanes.cancel(pending.pending, QueueTimeoutError("late"))
+            assert pair.executor.cancel(pending.pending, QueueTimeoutError("late"))
+            assert not pair.executor.cancel(pending.pending, QueueTimeoutError("late"))
             with pytest.raises(QueueTimeoutError):
                 await pending.answer
         pair.decode.gate.set()
@@ -232,12 +235,12 @@ async def test_a_job_runs_while_no_step_of_any_lane_does(busy: str, one_thread: 
         other = pair.prefill if busy == "decode" else pair.decode
 
         def look() -> tuple[int, int, bool]:
-            return len(runner.steps), len(other.steps), any(lane.is_running for lane in pair.lanes.lanes)
+            return len(runner.steps), len(other.steps), any(lane.is_running for lane in pair.executor.lanes)
 
-        job = asyncio.ensure_future(pair.lanes.between_steps(look))
+        job = asyncio.ensure_future(pair.executor.between_steps(look))
         await asyncio.sleep(0)  # until it is queued
         later = pair.send(2), pair.send(8)
-        await until(lambda: len(other.steps) + pair.lanes.waiting("tiny")[0] == 2)
+        await until(lambda: len(other.steps) + pair.executor.waiting("tiny")[0] == 2)
         assert not job.done()
         runner.gate.set()
         of_runner, of_other, runs = await asyncio.wait_for(job, 10)
@@ -251,37 +254,43 @@ async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exceptio
         raise ValueError("does not fit")
 
     async with running(one_thread=one_thread) as pair:
-        jobs = [pair.lanes.between_steps(job) for job in (lambda: 1, broken, lambda: 3)]
+        jobs = [pair.executor.between_steps(job) for job in (lambda: 1, broken, lambda: 3)]
         one, two, three = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 10)
         assert (one, three) == (1, 3)
         assert isinstance(two, ValueError)
         await answered(pair.send(1), pair.send(8))
 
 
+async def test_a_job_has_time_for_the_other_lanes_steps(one_thread: bool) -> None:
+    async with running(one_thread=one_thread) as pair:
+        job = pair.executor.between_steps(pair.executor.lanes[0].job_in_flight, 0.0)
+        assert (await asyncio.wait_for(job, 10))[1] == JOB_SECONDS
+
+
 async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.prefill)
-        job = asyncio.ensure_future(pair.lanes.between_steps(lambda: None))
+        job = asyncio.ensure_future(pair.executor.between_steps(lambda: None))
         await asyncio.sleep(0)
-        stopping = asyncio.create_task(asyncio.to_thread(pair.lanes.stop, 10))
-        await until(lambda: any(lane._work.has_ended for lane in pair.lanes.lanes))
+        stopping = asyncio.create_task(asyncio.to_thread(pair.executor.stop, 10))
+        await until(lambda: any(lane.has_ended for lane in pair.executor.lanes))
         pair.prefill.gate.set()
         assert await stopping
         await asyncio.wait({job}, timeout=10)
         assert job.done()
         await answered(first)
-        with pytest.raises(SchedulerClosedError):
-            await pair.lanes.between_steps(lambda: None)
+        with pytest.raises(ExecutorClosedError):
+            await pair.executor.between_steps(lambda: None)
 
 
 async def test_closed_lanes_refuse_new_requests_and_answer_accepted_ones(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         pendings = [await pair.held(pair.decode), await pair.held(pair.prefill), pair.send(2), pair.send(9)]
-        pair.lanes.close()
+        pair.executor.close()
         for count in (1, 8):
-            with pytest.raises(SchedulerClosedError):
+            with pytest.raises(ExecutorClosedError):
                 pair.send(count)
-        drained = asyncio.ensure_future(pair.lanes.drained())
+        drained = asyncio.ensure_future(pair.executor.drained())
         pair.decode.gate.set()
         await answered(pendings[0], pendings[2])
         assert not drained.done()
@@ -294,70 +303,70 @@ async def test_cancel_all_and_give_up_reach_both_lanes(one_thread: bool) -> None
     async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = pair.send(2), pair.send(9)
-        pair.lanes.cancel_all()
+        pair.executor.cancel_all()
         for pending in others:
-            with pytest.raises(SchedulerClosedError):
+            with pytest.raises(ExecutorClosedError):
                 await pending.answer
-        pair.lanes.give_up(QueueTimeoutError("the device hangs"))
+        pair.executor.give_up(QueueTimeoutError("the device hangs"))
         for pending in first:
             with pytest.raises(QueueTimeoutError):
                 await pending.answer
 
 
 @pytest.mark.parametrize("number", [0, 1])
-async def test_chores_stay_on_the_thread_of_their_lane(number: int, one_thread: bool) -> None:
+async def test_deferred_calls_stay_on_the_thread_of_their_lane(number: int, one_thread: bool) -> None:
     done = threading.Event()
     ran_here: list[bool] = []
     async with running(one_thread=one_thread) as pair:
-        lane = pair.lanes.lanes[number]
+        lane = pair.executor.lanes[number]
 
-        def chore() -> None:
+        def call() -> None:
             ran_here.append(lane.is_here)
             done.set()
 
-        await lane.between_steps(lambda: pair.lanes.do_later(chore))
+        await asyncio.wrap_future(lane.do_between_steps(lambda: pair.executor.defer(call)))
         assert await asyncio.to_thread(done.wait, 10)
     assert ran_here == [True]
 
 
 @pytest.mark.parametrize("number", [0, 1])
-async def test_chores_are_done_before_a_job(number: int, one_thread: bool) -> None:
+async def test_deferred_calls_are_done_before_a_job(number: int, one_thread: bool) -> None:
     """They wake callers whose answers are there, and a job may take long."""
     order: list[str] = []
     async with running(one_thread=one_thread) as pair:
 
         def done(_: object) -> None:
             order.append("answer")
-            pair.lanes.do_later(partial(order.append, "chore"))
+            pair.executor.defer(partial(order.append, "call"))
 
         runner = (pair.decode, pair.prefill)[number]
         runner.gate.clear()
-        pair.lanes.submit("tiny", layer_request([1.0] * (1, 8)[number]), done, on_worker=True)
+        pair.executor.submit(Submission("tiny", layer_request([1.0] * (1, 8)[number]), done, on_worker=True))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        job = asyncio.ensure_future(pair.lanes.between_steps(partial(order.append, "job")))
+        job = asyncio.ensure_future(pair.executor.between_steps(partial(order.append, "job")))
         await asyncio.sleep(0)
         runner.gate.set()
         await asyncio.wait_for(job, 10)
-    assert order == ["answer", "chore", "job"]
+    assert order == ["answer", "call", "job"]
 
 
-async def test_chores_do_not_pile_up_while_one_step_follows_the_other(one_thread: bool) -> None:
+async def test_deferred_calls_do_not_pile_up_while_one_step_follows_the_other(one_thread: bool) -> None:
     left, most, answers = 0, 0, 0
     all_done = threading.Event()
     async with running(one_thread=one_thread) as pair:
 
-        def chore() -> None:
+        def call() -> None:
             nonlocal left
             left -= 1
 
         def send() -> None:
-            pair.lanes.submit("tiny", layer_request([1.0] * 16), done, on_worker=True)
+            pair.executor.submit(Submission("tiny", layer_request([1.0] * 16), done, on_worker=True))
 
         def done(_: object) -> None:
             nonlocal left, most, answers
             left, answers = left + 1, answers + 1
             most = max(most, left)
-            pair.lanes.do_later(chore)
+            pair.executor.defer(call)
             if answers < 200:
                 send()
             elif answers == 201:
@@ -390,6 +399,6 @@ async def test_steps_on_the_event_loop_are_counted_while_the_threads_sleep(one_t
     metrics = Metrics("0")
     async with running(metrics, one_thread=one_thread) as pair:
         for _ in range(3):
-            await until(lambda: all(lane.is_asleep for lane in pair.lanes.lanes))
-            await answered(Submitted(pair.lanes, "tiny", layer_request([1.0]), alone=True))
+            await until(lambda: all(lane.is_asleep for lane in pair.executor.lanes))
+            await answered(Submitted(pair.executor, "tiny", layer_request([1.0]), alone=True))
         await until(lambda: metrics.statistics()["tiny"].steps.steps == 3)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.errors import EngineError, QueueTimeoutError, StepFailedError
-from expertd.service.engine.lanes import Lanes, scheduler_of
+from expertd.service.engine.executor import Executor, executor_of
 from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.steps import Submission
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from tests.service.apps import tiny_settings
@@ -58,7 +59,7 @@ class TimedRunner(EchoRunner):
 class Sender:
     """Sends requests with their number in each token, and keeps the answers by it."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Executor) -> None:
         self._lanes = lanes
         self._numbers = count(1)  # from any thread
         self.sizes: dict[int, int] = {}
@@ -75,7 +76,15 @@ class Sender:
         keep = self.answers[number].append
         try:
             pending = self._lanes.submit(
-                "tiny", request, keep, on_worker, not on_worker, priority, timeout=timeout
+                Submission(
+                    "tiny",
+                    request,
+                    keep,
+                    on_worker=on_worker,
+                    alone=not on_worker,
+                    priority=priority,
+                    timeout=timeout,
+                )
             )
         except EngineError as error:
             keep(error)
@@ -110,10 +119,9 @@ async def test_every_request_is_answered_once_and_rightly(one_thread: bool, spin
     settings = tiny_settings(limits, lanes={"decode_max_tokens": 2, "decode_batch_tokens": 8})
     metrics = Metrics("0")
     metrics.add_models({model.name: model.shape for model in settings.models}, 4, ["decode", "prefill"])
-    lanes = scheduler_of(settings, metrics)
-    assert isinstance(lanes, Lanes)
-    for lane in lanes.lanes:
-        lane.set_runners({"tiny": TimedRunner(POISON)})
+    lanes = executor_of(settings, metrics)
+    assert len(lanes.lanes) == 2
+    lanes.set_runners(*({"tiny": TimedRunner(POISON)} for _ in lanes.lanes))
     lanes.start()
     lanes.set_device(spin_seconds, leaves_cpu=one_thread)
     sender = Sender(lanes)

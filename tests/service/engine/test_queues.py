@@ -1,13 +1,12 @@
 """What the next step computes: chunks, callers, models; without a device or threads."""
 
-import time
 from collections import Counter
 
 import pytest
 
 from expertd.service.engine.chunks import chunk_size
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.steps import Pending, State
+from expertd.service.engine.steps import State, Submission
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.parts import Limits
 from tests.service.apps import tiny_settings
@@ -99,14 +98,13 @@ def test_requests_one_after_the_other_do_not_compete() -> None:
         filled.queues.just_ended = False  # sources have been polled
 
 
-def test_requests_stop_competing_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_stop_competing_after_some_time() -> None:
     filled = Filled()
     filled.add(32, 1)
     assert [filled.step(), filled.step()] == [[1], [8]]
-    now = time.perf_counter()
-    monkeypatch.setattr(time, "perf_counter", lambda: now + 9.9)
+    filled.now = 9.9
     assert filled.step() == [8]
-    monkeypatch.setattr(time, "perf_counter", lambda: now + 10.1)
+    filled.now = 10.1
     assert filled.step() == [16], "the rest"
 
 
@@ -168,8 +166,8 @@ def test_callers_share_the_long_requests_of_a_model() -> None:
     filled.add(32, 32, 32, caller=1)
     filled.add(32, caller=2)
     callers = []
-    while filled.queues.turns:
-        callers += [chunk.pending.caller for chunk in filled.chunks()]
+    while filled.queues.waiting_models:
+        callers += [chunk.submission.caller for chunk in filled.chunks()]
     assert callers == [1, 2, 1, 1]
 
 
@@ -191,7 +189,7 @@ def test_what_is_left_of_a_removed_request_is_not_computed() -> None:
     assert first.state is State.CANCELLED
     assert (filled.queues["0"].num_requests, filled.queues["0"].num_tokens) == (1, 32)
     assert filled.queues.remove(second)
-    assert not filled.queues.turns
+    assert not filled.queues.waiting_models
     filled.add(32)
     assert filled.rest() == [[8]] * 4, "others may still come"
 
@@ -203,7 +201,7 @@ def test_a_failed_chunk_ends_its_request() -> None:
     (chunk,) = filled.queues.next_step()
     error = RuntimeError("broken")
     assert filled.queues.end(chunk, error) is error
-    assert not filled.queues.turns
+    assert not filled.queues.waiting_models
     assert filled.queues["0"].num_tokens == 0
 
 
@@ -212,7 +210,7 @@ def test_models_share_the_devices_time_by_weight() -> None:
     for model, seconds in (("0", 0.001), ("1", 0.001)):
         filled.queues[model].note(1, seconds)
         filled.add(*[32] * 100, model=model)
-    models = Counter(filled.queues.next_step()[0].pending.model for _ in range(40))
+    models = Counter(filled.queues.next_step()[0].submission.model for _ in range(40))
     assert models == {"0": 10, "1": 30}
 
 
@@ -221,7 +219,7 @@ def test_a_model_with_long_steps_gets_fewer_of_them() -> None:
     for model, seconds in (("0", 0.009), ("1", 0.001)):
         filled.queues[model].note(32, seconds)
         filled.add(*[32] * 100, model=model)
-    models = Counter(filled.queues.next_step()[0].pending.model for _ in range(50))
+    models = Counter(filled.queues.next_step()[0].submission.model for _ in range(50))
     assert models == {"0": 5, "1": 45}
 
 
@@ -233,7 +231,7 @@ def test_a_model_that_was_idle_has_no_claim_to_the_past() -> None:
     for _ in range(20):
         filled.step()
     filled.add(*[32] * 10, model="1")
-    models = [filled.queues.next_step()[0].pending.model for _ in range(10)]
+    models = [filled.queues.next_step()[0].submission.model for _ in range(10)]
     assert Counter(models) == {"0": 5, "1": 5}
     assert models[0] == "1", "it has had less"
 
@@ -274,7 +272,7 @@ def test_a_lane_of_short_requests_has_no_long_one() -> None:
     decode, _ = lanes_of(tiny_settings(limits, lanes={"decode_max_tokens": 8, "decode_batch_tokens": 256}))
     queues = Queues(decode.limits)
     queues.set_runners({"0": EchoRunner()}, {})
-    pending = Pending("0", layer_request([1.0]), lambda _: None, False)
+    pending = Submission("0", layer_request([1.0]), lambda _: None)
     queues.add(pending)
     assert not pending.is_long
 

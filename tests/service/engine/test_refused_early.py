@@ -1,7 +1,6 @@
 """What is refused before it waits: for lack of room, or because its output would come too late."""
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,7 +85,7 @@ def test_an_idle_device_is_tried_again_soon() -> None:
     """Else one slow step would have all requests refused for a second, and the next would be as slow."""
     filled = timed()
     assert not admits(filled, 10.0, 32)
-    time.sleep(0.11)
+    filled.now += 0.11
     assert not admits(filled, 10.0, 32, busy=1.0)
     assert admits(filled, 10.0, 32)
     assert not admits(filled, 10.0, 32), "behind another one"
@@ -121,9 +120,9 @@ def test_another_caller_with_credit_comes_before_the_next_request() -> None:
     filled.add(*[4] * 100, caller=1)
     assert not admits(filled, 31.0 * 1.25, caller=2), "a step is filled with what waits"
     assert admits(filled, 33.0 * 1.25, caller=2)
-    assert 2 in [chunk.pending.caller for chunk in filled.chunks()]
+    assert 2 in [chunk.submission.caller for chunk in filled.chunks()]
     filled.add(32, 1, caller=2)
-    while 2 in [chunk.pending.caller for chunk in filled.chunks()]:
+    while 2 in [chunk.submission.caller for chunk in filled.chunks()]:
         pass
     assert not admits(filled, 100.0, caller=2), "its credit is used up"
 
@@ -180,8 +179,8 @@ def test_a_step_leaves_out_what_it_would_answer_too_late() -> None:
     for tokens in (1, 32):
         filled.queues["0"].forecast.note(tokens, tokens)
     step, late = filled.queues.split_late(filled.queues.next_step(), lambda: 0.0)
-    assert [chunk.pending for chunk in step] == [patient, *endless]
-    assert [chunk.pending for chunk in late] == [hasty]
+    assert [chunk.submission for chunk in step] == [patient, *endless]
+    assert [chunk.submission for chunk in late] == [hasty]
     filled.add(8, timeout=1000.0)
     _, late = filled.queues.split_late(filled.queues.next_step(), lambda: 995.0)
     assert len(late) == 1, "what runs before it counts"
@@ -191,10 +190,10 @@ def test_a_request_that_had_ample_time_is_looked_at_once_half_of_it_has_passed()
     """Before, that would only cost time."""
     filled = Filled()
     filled.queues["0"].note(8, 1e-3)
-    (pending,) = filled.add(8, timeout=10.0)
+    filled.add(8, timeout=10.0)
     for tokens in (1, 32):
         filled.queues["0"].forecast.note(tokens, 10 * tokens)  # as if it had become slow
     step = filled.queues.next_step()
     assert filled.queues.split_late(step, lambda: 1.0) == (step, [])
-    pending.arrived -= 11.0
+    filled.now += 11.0
     assert filled.queues.split_late(step, lambda: 1.0) == ([], step)

@@ -111,7 +111,7 @@ async def test_a_region_is_released_whatever_becomes_of_the_request() -> None:
             answers = await asyncio.gather(*tasks, return_exceptions=True)
             statuses = [a.status_code for a in answers if isinstance(a, httpx.Response)]
             assert sorted(statuses) == [200, 503, 503], "the queue is full, or the timeout expires"
-            await server.app.engine.scheduler.drained()
+            await server.app.engine.executor.drained()
             await until(lambda: region.uses == 0)
 
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from expertd.service.engine import short_steps
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
     QueueTimeoutError,
     RequestRefusedError,
     SomeRefusedError,
     StepFailedError,
 )
+from expertd.service.engine.executor import Executor
 from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
-from tests.service.engine.test_batching import Observed, running
+from tests.service.engine.test_executor import Observed, running
 from tests.service.engine.test_wakeup import belled
 from tests.service.runners import Computed, EchoRunner, Submitted, layer_request
 from tests.service.sockets import connect, infer, read_answer
@@ -71,42 +71,42 @@ class OnDeviceStep(Computed):
         return super().finish()
 
 
-async def asleep(scheduler: Scheduler) -> None:
+async def asleep(executor: Executor) -> None:
     """Wait until the worker thread has nothing to do."""
-    await until(lambda: scheduler.is_asleep)
+    await until(lambda: executor.lanes[0].is_asleep)
 
 
-async def alone(scheduler: Scheduler, values: Sequence[float]) -> float:
+async def alone(executor: Executor, values: Sequence[float]) -> float:
     """The first value of the answer to a request of a caller that is alone."""
-    await asleep(scheduler)
-    output = await Submitted(scheduler, "0", layer_request(values), alone=True).answer
+    await asleep(executor)
+    output = await Submitted(executor, "0", layer_request(values), alone=True).answer
     return float(np.frombuffer(host_view(output), np.float32)[0])
 
 
 async def test_a_step_runs_here_once_its_size_is_known_to_be_short() -> None:
     runner, observer = Threads(), Observed()
-    async with running(runner, observer=observer) as scheduler:
-        assert [await alone(scheduler, [value]) for value in (1.0, 2.0, 3.0)] == [1.0, 2.0, 3.0]
-        assert await alone(scheduler, [4.0] * 8) == 4.0, "another size"
-        assert await alone(scheduler, [5.0] * 8) == 5.0
+    async with running(runner, observer=observer) as executor:
+        assert [await alone(executor, [value]) for value in (1.0, 2.0, 3.0)] == [1.0, 2.0, 3.0]
+        assert await alone(executor, [4.0] * 8) == 4.0, "another size"
+        assert await alone(executor, [5.0] * 8) == 5.0
         await until(lambda: len(observer.done) == 5)
     assert runner.here == [False, True, True, False, True]
 
 
 async def test_long_steps_do_not() -> None:
     runner = Threads(seconds=0.01)
-    async with running(runner) as scheduler:
+    async with running(runner) as executor:
         for value in (1.0, 2.0, 3.0):
-            assert await alone(scheduler, [value]) == value
+            assert await alone(executor, [value]) == value
     assert not any(runner.here)
 
 
 async def test_requests_that_arrive_together_share_a_step_of_the_worker() -> None:
     runner = Threads()
-    async with running(runner) as scheduler:
-        await alone(scheduler, [1.0])
-        await asleep(scheduler)
-        both = [Submitted(scheduler, "0", layer_request([value]), alone=True) for value in (2.0, 3.0)]
+    async with running(runner) as executor:
+        await alone(executor, [1.0])
+        await asleep(executor)
+        both = [Submitted(executor, "0", layer_request([value]), alone=True) for value in (2.0, 3.0)]
         await asyncio.gather(*(submitted.answer for submitted in both))
     assert runner.steps == [[1], [1, 1]]
     assert not any(runner.here)
@@ -114,20 +114,20 @@ async def test_requests_that_arrive_together_share_a_step_of_the_worker() -> Non
 
 async def test_work_between_steps_comes_first() -> None:
     runner = Threads()
-    async with running(runner) as scheduler:
-        await alone(scheduler, [1.0])
-        await asleep(scheduler)
-        submitted = Submitted(scheduler, "0", layer_request([2.0]), alone=True)
-        assert await scheduler.between_steps(lambda: len(runner.steps)) == 1
+    async with running(runner) as executor:
+        await alone(executor, [1.0])
+        await asleep(executor)
+        submitted = Submitted(executor, "0", layer_request([2.0]), alone=True)
+        assert await executor.between_steps(lambda: len(runner.steps)) == 1
         await submitted.answer
     assert runner.here == [False, False]
 
 
 async def test_a_source_waits_for_a_step_that_runs_here() -> None:
     runner, observer = Threads(), Observed()
-    async with belled(runner, observer) as (scheduler, bell, answers):
-        await alone(scheduler, [1.0])
-        await asleep(scheduler)
+    async with belled(runner, observer) as (executor, bell, answers):
+        await alone(executor, [1.0])
+        await asleep(executor)
         runner.entered.acquire()
         runner.gate.clear()
         begun = 0
@@ -142,7 +142,7 @@ async def test_a_source_waits_for_a_step_that_runs_here() -> None:
 
         thread = threading.Thread(target=ring)
         thread.start()
-        await Submitted(scheduler, "0", layer_request([2.0]), alone=True).answer
+        await Submitted(executor, "0", layer_request([2.0]), alone=True).answer
         thread.join()
         await until(lambda: len(answers) == 1)
     assert begun == 2
@@ -151,27 +151,27 @@ async def test_a_source_waits_for_a_step_that_runs_here() -> None:
 
 async def test_a_cancelled_request_has_no_step() -> None:
     runner = Threads()
-    async with running(runner) as scheduler:
-        await alone(scheduler, [1.0])
-        await asleep(scheduler)
-        submitted = Submitted(scheduler, "0", layer_request([2.0]), alone=True)
-        assert scheduler.cancel(submitted.pending, QueueTimeoutError("late"))
+    async with running(runner) as executor:
+        await alone(executor, [1.0])
+        await asleep(executor)
+        submitted = Submitted(executor, "0", layer_request([2.0]), alone=True)
+        assert executor.cancel(submitted.pending, QueueTimeoutError("late"))
         with pytest.raises(QueueTimeoutError):
             await submitted.answer
-        assert await alone(scheduler, [3.0]) == 3.0
+        assert await alone(executor, [3.0]) == 3.0
     assert runner.steps == [[1], [1]]
 
 
 async def test_a_failed_step() -> None:
     runner = Threads(poison=2.0)
-    async with running(runner) as scheduler:
-        await alone(scheduler, [1.0])
+    async with running(runner) as executor:
+        await alone(executor, [1.0])
         with pytest.raises(StepFailedError, match="RuntimeError"):
-            await alone(scheduler, [2.0])
-        assert scheduler.failures("0") == 1
-        assert await alone(scheduler, [3.0]) == 3.0
-        assert scheduler.failures("0") == 0
-        await asyncio.wait_for(scheduler.drained(), 10)
+            await alone(executor, [2.0])
+        assert executor.failures("0") == 1
+        assert await alone(executor, [3.0]) == 3.0
+        assert executor.failures("0") == 0
+        await asyncio.wait_for(executor.drained(), 10)
     assert runner.here == [False, True, True]
 
 
@@ -182,7 +182,7 @@ async def test_over_http_after_some_requests_of_one_connection(callers: int) -> 
         with ExitStack() as stack:
             socks = [stack.enter_context(connect(server.port)) for _ in range(callers)]
             for number in range(24):
-                await asleep(server.app.engine.scheduler.lanes[0])
+                await asleep(server.app.engine.executor)
                 sock, hidden_states = socks[number % callers], rows(1, number)
                 sock.sendall(infer(*hidden_request(hidden_states)))
                 answer = await asyncio.to_thread(read_answer, sock)
@@ -204,12 +204,12 @@ async def test_the_event_loop_stays_awake_for_a_moment_after_quick_callers(
         stay_awake(steps)
 
     monkeypatch.setattr(ShortSteps, "_stay_awake", counted)
-    async with running(runner) as scheduler:
-        await alone(scheduler, [1.0])
+    async with running(runner) as executor:
+        await alone(executor, [1.0])
         await asyncio.sleep(0.01)
-        await alone(scheduler, [2.0])
+        await alone(executor, [2.0])
         assert rounds == 0, "its caller was slow"
-        await Submitted(scheduler, "0", layer_request([3.0]), alone=True).answer
+        await Submitted(executor, "0", layer_request([3.0]), alone=True).answer
         assert rounds > 0
         await asyncio.sleep(0.01)
         after = rounds
@@ -224,18 +224,18 @@ async def test_a_step_of_a_quick_caller_is_reported_while_the_next_one_computes(
 ) -> None:
     observer = Observed()
     runner = OnDevice(observer, refused)
-    async with running(runner, observer=observer) as scheduler:
-        scheduler.set_device(0.0, leaves_cpu=True)
+    async with running(runner, observer=observer) as executor:
+        executor.set_device(0.0, leaves_cpu=True)
         for value in (1.0, 2.0):
-            await alone(scheduler, [value])
+            await alone(executor, [value])
         await until(lambda: len(observer.done) == 2)
         monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 10.0)
-        await Submitted(scheduler, "0", layer_request([3.0]), alone=True).answer
+        await Submitted(executor, "0", layer_request([3.0]), alone=True).answer
         await asyncio.sleep(0.01)
         assert len(observer.done) == 2, "the caller may come back"
-        await Submitted(scheduler, "0", layer_request([4.0]), alone=True).answer
+        await Submitted(executor, "0", layer_request([4.0]), alone=True).answer
         assert runner.observed[-1] == 3
-        answer = Submitted(scheduler, "0", layer_request([5.0]), alone=True).answer
+        answer = Submitted(executor, "0", layer_request([5.0]), alone=True).answer
         await asyncio.wait([answer])
         assert isinstance(answer.exception(), RequestRefusedError) == (refused == 5.0)
         monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 0.0)
@@ -250,12 +250,12 @@ async def test_a_step_of_a_quick_caller_is_reported_if_the_next_one_is_the_worke
     monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 10.0)
     observer = Observed()
     runner = OnDevice(observer, 0.0) if on_gpu else Threads()
-    async with running(runner, observer=observer) as scheduler:
-        scheduler.set_device(0.0, leaves_cpu=on_gpu)
+    async with running(runner, observer=observer) as executor:
+        executor.set_device(0.0, leaves_cpu=on_gpu)
         for value in (1.0, 2.0, 3.0):
-            await alone(scheduler, [value])
+            await alone(executor, [value])
         if not on_gpu:
             await until(lambda: len(observer.done) == 3)  # at once: nothing computes beside the CPU
-        await Submitted(scheduler, "0", layer_request([4.0])).answer
+        await Submitted(executor, "0", layer_request([4.0])).answer
         await until(lambda: len(observer.done) == 4)
     assert runner.here == [False, True, True, False]

@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import pytest
 
-from expertd.service.engine.batching import Scheduler
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.lane import StepLane
+from expertd.service.engine.steps import Submission
 from expertd.service.engine.wakeup import Source, Wakeup
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.engine.test_batching import Observed
+from tests.service.engine.test_executor import Observed
 from tests.service.runners import DeviceRunner, EchoRunner, layer_request
 from tests.service.waiting import until
 
@@ -67,34 +69,36 @@ class Bell:
 @asynccontextmanager
 async def belled(
     runner: EchoRunner, observer: Observed, spin_seconds: float = 0.0
-) -> AsyncIterator[tuple[Scheduler, Bell, list[Output | Exception]]]:
-    """A scheduler with one source, and the answers to its requests."""
-    scheduler = Scheduler(Limits(), observer, spin_seconds)
-    scheduler.set_runners({"0": runner})
+) -> AsyncIterator[tuple[Executor, Bell, list[Output | Exception]]]:
+    """An executor with one source, and the answers to its requests."""
+    executor = Executor(StepLane(Limits(), observer, spin_seconds))
+    executor.set_runners({"0": runner})
     answers: list[Output | Exception] = []
-    bell = Bell(lambda value: scheduler.submit("0", layer_request([value]), answers.append, on_worker=True))
-    scheduler.add_source(bell)
-    scheduler.start()
+    bell = Bell(
+        lambda value: executor.submit(Submission("0", layer_request([value]), answers.append, on_worker=True))
+    )
+    executor.add_source(bell)
+    executor.start()
     try:
-        yield scheduler, bell, answers
+        yield executor, bell, answers
     finally:
-        scheduler.remove_source(bell)
+        executor.remove_source(bell)
         bell.close()
         runner.gate.set()
-        assert scheduler.stop(timeout=10)
+        assert executor.stop(timeout=10)
 
 
 @pytest.mark.parametrize("spin_seconds", [0.0, 50e-6])
 async def test_announced_requests_need_no_ring(spin_seconds: float) -> None:
     """They come when their caller's GPU has written them: at once, or long after the thread would sleep."""
-    async with belled(EchoRunner(), Observed(), spin_seconds) as (scheduler, bell, answers):
+    async with belled(EchoRunner(), Observed(), spin_seconds) as (executor, bell, answers):
         for count in range(1, 31):
             bell.announce()
             if count % 3 == 0:
                 await asyncio.sleep(2e-3)
             bell.arrive(float(count))
             await until(lambda count=count: len(answers) == count)  # type: ignore[misc]
-        await until(lambda: scheduler.is_asleep)
+        await until(lambda: executor.lanes[0].is_asleep)
 
 
 @pytest.mark.parametrize("spin_seconds", [0.0, 50e-6, 0.1])
@@ -110,16 +114,16 @@ async def test_every_ring_is_heard(spin_seconds: float) -> None:
 
 async def test_a_source_and_the_event_loop_share_a_step() -> None:
     runner = EchoRunner()
-    async with belled(runner, Observed()) as (scheduler, bell, answers):
+    async with belled(runner, Observed()) as (executor, bell, answers):
         runner.gate.clear()
         bell.ring()
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         bell.ring()
         others: list[Output | Exception] = []
-        scheduler.submit("0", layer_request([0.0] * 2), others.append)
+        executor.submit(Submission("0", layer_request([0.0] * 2), others.append))
         runner.gate.set()
         await until(lambda: len(answers) == 2 and len(others) == 1)
-        await asyncio.wait_for(scheduler.drained(), 10)
+        await asyncio.wait_for(executor.drained(), 10)
     assert runner.steps == [[1], [2, 1]]
 
 
@@ -131,12 +135,12 @@ async def test_what_arrives_during_a_job_is_read_at_once() -> None:
         begun.set()
         assert goes_on.wait(10)
 
-    async with belled(EchoRunner(), Observed()) as (scheduler, bell, answers):
-        done = scheduler.do_between_steps(job)
+    async with belled(EchoRunner(), Observed()) as (executor, bell, answers):
+        done = executor.do_between_steps(job)
         assert await asyncio.to_thread(begun.wait, 10)
         bell.ring()
         try:
-            await until(lambda: scheduler.waiting("0") == (1, 1))
+            await until(lambda: executor.waiting("0") == (1, 1))
         finally:
             goes_on.set()
         await asyncio.wrap_future(done)
@@ -144,11 +148,11 @@ async def test_what_arrives_during_a_job_is_read_at_once() -> None:
 
 
 async def test_a_worker_with_sources_that_has_nothing_to_do_sleeps() -> None:
-    async with belled(EchoRunner(), Observed(), spin_seconds=50e-6) as (scheduler, bell, answers):
+    async with belled(EchoRunner(), Observed(), spin_seconds=50e-6) as (executor, bell, answers):
         bell.ring()
         await until(lambda: len(answers) == 1)
         await asyncio.sleep(0.05)
-        ident = scheduler.worker.thread.ident
+        ident = executor.lanes[0].worker.thread.ident
         assert ident is not None
         clock = time.pthread_getcpuclockid(ident)
         before = time.clock_gettime(clock)
@@ -179,10 +183,10 @@ async def two_in_a_step(bell: Bell, answers: list[Output | Exception]) -> None:
 async def test_the_callers_of_a_step_meet_again_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertd.service.engine.stepping._MAX_REJOIN_SECONDS", 30.0)
     runner = Slow()
-    async with belled(runner, Observed()) as (scheduler, bell, answers):
+    async with belled(runner, Observed()) as (executor, bell, answers):
         await two_in_a_step(bell, answers)
         bell.ring()
-        await until(lambda: scheduler.waiting("0")[0] == 1)
+        await until(lambda: executor.waiting("0")[0] == 1)
         assert len(runner.steps) == 2, "it waits for the other one"
         bell.ring()
         await until(lambda: len(answers) == 5)
@@ -203,34 +207,36 @@ async def test_a_caller_that_does_not_return_delays_the_others_only_briefly(
 
 async def test_reports_do_not_wait_for_a_thread_that_stays_awake_for_long() -> None:
     observed = Observed()
-    async with belled(DeviceRunner(), observed, spin_seconds=3600.0) as (scheduler, bell, answers):
-        scheduler.set_device(3600.0, leaves_cpu=True)
+    async with belled(DeviceRunner(), observed, spin_seconds=3600.0) as (executor, bell, answers):
+        executor.set_device(3600.0, leaves_cpu=True)
         bell.ring()
         await until(lambda: len(answers) == 1 and len(observed.done) == 1)
 
 
-async def test_chores_are_in_no_returning_callers_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.service.engine.lane_work._RETURN_SECONDS", 1.0)
+async def test_deferred_calls_are_in_no_returning_callers_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expertd.service.engine.lane._RETURN_SECONDS", 1.0)
     runner = EchoRunner()
-    chores: list[int] = []  # the number of steps that had begun
+    deferred: list[int] = []  # the number of steps that had begun
     answers: list[Output | Exception] = []
-    async with belled(runner, Observed(), spin_seconds=1.0) as (scheduler, _, _):
+    async with belled(runner, Observed(), spin_seconds=1.0) as (executor, _, _):
 
         def done(answer: Output | Exception) -> None:
-            scheduler.do_later(lambda: chores.append(len(runner.steps)))
+            executor.defer(lambda: deferred.append(len(runner.steps)))
             answers.append(answer)
 
-        bell = Bell(lambda value: scheduler.submit("0", layer_request([value]), done, on_worker=True))
-        scheduler.add_source(bell)
+        bell = Bell(
+            lambda value: executor.submit(Submission("0", layer_request([value]), done, on_worker=True))
+        )
+        executor.add_source(bell)
         bell.ring()
         await until(lambda: len(answers) == 1)
         await asyncio.sleep(0.1)
-        assert chores == [], "its caller may return"
+        assert deferred == [], "its caller may return"
         bell.ring()
         await until(lambda: len(answers) == 2)
-        await until(lambda: len(chores) == 2)  # the caller does not return
-        assert chores == [2, 2]
-        scheduler.remove_source(bell)
+        await until(lambda: len(deferred) == 2)  # the caller does not return
+        assert deferred == [2, 2]
+        executor.remove_source(bell)
         bell.close()
 
 

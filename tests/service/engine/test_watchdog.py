@@ -43,8 +43,8 @@ async def test_every_request_is_answered_and_the_server_is_not_ready() -> None:
         assert (await server.http.get("/v2/health/live")).status_code == 200
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 503
         runner.gate.set()  # the late end of the step answers nobody again
-        await until(lambda: not server.app.engine.scheduler.lanes[0].step_in_flight()[0])
-        await until(lambda: not server.app.engine.scheduler.unanswered)  # counted after the last answer
+        await until(lambda: not server.app.engine.executor.lanes[0].step_in_flight()[0])
+        await until(lambda: not server.app.engine.executor.unanswered)  # counted after the last answer
 
 
 async def test_steps_that_end_are_left_alone() -> None:
@@ -87,25 +87,25 @@ async def test_a_device_that_has_failed_ends_the_server() -> None:
         for _ in range(2):
             await asyncio.to_thread(runner.entered.acquire)
         waiting = [asyncio.create_task(server.infer(*poison)) for _ in range(3)]  # every further step fails
-        await until(lambda: server.app.engine.scheduler.waiting("tiny")[0] == 3)
+        await until(lambda: server.app.engine.executor.waiting("tiny")[0] == 3)
         runner.gate.set()
         for task in (first, *waiting):
             assert error_of(await task, 503) == f"the device has failed: {why}"
         assert error_of(await server.http.get("/v2/health/ready"), 503) == f"the device has failed: {why}"
         assert server.app.engine.phase is Phase.FAILED, "which ends the process with code 1"
-        await until(lambda: not server.app.engine.scheduler.unanswered)  # counted after the last answer
+        await until(lambda: not server.app.engine.executor.unanswered)  # counted after the last answer
 
 
 async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
     goes_on, settings = threading.Event(), tiny_settings(step_timeout_seconds=0.5)
     async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
-        scheduler = server.app.engine.scheduler
-        job = asyncio.ensure_future(scheduler.between_steps(lambda: goes_on.wait(30), 0.0))
-        waits = asyncio.ensure_future(scheduler.between_steps(lambda: None))
+        executor = server.app.engine.executor
+        job = asyncio.ensure_future(executor.between_steps(lambda: goes_on.wait(30), 0.0))
+        waits = asyncio.ensure_future(executor.between_steps(lambda: None))
         asked = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
         expected = "the device hangs: expected the end of what runs between two steps within 0.5 s, got none"
         assert error_of(await asked, 503) == expected
-        for each in (job, waits, scheduler.between_steps(lambda: None)):
+        for each in (job, waits, executor.between_steps(lambda: None)):
             with pytest.raises(DeviceLostError, match="the device hangs"):
                 await each
         assert error_of(await server.http.get("/v2/health/ready"), 503) == expected
@@ -117,16 +117,16 @@ async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
 async def test_a_job_may_take_as_long_as_it_says_since_it_last_went_on() -> None:
     settings = tiny_settings(step_timeout_seconds=1)
     async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
-        scheduler = server.app.engine.scheduler.lanes[0]
-        await scheduler.between_steps(lambda: time.sleep(2))
+        executor = server.app.engine.executor
+        await executor.between_steps(lambda: time.sleep(2))
 
         def parts() -> None:
             for _ in range(20):
                 time.sleep(0.1)
-                scheduler.job_goes_on()
+                executor.lanes[0].jobs.goes_on()
 
-        await scheduler.between_steps(parts, 0.0)
-        assert scheduler.job_in_flight() == (None, 0.0)
+        await executor.between_steps(parts, 0.0)
+        assert executor.lanes[0].job_in_flight() == (None, 0.0)
         assert server.app.engine.why_not_ready() is None
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
 
@@ -151,27 +151,27 @@ class BrokenSource:
     has_arrived = is_awaited
 
 
-@pytest.mark.parametrize("what", ["chore", "source"])
+@pytest.mark.parametrize("what", ["call", "source"])
 async def test_an_error_on_the_thread_of_the_steps_ends_the_server(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def chore() -> None:
+    def call() -> None:
         raise KeyError("model")
 
     async with serving(tiny_settings(), serving_runner(EchoRunner())) as server, asyncio.timeout(30):
-        scheduler = server.app.engine.scheduler.lanes[0]
+        executor = server.app.engine.executor
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
-        if what == "chore":
-            await scheduler.between_steps(lambda: scheduler.do_later(chore))
+        if what == "call":
+            await executor.between_steps(lambda: executor.defer(call))
         else:
-            scheduler.add_source(BrokenSource())
-        await until(lambda: not scheduler.running)
+            executor.add_source(BrokenSource())
+        await until(lambda: not executor.running)
         expected = "the thread of the steps has failed: KeyError"
         await until(lambda: server.app.engine.phase is Phase.FAILED)
         assert error_of(await server.http.get("/v2/health/ready"), 503) == expected
         error_of(await server.infer(*hidden_request(rows(1))), 503)
         with pytest.raises(DeviceLostError, match=expected):
-            await scheduler.between_steps(lambda: None)
+            await executor.between_steps(lambda: None)
         assert server.app.engine.device_failed, "which ends the process with code 1"
     assert "the thread of the steps has failed" in caplog.text
 

@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from expertd.service.engine.steps import Submission
 from expertd.service.grpc.arrivals import Arrived
 from expertd.service.grpc.infer_request import MessageHead
 from expertd.service.grpc.messages import CLASSES
@@ -196,7 +197,7 @@ async def test_a_full_queue_says_when_to_try_again() -> None:
         first = calls.infer(hidden_message(rows(3)))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         second = calls.infer(hidden_message(rows(3)))
-        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 1)
+        await until(lambda: calls.engine.executor.waiting("tiny")[0] == 1)
         text, trailers = await refusal(calls.infer(hidden_message(rows(3))), grpc.StatusCode.UNAVAILABLE)
         assert "the queue of model tiny is full" in text
         assert int(trailers["retry-after"]) >= 1
@@ -247,7 +248,7 @@ async def test_a_timeout_and_a_deadline_pass_in_the_queue() -> None:
         (600, 20, 19, 20),
     ],
 )
-async def test_the_scheduler_knows_what_is_left_of_a_deadline(
+async def test_the_executor_knows_what_is_left_of_a_deadline(
     deadline: float | None,
     timeout: int | None,
     least: float,
@@ -259,9 +260,9 @@ async def test_the_scheduler_knows_what_is_left_of_a_deadline(
     async with grpc_serving(EchoRunner()) as calls:
         submit = calls.engine.submit
 
-        def noted(*arguments: Any) -> Any:
-            given.append(arguments[-1])
-            return submit(*arguments)
+        def noted(submission: Submission) -> Submission:
+            given.append(submission.timeout)
+            return submit(submission)
 
         monkeypatch.setattr(calls.engine, "submit", noted)
         output_of(await calls.infer(message, timeout=deadline))
@@ -280,7 +281,7 @@ async def test_a_client_that_leaves_is_not_computed() -> None:
     async with grpc_serving(runner) as calls:
         first = await held(calls, runner)
         left = calls.infer(hidden_message(rows(5)))
-        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 1)
+        await until(lambda: calls.engine.executor.waiting("tiny")[0] == 1)
         left.cancel()
         name = {"model": "tiny", "reason": "client_gone"}
         await until(lambda: calls.serving.metric("refusals_total", **name) == 1)

@@ -106,7 +106,7 @@ async def test_too_many_calls_are_refused() -> None:
         runner.gate.clear()
         open_calls = [calls.infer(hidden_message(rows(1))) for _ in range(2)]
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        while calls.engine.scheduler.unanswered < 2:
+        while calls.engine.executor.unanswered < 2:
             await asyncio.sleep(0)
         text, trailers = await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAVAILABLE)
         assert text == "limits.max_connections: expected at most 2 open calls, got more"

@@ -40,7 +40,7 @@ async def test_requests_of_one_stream_share_a_step_and_leave_with_it() -> None:
         stream = calls.stream()
         for _ in range(3):
             await stream.write(hidden_message(rows(2)))
-        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 3)
+        await until(lambda: calls.engine.executor.waiting("tiny")[0] == 3)
         runner.gate.set()
         output_of(await first)
         for _ in range(3):
@@ -49,9 +49,9 @@ async def test_requests_of_one_stream_share_a_step_and_leave_with_it() -> None:
         assert runner.entered.acquire(timeout=10)
         first = await held(calls, runner)
         await stream.write(hidden_message(rows(2)))
-        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 1)
+        await until(lambda: calls.engine.executor.waiting("tiny")[0] == 1)
         stream.cancel()
-        await until(lambda: calls.engine.scheduler.waiting("tiny")[0] == 0)
+        await until(lambda: calls.engine.executor.waiting("tiny")[0] == 0)
         runner.gate.set()
         output_of(await first)
 

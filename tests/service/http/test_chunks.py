@@ -136,7 +136,7 @@ async def test_a_timeout_between_chunks_ends_a_request(tmp_path: Path, over_http
                 response = asyncio.ensure_future(server.infer(*body))
             else:
                 sequence = peer.send(64, peer.places(1), timeout=0.5)
-                server.app.engine.scheduler.poll_sources()
+                server.app.engine.executor.poll_sources()
             await until(lambda: waiting(server) == 2)
             runner.let(3)
             await until(lambda: runner.steps == [[1], [1], [16], [16]])
@@ -175,12 +175,12 @@ async def test_a_channels_request_can_be_cancelled_between_chunks(tmp_path: Path
         peer = await claimed(server, max_tokens=64)
         async with competing(server, runner):
             sequence = peer.send(64, peer.places(1))
-            server.app.engine.scheduler.poll_sources()
+            server.app.engine.executor.poll_sources()
             await until(lambda: waiting(server) == 2)
             runner.let(2)
             await until(lambda: runner.steps == [[1], [1], [16]])
             peer.cancel(sequence)
-            server.app.engine.scheduler.poll_sources()
+            server.app.engine.executor.poll_sources()
             assert waiting(server) == 0
             assert not peer.answered(sequence), "the step still writes its output"
         assert (await answer_to(peer, sequence)).status == 499
@@ -251,7 +251,7 @@ async def test_channels_belong_to_the_keys_that_opened_them(tmp_path: Path) -> N
             peer = peers[name]
             sent.append((peer, peer.send(num_tokens, peer.places(peer.sequence + 1))))
             await until(lambda: bool(held[0].steps))
-        server.app.engine.scheduler.poll_sources()
+        server.app.engine.executor.poll_sources()
         held[0].open()
         for peer, sequence in sent:
             assert (await answer_to(peer, sequence)).status == 200

@@ -221,7 +221,7 @@ async def test_a_step_that_hangs_is_noticed_on_each_lane(stuck: str) -> None:
         assert error_of(await server.infer(*hidden_request(rows(count))), 503) == text
         assert error_of(await server.http.get("/v2/health/ready"), 503) == text
         runner.gate.set()
-        await until(lambda: not server.app.engine.scheduler.lanes[stuck == "prefill"].step_in_flight()[0])
+        await until(lambda: not server.app.engine.executor.lanes[stuck == "prefill"].step_in_flight()[0])
 
 
 async def test_a_lane_that_fails_is_tried_again() -> None:

@@ -38,7 +38,7 @@ async def test_a_full_queue_answers_with_retry_after(status: int) -> None:
         first = asyncio.ensure_future(server.infer(*GOOD))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         waiting = [asyncio.ensure_future(server.infer(*GOOD)) for _ in range(2)]
-        await until(lambda: server.app.engine.scheduler.waiting("tiny")[0] >= 2)
+        await until(lambda: server.app.engine.executor.waiting("tiny")[0] >= 2)
         refused = await server.infer(*GOOD)
         assert "the queue of model tiny is full" in error_of(refused, status)
         assert server.metric("refusals_total", model="tiny", reason="queue_full") == 1

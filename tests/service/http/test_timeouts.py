@@ -193,7 +193,7 @@ async def test_an_output_that_a_device_could_write_to_a_region_is_stored_if_in_t
         await in_step(device.runner)
         assert error_of(await request, 503) == IN_ITS_STEP
         device.runner.gate.set()
-        await until(lambda: server.app.engine.scheduler.unanswered == 0)
+        await until(lambda: server.app.engine.executor.unanswered == 0)
         assert (output() == 0).all(), "it is the caller's again"
         assert (await server.infer(region_request(900_000))).status_code == 200
         np.testing.assert_array_equal(output(), 2 * rows(1)[0])

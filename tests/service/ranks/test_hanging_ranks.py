@@ -73,8 +73,8 @@ async def test_a_rank_that_hangs_costs_no_request_its_answer(
 async def check_that_callers_are_told(server: Serving, values: NDArray[np.float32]) -> None:
     """The one whose step hangs, and one in the queue that does not wait for that."""
     in_step = asyncio.create_task(server.infer(*hidden_request(values)))
-    scheduler = server.app.engine.scheduler
-    await until(lambda: scheduler.unanswered == 1 and scheduler.waiting("tiny") == (0, 0))
+    executor = server.app.engine.executor
+    await until(lambda: executor.unanswered == 1 and executor.waiting("tiny") == (0, 0))
     impatient = await server.infer(*hidden_request(values, parameters={"timeout": 50_000}))
     assert "timeout" in error_of(impatient, 503)
     assert not in_step.done(), "its own deadline is earlier"

@@ -44,7 +44,7 @@ def _ended(processes: list[int]) -> Callable[[], bool]:
 async def test_a_drain_answers_what_was_accepted() -> None:
     async with serving_ranks(tiny_settings(ranks=2)) as server:
         engine = server.app.engine
-        asked = [Submitted(engine.scheduler, "tiny", zero_request(5, HIDDEN)) for _ in range(20)]
+        asked = [Submitted(engine.executor, "tiny", zero_request(5, HIDDEN)) for _ in range(20)]
         assert await engine.drain()
         for request in asked:
             assert host_view(await request.answer) == bytes(4 * 5 * HIDDEN)

@@ -155,7 +155,7 @@ async def test_ranks_of_all_nodes_answer_between_steps(tmp_path: Path) -> None:
             assert loaded is not None
             runner: Any = loaded.runners["tiny"]
             group = runner._steps.supervisor.group()
-            ask = server.app.engine.scheduler.between_steps
+            ask = server.app.engine.executor.between_steps
             assert await ask(lambda: group.ask("partitions", {"compute": 8})) == {
                 0: [NO_SMS, []],
                 1: [NO_SMS, []],

@@ -129,9 +129,9 @@ async def test_nothing_is_recorded_if_the_caller_hangs_up_before(monkeypatch: py
         runner.gate.clear()
         blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        scheduler = server.app.engine.scheduler.lanes[0]
+        lane = server.app.engine.executor.lanes[0]
         asked = asyncio.ensure_future(server.app.engine.profile(1, 5.0))
-        await until(lambda: bool(scheduler._work.jobs))
+        await until(lambda: bool(lane.jobs))
         asked.cancel()
         await asyncio.sleep(0)
         runner.gate.set()

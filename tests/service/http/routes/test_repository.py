@@ -325,13 +325,13 @@ async def test_unloading_answers_what_was_accepted_and_refuses_what_comes_later(
         begun = asyncio.create_task(infer(server, "other", 0))
         await until(lambda: bool(runner.steps))
         queued = [asyncio.create_task(infer(server, "other", seed)) for seed in (1, 2)]
-        await until(lambda: server.app.engine.scheduler.waiting("other")[0] == 2)
+        await until(lambda: server.app.engine.executor.waiting("other")[0] == 2)
         unloading = asyncio.create_task(change(server, "unload"))
         await until(lambda: server.app.engine.repository.state("other").state == "UNLOADING")
         text = error_of(await infer(server, "other"), 404)
         assert text == "model other: expected a loaded one, got it unloading"
         with pytest.raises(ModelUnloadedError, match=text):
-            server.app.engine.scheduler.check_capacity("other", 1, 0)
+            server.app.engine.executor.check_capacity("other", 1, 0)
         assert not unloading.done()
         runner.open()
         outputs = [output_of(response) for response in await asyncio.gather(begun, *queued)]
@@ -431,7 +431,7 @@ async def test_a_shutdown_does_not_wait_for_a_model_that_is_being_read() -> None
         assert server.metric("refusals_total", model="other", reason="not_ready") == 1
         assert error_of(await server.http.get("/v2/models/other"), 503) == text
         with pytest.raises(NotReadyError, match=text):  # as of a channel
-            server.app.engine.scheduler.check_capacity("other", 1, 0)
+            server.app.engine.executor.check_capacity("other", 1, 0)
         assert output_of(await infer(server, "tiny")).shape == (3, 128)
         assert await server.app.engine.drain()
         assert error_of(await loading, 503) == "the server is shutting down"

@@ -1,4 +1,4 @@
-"""The scheduler alone: how it batches and orders requests, and how it handles failed steps and callers."""
+"""The executor alone: how it batches and orders requests, and how it handles failed steps and callers."""
 
 import asyncio
 import logging
@@ -11,15 +11,16 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from expertd.service.engine.batching import Scheduler
 from expertd.service.engine.errors import (
+    ExecutorClosedError,
     QueueFullError,
     QueueTimeoutError,
     RequestRefusedError,
-    SchedulerClosedError,
     SomeRefusedError,
     StepFailedError,
 )
+from expertd.service.engine.executor import Executor
+from expertd.service.engine.lane import StepLane
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
@@ -47,24 +48,24 @@ class Observed:
 @asynccontextmanager
 async def running(
     *runners: EchoRunner, observer: Observed | None = None, **limits: int
-) -> AsyncIterator[Scheduler]:
-    """A scheduler whose models "0", "1", ... have these runners."""
+) -> AsyncIterator[Executor]:
+    """An executor whose models "0", "1", ... have these runners."""
     defaults = {"max_request_tokens": 8, "max_batch_tokens": 8, "max_queue_tokens": 64}
-    scheduler = Scheduler(Limits.model_validate({**defaults, **limits}), observer or Observed())
-    scheduler.set_runners({str(i): runner for i, runner in enumerate(runners)})
-    scheduler.start()
+    executor = Executor(StepLane(Limits.model_validate({**defaults, **limits}), observer or Observed()))
+    executor.set_runners({str(i): runner for i, runner in enumerate(runners)})
+    executor.start()
     try:
-        yield scheduler
+        yield executor
     finally:
         for runner in runners:
             runner.gate.set()
-        assert scheduler.stop(timeout=10)
+        assert executor.stop(timeout=10)
 
 
-async def held(runner: EchoRunner, scheduler: Scheduler, model: str = "0") -> Submitted:
+async def held(runner: EchoRunner, executor: Executor, model: str = "0") -> Submitted:
     """A request whose step waits at the runner's gate."""
     runner.gate.clear()
-    pending = Submitted(scheduler, model, layer_request([0.0]))
+    pending = Submitted(executor, model, layer_request([0.0]))
     assert await asyncio.to_thread(runner.entered.acquire, True, 10)
     return pending
 
@@ -83,10 +84,10 @@ def values(answer: Output) -> list[float]:
 
 async def test_requests_that_wait_for_the_device_are_batched() -> None:
     runner, observed = EchoRunner(), Observed()
-    async with running(runner, observer=observed) as scheduler:
-        first = await held(runner, scheduler)
-        others = [Submitted(scheduler, "0", layer_request([float(i)] * 2)) for i in range(6)]
-        assert scheduler.waiting("0") == (6, 12)
+    async with running(runner, observer=observed) as executor:
+        first = await held(runner, executor)
+        others = [Submitted(executor, "0", layer_request([float(i)] * 2)) for i in range(6)]
+        assert executor.waiting("0") == (6, 12)
         runner.gate.set()
         answers = [values(await soon(pending.answer)) for pending in (first, *others)]
     assert answers == [[0.0], *([float(i)] * 2 for i in range(6))]
@@ -101,10 +102,10 @@ async def test_requests_keep_their_order_and_models_alternate() -> None:
         order.append(model)
 
     runners = EchoRunner(), EchoRunner()
-    async with running(*runners) as scheduler:
-        first = await held(runners[0], scheduler)
-        pendings = [Submitted(scheduler, "0", layer_request([1.0] * 8)) for _ in range(3)]
-        pendings += [Submitted(scheduler, "1", layer_request([2.0] * 8)) for _ in range(2)]
+    async with running(*runners) as executor:
+        first = await held(runners[0], executor)
+        pendings = [Submitted(executor, "0", layer_request([1.0] * 8)) for _ in range(3)]
+        pendings += [Submitted(executor, "1", layer_request([2.0] * 8)) for _ in range(2)]
         for pending in pendings:
             pending.answer.add_done_callback(partial(done, pending.model))
         runners[0].gate.set()
@@ -120,16 +121,16 @@ async def test_urgent_requests_come_first_and_equal_ones_in_their_order() -> Non
         order.append(number)
 
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
+    async with running(runner) as executor:
+        first = await held(runner, executor)
         priorities = (128, 7, 255, 128, 7, 1)
         pendings = [
-            Submitted(scheduler, "0", layer_request([1.0] * 8), priority=priority) for priority in priorities
+            Submitted(executor, "0", layer_request([1.0] * 8), priority=priority) for priority in priorities
         ]
         for number, pending in enumerate(pendings):
             pending.answer.add_done_callback(partial(done, number))
-        assert scheduler.waiting("0") == (6, 48)
-        assert scheduler.cancel(pendings[4].pending, TimeoutError())
+        assert executor.waiting("0") == (6, 48)
+        assert executor.cancel(pendings[4].pending, TimeoutError())
         with pytest.raises(TimeoutError):
             await pendings[4].answer
         runner.gate.set()
@@ -145,11 +146,11 @@ async def test_a_model_with_an_urgent_request_comes_before_its_turn() -> None:
         order.append(each)
 
     runners = EchoRunner(), EchoRunner()
-    async with running(*runners) as scheduler:
-        first = await held(runners[0], scheduler)
+    async with running(*runners) as executor:
+        first = await held(runners[0], executor)
         given = [("0", 128), ("0", 128), ("1", 128), ("1", 1), ("1", 1)]
         pendings = [
-            Submitted(scheduler, model, layer_request([1.0] * 8), priority=priority)
+            Submitted(executor, model, layer_request([1.0] * 8), priority=priority)
             for model, priority in given
         ]
         for each, pending in zip(given, pendings, strict=True):
@@ -162,9 +163,9 @@ async def test_a_model_with_an_urgent_request_comes_before_its_turn() -> None:
 
 async def test_smaller_requests_do_not_overtake_a_large_one() -> None:
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        pendings = [Submitted(scheduler, "0", layer_request([1.0] * n)) for n in (4, 8, 1)]
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        pendings = [Submitted(executor, "0", layer_request([1.0] * n)) for n in (4, 8, 1)]
         runner.gate.set()
         for pending in (first, *pendings):
             await soon(pending.answer)
@@ -180,66 +181,66 @@ async def test_smaller_requests_do_not_overtake_a_large_one() -> None:
 )
 async def test_a_full_queue_refuses_until_it_has_room(limits: dict[str, int], text: str) -> None:
     runner = EchoRunner()
-    async with running(runner, observer=None, **limits) as scheduler:
-        first = await held(runner, scheduler)
-        pendings = [Submitted(scheduler, "0", layer_request([1.0] * 4)) for _ in range(2)]
+    async with running(runner, observer=None, **limits) as executor:
+        first = await held(runner, executor)
+        pendings = [Submitted(executor, "0", layer_request([1.0] * 4)) for _ in range(2)]
         with pytest.raises(QueueFullError, match=text) as caught:
-            Submitted(scheduler, "0", layer_request([1.0] * 4))
+            Submitted(executor, "0", layer_request([1.0] * 4))
         assert caught.value.retry_after >= 1
         runner.gate.set()
         for pending in (first, *pendings):
             await soon(pending.answer)
-        await soon(Submitted(scheduler, "0", layer_request([1.0] * 4)).answer)
+        await soon(Submitted(executor, "0", layer_request([1.0] * 4)).answer)
 
 
 async def test_retry_after_depends_on_recent_step_times() -> None:
     runner = EchoRunner()
-    async with running(runner, max_queue_tokens=16) as scheduler:
-        first = await held(runner, scheduler)
+    async with running(runner, max_queue_tokens=16) as executor:
+        first = await held(runner, executor)
         for _ in range(2):
-            Submitted(scheduler, "0", layer_request([1.0] * 8))
-        scheduler._queues["0"].step_seconds = 2.0
+            Submitted(executor, "0", layer_request([1.0] * 8))
+        executor.lanes[0].queues["0"].step_seconds = 2.0
         with pytest.raises(QueueFullError) as caught:
-            scheduler.check_capacity("0")
+            executor.check_capacity("0")
         assert caught.value.retry_after == 6, "two full steps waiting, one running, two seconds each"
         runner.gate.set()
         await soon(first.answer)
-        await soon(scheduler.drained())
+        await soon(executor.drained())
 
 
 async def test_a_request_cancelled_in_the_queue_is_never_computed() -> None:
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        dropped = Submitted(scheduler, "0", layer_request([1.0]))
-        assert scheduler.cancel(dropped.pending, QueueTimeoutError("too late"))
-        assert not scheduler.cancel(dropped.pending, QueueTimeoutError("twice"))
-        assert not scheduler.cancel(first.pending, QueueTimeoutError("already started"))
-        assert scheduler.waiting("0") == (0, 0)
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        dropped = Submitted(executor, "0", layer_request([1.0]))
+        assert executor.cancel(dropped.pending, QueueTimeoutError("too late"))
+        assert not executor.cancel(dropped.pending, QueueTimeoutError("twice"))
+        assert not executor.cancel(first.pending, QueueTimeoutError("already started"))
+        assert executor.waiting("0") == (0, 0)
         with pytest.raises(QueueTimeoutError, match="too late"):
             await soon(dropped.answer)
         runner.gate.set()
         await soon(first.answer)
-        await soon(Submitted(scheduler, "0", layer_request([2.0])).answer)
+        await soon(Submitted(executor, "0", layer_request([2.0])).answer)
     assert runner.steps == [[1], [1]]
 
 
 async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None:
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        hasty = Submitted(scheduler, "0", layer_request([1.0]), timeout=50.0)
-        patient = Submitted(scheduler, "0", layer_request([2.0, 3.0]))
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        hasty = Submitted(executor, "0", layer_request([1.0]), timeout=50.0)
+        patient = Submitted(executor, "0", layer_request([2.0, 3.0]))
         for _ in range(3):
-            scheduler._queues["0"].forecast.note(3, 100.0)
+            executor.lanes[0].queues["0"].forecast.note(3, 100.0)
         with pytest.raises(QueueFullError, match="timeout: expected about"):
-            Submitted(scheduler, "0", layer_request([1.0]), timeout=50.0)
+            Submitted(executor, "0", layer_request([1.0]), timeout=50.0)
         runner.gate.set()
         with pytest.raises(QueueTimeoutError, match="of 50000000 microseconds expires before its step would"):
             await soon(hasty.answer)
         await soon(first.answer)
         await soon(patient.answer)
-        await soon(scheduler.drained())
+        await soon(executor.drained())
     assert runner.steps[1:] == [[2]]
 
 
@@ -253,11 +254,11 @@ async def test_steps_are_reported_while_the_device_computes_the_next_one() -> No
 
     runner, observed = DeviceRunner(), Noted()
     runner.gate = gate = Turnstile()
-    async with running(runner, observer=observed) as scheduler:
-        scheduler.set_device(0.0, leaves_cpu=True)
-        pending = [Submitted(scheduler, "0", layer_request([0.0]))]
+    async with running(runner, observer=observed) as executor:
+        executor.set_device(0.0, leaves_cpu=True)
+        pending = [Submitted(executor, "0", layer_request([0.0]))]
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        pending.append(Submitted(scheduler, "0", layer_request([1.0])))
+        pending.append(Submitted(executor, "0", layer_request([1.0])))
         for _ in range(2):  # a step's `wait` and its `finish` both ask
             gate.let_one_through()
         await until(lambda: len(threads) == 1)
@@ -278,10 +279,10 @@ async def test_no_report_of_a_step_waits_for_a_job() -> None:
         begun.set()
         assert goes_on.wait(10)
 
-    async with running(runner, observer=observed) as scheduler:
-        scheduler.set_device(0.0, leaves_cpu=True)
-        pending = await held(runner, scheduler)
-        done = scheduler.do_between_steps(job)
+    async with running(runner, observer=observed) as executor:
+        executor.set_device(0.0, leaves_cpu=True)
+        pending = await held(runner, executor)
+        done = executor.do_between_steps(job)
         runner.gate.set()
         try:
             assert await asyncio.to_thread(begun.wait, 10)
@@ -294,11 +295,11 @@ async def test_no_report_of_a_step_waits_for_a_job() -> None:
 
 async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
     runner, observed = EchoRunner(poison=666.0), Observed()
-    async with running(runner, observer=observed) as scheduler:
-        with caplog.at_level(logging.CRITICAL, "expertd.service.engine.batching"):
-            first = await held(runner, scheduler)
-            good = [Submitted(scheduler, "0", layer_request([1.0])) for _ in range(2)]
-            bad = Submitted(scheduler, "0", layer_request([666.0]))
+    async with running(runner, observer=observed) as executor:
+        with caplog.at_level(logging.CRITICAL, "expertd.service.engine.stepping"):
+            first = await held(runner, executor)
+            good = [Submitted(executor, "0", layer_request([1.0])) for _ in range(2)]
+            bad = Submitted(executor, "0", layer_request([666.0]))
             runner.gate.set()
             with pytest.raises(StepFailedError, match="the step failed: RuntimeError"):
                 await soon(bad.answer)
@@ -318,38 +319,38 @@ async def test_one_request_that_cannot_begin_is_refused_alone() -> None:
             return super().begin(requests)
 
     runner, observed = Refusing(), Observed()
-    async with running(runner, observer=observed) as scheduler:
-        first = await held(runner, scheduler)
-        good, bad, last = (Submitted(scheduler, "0", layer_request([value])) for value in (1.0, 666.0, 2.0))
+    async with running(runner, observer=observed) as executor:
+        first = await held(runner, executor)
+        good, bad, last = (Submitted(executor, "0", layer_request([value])) for value in (1.0, 666.0, 2.0))
         runner.gate.set()
         with pytest.raises(RequestRefusedError, match=r"^memory: expected some, got none$"):
             await soon(bad.answer)
         assert values(await soon(good.answer)) == [1.0]
         assert values(await soon(last.answer)) == [2.0]
         await soon(first.answer)
-        assert scheduler._queues["0"].failures == 0
+        assert executor.lanes[0].queues["0"].failures == 0
         assert runner.steps == [[1], [1, 1]], "the others are one step"
     assert observed.failed == [], "no step has failed"
 
 
 async def test_a_cancelled_caller_does_not_disturb_the_others() -> None:
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        cancelled, other = (Submitted(scheduler, "0", layer_request([float(i)])) for i in (1, 2))
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        cancelled, other = (Submitted(executor, "0", layer_request([float(i)])) for i in (1, 2))
         cancelled.answer.cancel()
         runner.gate.set()
         assert values(await soon(other.answer)) == [2.0]
         await soon(first.answer)
-        await soon(scheduler.drained())
+        await soon(executor.drained())
 
 
 async def test_jobs_run_between_steps_and_before_waiting_requests() -> None:
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        later = Submitted(scheduler, "0", layer_request([1.0]))
-        job = asyncio.ensure_future(scheduler.between_steps(lambda: len(runner.steps)))
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        later = Submitted(executor, "0", layer_request([1.0]))
+        job = asyncio.ensure_future(executor.between_steps(lambda: len(runner.steps)))
         await asyncio.sleep(0)
         assert not job.done()
         runner.gate.set()
@@ -362,21 +363,21 @@ async def test_only_the_caller_of_a_job_sees_its_exception() -> None:
     def broken() -> None:
         raise ValueError("does not fit")
 
-    async with running(EchoRunner()) as scheduler:
+    async with running(EchoRunner()) as executor:
         with pytest.raises(ValueError, match="does not fit"):
-            await soon(scheduler.between_steps(broken))
-        assert values(await soon(Submitted(scheduler, "0", layer_request([1.0])).answer)) == [1.0]
+            await soon(executor.between_steps(broken))
+        assert values(await soon(Submitted(executor, "0", layer_request([1.0])).answer)) == [1.0]
 
 
-async def test_a_closed_scheduler_refuses_new_requests_and_answers_accepted_ones() -> None:
+async def test_a_closed_executor_refuses_new_requests_and_answers_accepted_ones() -> None:
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        first = await held(runner, scheduler)
-        second = Submitted(scheduler, "0", layer_request([2.0]))
-        scheduler.close()
-        with pytest.raises(SchedulerClosedError):
-            Submitted(scheduler, "0", layer_request([3.0]))
-        drained = asyncio.ensure_future(scheduler.drained())
+    async with running(runner) as executor:
+        first = await held(runner, executor)
+        second = Submitted(executor, "0", layer_request([2.0]))
+        executor.close()
+        with pytest.raises(ExecutorClosedError):
+            Submitted(executor, "0", layer_request([3.0]))
+        drained = asyncio.ensure_future(executor.drained())
         await asyncio.sleep(0)
         assert not drained.done()
         runner.gate.set()
@@ -390,18 +391,18 @@ async def test_an_observer_that_raises_does_not_prevent_answers(caplog: pytest.L
         def step_done(self, *_: Any) -> None:
             raise RuntimeError("no metrics today")
 
-    async with running(EchoRunner(), observer=Broken()) as scheduler:
-        assert values(await soon(Submitted(scheduler, "0", layer_request([1.0])).answer)) == [1.0]
+    async with running(EchoRunner(), observer=Broken()) as executor:
+        assert values(await soon(Submitted(executor, "0", layer_request([1.0])).answer)) == [1.0]
     assert "no metrics today" in caplog.text
 
 
 async def test_concurrent_callers_get_their_own_rows() -> None:
     runner = EchoRunner()
-    async with running(runner, max_queue_tokens=4096) as scheduler:
+    async with running(runner, max_queue_tokens=4096) as executor:
 
         async def call(i: int) -> None:
             tokens = 1 + i % 8
-            pending = Submitted(scheduler, "0", layer_request([float(i)] * tokens))
+            pending = Submitted(executor, "0", layer_request([float(i)] * tokens))
             assert values(await pending.answer) == [float(i)] * tokens
 
         await soon(asyncio.gather(*(call(i) for i in range(500))))
@@ -411,10 +412,10 @@ async def test_concurrent_callers_get_their_own_rows() -> None:
 
 async def test_a_step_that_outlasts_stop_is_reported_as_running() -> None:
     runner = EchoRunner()
-    async with running(runner) as scheduler:
-        pending = await held(runner, scheduler)
-        assert not scheduler.stop(timeout=0.01)
-        assert scheduler.running
+    async with running(runner) as executor:
+        pending = await held(runner, executor)
+        assert not executor.stop(timeout=0.01)
+        assert executor.running
         runner.gate.set()
         await soon(pending.answer)
-    assert not scheduler.running
+    assert not executor.running

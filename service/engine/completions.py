@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.steps import Submission
 from expertd.service.moe.request import Output
 
-Answer = tuple[Pending, Output | Exception]
+Answer = tuple[Submission, Output | Exception]
 
 _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
 # While the event loop runs Python code, the thread of the steps may wait for it, so it runs few reports in a
@@ -20,10 +20,10 @@ _REPORTS_IN_A_ROW = 8
 _PARTS = 16  # of those that wait, one in a row, if that is more
 _PAUSE_SECONDS = 1e-3
 _MOST_LEFT = 1024  # reports that are left to the thread of the steps
-_reporting_turn = threading.Lock()  # of the thread that runs a report: they share what they count
+_reporting_lock = threading.Lock()  # of the thread that runs a report: they share what they count
 
 
-class Delivery:
+class Completions:
     """Calls requests' `done` on the event loop, and counts the requests without an answer.
 
     Reports (metrics) are called on the event loop too, after the answers, or by `report_one`. Safe from any
@@ -87,9 +87,9 @@ class Delivery:
 
     def answer(self, answers: Sequence[Answer]) -> None:
         """Answer requests; on the event loop."""
-        for pending, answer in answers:
+        for submission, answer in answers:
             try:
-                pending.take_done()(answer)  # `give_up` is on this thread, too
+                submission.take_done()(answer)  # `give_up` is on this thread, too
             except Exception as error:  # the others of the step get their answers
                 self._handle("a request could not be answered", error)
         if answers:
@@ -111,7 +111,7 @@ class Delivery:
     def _run(self, reports: Sequence[Callable[[], None]]) -> None:
         between = max(1, len(reports) // _REPORTS_IN_A_ROW)
         for count, report in enumerate(reports, 1):
-            with _reporting_turn:
+            with _reporting_lock:
                 self._call(report)
             if count % between == 0 and count < len(reports):
                 time.sleep(0)  # lets a thread run that waits for the interpreter
@@ -134,14 +134,14 @@ class Delivery:
 
     def report_one(self) -> bool:
         """Call what was reported first; False if there is nothing, or another thread calls something."""
-        if not self._reports or not _reporting_turn.acquire(blocking=False):
+        if not self._reports or not _reporting_lock.acquire(blocking=False):
             return False
         try:
             self._call(self._reports.popleft())
         except IndexError:  # another thread was faster
             return False
         finally:
-            _reporting_turn.release()
+            _reporting_lock.release()
         return True
 
     def report_until(self, is_over: Callable[[], bool]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from expertd.service.engine.delivery import Delivery
-from expertd.service.engine.steps import Pending
+from expertd.service.engine.completions import Completions
+from expertd.service.engine.steps import Submission
 from expertd.service.moe.request import zero_request
 from tests.service.waiting import until
 
@@ -27,11 +27,11 @@ async def test_reports_let_other_threads_run_a_few_times_however_many_wait(
         times[-1] += 1
 
     monkeypatch.setattr(time, "sleep", slept)
-    delivery, seen = Delivery(), list[int]()
-    delivery.start()
+    completions, seen = Completions(), list[int]()
+    completions.start()
     for number in range(count):
-        delivery.report_later(lambda number=number: seen.append(number))  # type: ignore[misc]
-    delivery.deliver([])
+        completions.report_later(lambda number=number: seen.append(number))  # type: ignore[misc]
+    completions.deliver([])
     while len(seen) < count:
         before = times[-1]
         await asyncio.sleep(0)
@@ -42,11 +42,11 @@ async def test_reports_let_other_threads_run_a_few_times_however_many_wait(
 
 async def test_a_report_alone_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleeping for no time takes 0.1 ms, and the next request may be there."""
-    delivery, seen, slept = Delivery(), list[int](), list[float]()
+    completions, seen, slept = Completions(), list[int](), list[float]()
     monkeypatch.setattr(time, "sleep", slept.append)
-    delivery.start()
-    delivery.report_later(lambda: seen.append(1))
-    delivery.deliver([])
+    completions.start()
+    completions.report_later(lambda: seen.append(1))
+    completions.deliver([])
     while not seen:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -54,40 +54,40 @@ async def test_a_report_alone_does_not_hold_up_the_event_loop(monkeypatch: pytes
 
 
 async def test_reports_may_be_left_to_another_thread() -> None:
-    delivery, seen = Delivery(), list[int]()
-    delivery.leaves_reports = True
-    delivery.start()
+    completions, seen = Completions(), list[int]()
+    completions.leaves_reports = True
+    completions.start()
     for number in range(100):
-        delivery.report_later(lambda number=number: seen.append(number))  # type: ignore[misc]
-    delivery.deliver_soon([])
+        completions.report_later(lambda number=number: seen.append(number))  # type: ignore[misc]
+    completions.deliver_soon([])
     await asyncio.sleep(0.01)
     assert not seen
-    assert delivery.num_reports == 100
-    assert delivery.report_one()
+    assert completions.num_reports == 100
+    assert completions.report_one()
     assert seen == [0]
-    delivery.flush()
+    completions.flush()
     await until(lambda: len(seen) == 100)
     assert seen == list(range(100))
-    assert not delivery.report_one()
+    assert not completions.report_one()
 
 
 async def test_the_event_loop_calls_what_a_thread_has_no_time_for() -> None:
-    delivery, seen = Delivery(), list[int]()
-    delivery.leaves_reports = True
-    delivery.start()
+    completions, seen = Completions(), list[int]()
+    completions.leaves_reports = True
+    completions.start()
 
     def report(number: int) -> None:
-        delivery.report_later(lambda: seen.append(number))
+        completions.report_later(lambda: seen.append(number))
 
     for number in range(64):
         report(number)
-    delivery.report_until(lambda: len(seen) == 2)
+    completions.report_until(lambda: len(seen) == 2)
     assert seen == [0, 1]
     await asyncio.sleep(0.01)
     assert seen == [0, 1], "few wait for the thread"
     for number in range(64, 67):
         report(number)
-    delivery.report_until(lambda: True)
+    completions.report_until(lambda: True)
     await until(lambda: len(seen) == 67)
     assert seen == list(range(67))
 
@@ -102,32 +102,32 @@ async def test_another_thread_may_take_the_last_report_at_any_time() -> None:
                 self.clear()
             return left > 0
 
-    delivery, seen = Delivery(), list[int]()
-    delivery.start()
-    delivery._reports = Taken([lambda: None] * 9)
-    delivery.deliver([])
+    completions, seen = Completions(), list[int]()
+    completions.start()
+    completions._reports = Taken([lambda: None] * 9)
+    completions.deliver([])
     await asyncio.sleep(0.01)
-    delivery._reports = deque([lambda: seen.append(1)])
-    delivery.deliver([])
+    completions._reports = deque([lambda: seen.append(1)])
+    completions.deliver([])
     await until(lambda: seen == [1])
 
 
 async def test_a_request_that_is_accepted_late_does_not_keep_the_event_loop_busy() -> None:
     """One between the last answer and the moment when the drain notices it."""
-    delivery, turns = Delivery(), list[int]()
-    delivery.start()
-    delivery.accepted()
-    drained = asyncio.ensure_future(delivery.drained())
+    completions, turns = Completions(), list[int]()
+    completions.start()
+    completions.accepted()
+    drained = asyncio.ensure_future(completions.drained())
     await asyncio.sleep(0)
-    delivery.answered()
-    delivery.accepted()
+    completions.answered()
+    completions.accepted()
 
     def answer() -> None:
         turns.append(1)
-        delivery.answered()
+        completions.answered()
 
     asyncio.get_running_loop().call_later(0.01, answer)
-    rescue = threading.Timer(10, delivery.answered)  # else a busy loop would never end
+    rescue = threading.Timer(10, completions.answered)  # else a busy loop would never end
     rescue.start()
     await drained
     rescue.cancel()
@@ -135,18 +135,18 @@ async def test_a_request_that_is_accepted_late_does_not_keep_the_event_loop_busy
 
 
 async def test_a_failed_report_is_told_to_the_event_loop() -> None:
-    delivery, told = Delivery(), list[dict[str, Any]]()
-    delivery.start()
+    completions, told = Completions(), list[dict[str, Any]]()
+    completions.start()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
-    delivery.report_later(lambda: 1 // 0)  # type: ignore[arg-type]
-    assert await asyncio.to_thread(delivery.report_one)
+    completions.report_later(lambda: 1 // 0)  # type: ignore[arg-type]
+    assert await asyncio.to_thread(completions.report_one)
     await until(lambda: bool(told))
     assert isinstance(told[0]["exception"], ZeroDivisionError)
 
 
 async def test_two_threads_call_each_report_once_and_one_at_a_time() -> None:
-    delivery, seen, calling = Delivery(), list[int](), list[int]()
-    delivery.start()
+    completions, seen, calling = Completions(), list[int](), list[int]()
+    completions.start()
 
     def report(number: int) -> None:
         calling.append(number)
@@ -156,18 +156,18 @@ async def test_two_threads_call_each_report_once_and_one_at_a_time() -> None:
 
     def call() -> None:
         while len(seen) < 3000:
-            delivery.report_one()
+            completions.report_one()
 
     failed = list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failed.append(context))
     thread = threading.Thread(target=call)
     thread.start()
     for number in range(3000):
-        delivery.report_later(lambda number=number: report(number))  # type: ignore[misc]
+        completions.report_later(lambda number=number: report(number))  # type: ignore[misc]
         if number % 100 == 0:
-            delivery.flush()
+            completions.flush()
             await asyncio.sleep(0)
-    delivery.flush()
+    completions.flush()
     await until(lambda: len(seen) == 3000)
     thread.join()
     assert sorted(seen) == list(range(3000))
@@ -175,20 +175,20 @@ async def test_two_threads_call_each_report_once_and_one_at_a_time() -> None:
 
 
 async def test_a_request_that_cannot_be_answered_is_told_and_no_other_one_lost() -> None:
-    delivery, answered, told = Delivery(), list[Any](), list[dict[str, Any]]()
-    delivery.start()
+    completions, answered, told = Completions(), list[Any](), list[dict[str, Any]]()
+    completions.start()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
 
     def fail(answer: Any) -> None:
         raise OSError("not connected")
 
     request = zero_request(1, 128)
-    pending = [Pending("tiny", request, done, False) for done in (answered.append, fail, answered.append)]
+    pending = [Submission("tiny", request, done) for done in (answered.append, fail, answered.append)]
     for _ in pending:
-        delivery.accepted()
-    delivery.deliver([(each, b"output") for each in pending])
+        completions.accepted()
+    completions.deliver([(each, b"output") for each in pending])
     assert answered == [b"output", b"output"]
-    assert delivery.unanswered == 0
+    assert completions.unanswered == 0
     await until(lambda: bool(told))
     assert [(context["message"], str(context["exception"])) for context in told] == [
         ("a request could not be answered", "not connected")

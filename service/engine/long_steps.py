@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from threading import Lock
 
-from expertd.service.engine.delivery import Delivery
+from expertd.service.engine.completions import Completions
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.stepping import Stepping
 from expertd.service.engine.steps import Chunk, num_tokens_of
@@ -14,17 +14,17 @@ _LOOK_SECONDS = 2e-3  # how often the event loop polls during a long step
 _LAST_LOOKS = 50  # without a long step, before it stops polling
 
 
-class Lookout:
+class LongStepPoller:
     """Has the event loop call `poll` during long steps, so that timeouts begin, and cancels end work.
 
     has_job  whether the worker thread runs a job
     """
 
     def __init__(
-        self, queues: Queues, stepping: Stepping, delivery: Delivery, poll: Callable[[], None]
+        self, queues: Queues, stepping: Stepping, completions: Completions, poll: Callable[[], None]
     ) -> None:
         self.has_job: Callable[[], bool] = lambda: False
-        self._queues, self._stepping, self._delivery, self._poll = queues, stepping, delivery, poll
+        self._queues, self._stepping, self._completions, self._poll = queues, stepping, completions, poll
         self._lock = Lock()
         self.looks = 0  # left to the event loop
 
@@ -38,7 +38,7 @@ class Lookout:
         with self._lock:
             looks, self.looks = self.looks, _LAST_LOOKS
         if not looks:
-            self._delivery.loop.call_soon_threadsafe(self._look)
+            self._completions.loop.call_soon_threadsafe(self._look)
 
     def _look(self) -> None:
         """On the event loop."""
@@ -47,11 +47,11 @@ class Lookout:
         with self._lock:
             looks = self.looks = _LAST_LOOKS if is_long else self.looks - 1
         if looks:
-            self._delivery.loop.call_later(_LOOK_SECONDS, self._look)
+            self._completions.loop.call_later(_LOOK_SECONDS, self._look)
 
     def _may_be_long(self, chunks: list[Chunk]) -> bool:
         """Whether a step of `chunks` is not known to be short; one without any is none."""
-        queue = self._queues.get(chunks[0].pending.model) if chunks else None
+        queue = self._queues.get(chunks[0].submission.model) if chunks else None
         if queue is None:  # or the step has ended, and its model is unloaded
             return False
         return not 0.0 < queue.likely_seconds(num_tokens_of(chunks)) <= SHORT_SECONDS
