@@ -32,7 +32,7 @@ RunPart = Callable[[range, int | None], None]
 """Called with a part's columns, and the SMs to use (None: all)."""
 
 
-class Lane(NamedTuple):
+class PartitionStream(NamedTuple):
     """A stream on a share of the SMs, and how many these are."""
 
     stream: torch.cuda.Stream
@@ -47,8 +47,8 @@ class Overlap:
     communication  the combine of all parts but the last
     """
 
-    gemms: Lane
-    communication: Lane
+    gemms: PartitionStream
+    communication: PartitionStream
 
     @classmethod
     def of(cls, device: int, communication_sms: int) -> "Overlap":
@@ -59,7 +59,8 @@ class Overlap:
         partitions = SMPartitions(device)
         partitions.apply(sizes(communication_sms, partitions.supply))
         gemms, communication = (
-            Lane(partitions.stream(name), partitions.num_sms(name)) for name in ("gemms", "communication")
+            PartitionStream(partitions.stream(name), partitions.num_sms(name))
+            for name in ("gemms", "communication")
         )
         return cls(gemms, communication)
 

@@ -36,7 +36,7 @@ class Supply:
 
 
 @dataclass(frozen=True)
-class Share:
+class PlannedPartition:
     """A planned partition: how many groups it takes, and whether it also takes the spare SMs."""
 
     partition: Partition
@@ -44,7 +44,7 @@ class Share:
     spare: bool
 
 
-def plan(sizes: Mapping[str, int], supply: Supply) -> tuple[Share, ...]:
+def plan(sizes: Mapping[str, int], supply: Supply) -> tuple[PlannedPartition, ...]:
     """Round every size up to whole groups, and give the spare SMs to the partition where they save the most.
 
     Every partition has at least one group. Raises ValueError with the numbers when they do not fit.
@@ -61,24 +61,26 @@ def plan(sizes: Mapping[str, int], supply: Supply) -> tuple[Share, ...]:
     return min(fitting, key=lambda shares: sum(share.partition.num_sms for share in shares))
 
 
-def _groups(shares: tuple[Share, ...]) -> list[_Groups]:
+def _groups(shares: tuple[PlannedPartition, ...]) -> list[_Groups]:
     """Where each share's groups are."""
     firsts = accumulate((share.units for share in shares), initial=0)
     return [(first, share.units, share.spare) for first, share in zip(firsts, shares, strict=False)]
 
 
-def _rounded(sizes: Mapping[str, int], supply: Supply, spare_name: str | None) -> tuple[Share, ...]:
+def _rounded(
+    sizes: Mapping[str, int], supply: Supply, spare_name: str | None
+) -> tuple[PlannedPartition, ...]:
     shares = []
     for name, size in sizes.items():
         spare = supply.spare_sms if name == spare_name else 0
         least = 0 if spare >= supply.unit_sms else 1
         units = max(least, -(-(size - spare) // supply.unit_sms))
         granted = units * supply.unit_sms + spare
-        shares.append(Share(Partition(name, size, granted), units, spare > 0))
+        shares.append(PlannedPartition(Partition(name, size, granted), units, spare > 0))
     return tuple(shares)
 
 
-def _units(shares: tuple[Share, ...]) -> int:
+def _units(shares: tuple[PlannedPartition, ...]) -> int:
     return sum(share.units for share in shares)
 
 
@@ -162,7 +164,7 @@ class SMPartitions:
         """SMs of a partition; for None, of the whole device."""
         return self.total_sms if name is None else self._lane(name)[0].num_sms
 
-    def _check_contexts(self, shares: tuple[Share, ...]) -> None:
+    def _check_contexts(self, shares: tuple[PlannedPartition, ...]) -> None:
         """Raise ValueError if these shares would need too many contexts."""
         if len(self._streams.keys() | _groups(shares)) > MAX_CONTEXTS:
             raise ValueError(

@@ -29,7 +29,7 @@ from expertd.service.channels.layout import (
     SLOT_BYTES,
     TIMES_OFFSET,
 )
-from expertd.service.channels.waiting import Kind, WaitingCalls
+from expertd.service.channels.waiting import QueueKey, WaitingCalls
 from expertd.service.engine.errors import (
     DeviceLostError,
     EngineError,
@@ -70,7 +70,7 @@ class RemoteCall:
     """A request, until its `done` is called."""
 
     submission: Submission
-    kind: Kind
+    kind: QueueKey
     arrived: float = 0.0  # if it had to wait for room in the channel, or there are spans
     sent: float = 0.0  # into the channel; as `arrived`
     sequence: int = 0  # 0: it waits for room

@@ -10,7 +10,7 @@ from expertd.service.engine.queue_counts import QueueCounts, may_wait, num_cells
 from expertd.service.settings.model import Settings
 
 
-class Kind(NamedTuple):
+class QueueKey(NamedTuple):
     """What the requests of one fair queue have in common; is_long: more tokens than one chunk, or for
     the prefill lane.
     """
@@ -24,7 +24,7 @@ class Call(Waiting, Protocol):
     """A request of `left` tokens."""
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> QueueKey: ...
 
 
 T = TypeVar("T", bound=Call)
@@ -49,22 +49,22 @@ class WaitingCalls(Generic[T]):
         self._weights = {model.name: model.weight for model in settings.models}
         short = settings.lanes.decode_max_tokens or settings.limits.prefill_chunk_tokens
         self._short_tokens = short or settings.limits.max_request_tokens
-        self._queues: dict[Kind, FairQueue[T]] = {}
-        self._used: dict[Kind, float] = {}  # tokens that have left, over the weight
+        self._queues: dict[QueueKey, FairQueue[T]] = {}
+        self._used: dict[QueueKey, float] = {}  # tokens that have left, over the weight
         self._clock: dict[int, float] = {}  # by priority: `_used` of the kind that left last, before it
-        self._ready: dict[Kind, None] = {}  # with requests, those that have had some for longest first
+        self._ready: dict[QueueKey, None] = {}  # with requests, those that have had some for longest first
         self._numbers = {model.name: number for number, model in enumerate(settings.models)}
         num_models = len(settings.models)
         self._counts = QueueCounts([0.0] * num_cells(num_models), num_models, 0) if counts is None else counts
         self._num_requests = 0
-        self.in_channel: Counter[tuple[Kind, int]] = Counter()
+        self.in_channel: Counter[tuple[QueueKey, int]] = Counter()
 
     def __len__(self) -> int:
         return self._num_requests
 
-    def kind(self, model: str, num_tokens: int, priority: int) -> Kind:
+    def kind(self, model: str, num_tokens: int, priority: int) -> QueueKey:
         """That of a request."""
-        return Kind(priority, model, num_tokens > self._short_tokens)
+        return QueueKey(priority, model, num_tokens > self._short_tokens)
 
     def check_capacity(self, model: str, num_tokens: int, caller: int) -> None:
         """Raise QueueFullError if every request of at least `num_tokens` would be refused."""
@@ -101,10 +101,10 @@ class WaitingCalls(Generic[T]):
                 return self._take(kind)
         return None
 
-    def _turn(self, kind: Kind) -> tuple[int, float]:
+    def _turn(self, kind: QueueKey) -> tuple[int, float]:
         return kind.priority, self._used[kind]
 
-    def _take(self, kind: Kind) -> T:
+    def _take(self, kind: QueueKey) -> T:
         queue = self._queues[kind]
         call = queue.head()
         queue.take(call.left)
@@ -123,7 +123,7 @@ class WaitingCalls(Generic[T]):
         self._forget_empty(call.kind)
         self._count(call, -1)
 
-    def _forget_empty(self, kind: Kind) -> None:
+    def _forget_empty(self, kind: QueueKey) -> None:
         if not self._queues[kind].num_requests:
             del self._ready[kind]
 
@@ -142,7 +142,7 @@ class WaitingCalls(Generic[T]):
     def _has_one(self, caller: int, model: str, lane: bool) -> bool:
         """Whether a request of the caller waits, here or likely in the engine: one may be in a step."""
 
-        def is_of(kind: Kind) -> bool:
+        def is_of(kind: QueueKey) -> bool:
             return kind.model == model and (kind.is_long and self._has_lanes) == lane
 
         if any(is_of(kind) and self._queues[kind].has(caller) for kind in self._ready):

@@ -33,7 +33,7 @@ _ON_NODE_0 = "none: node 0 has the front end"
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingRow:
     """A setting: its dotted key, its value as in JSON, and its origin or "default"."""
 
     key: str
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from expertd.service.settings.loader import SettingsError
     from expertd.service.settings.schema import default_at
 
-    rows: list[Row] = []
+    rows: list[SettingRow] = []
     try:
         settings, values = read_arguments(arguments)
     except SettingsError as error:
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if would_start else 2
 
 
-def _rows(value: Any, values: "Value", key: tuple[str, ...]) -> Iterator[Row]:
+def _rows(value: Any, values: "Value", key: tuple[str, ...]) -> Iterator[SettingRow]:
     if value and isinstance(value, dict):
         for name, item in value.items():
             yield from _rows(item, values, (*key, name))
@@ -110,7 +110,7 @@ def _rows(value: Any, values: "Value", key: tuple[str, ...]) -> Iterator[Row]:
             yield from _rows(item, values, (*key, str(number)))
     else:
         origins = list(dict.fromkeys(values.origins(key)))
-        yield Row(".".join(key), value, ", ".join(origins) or "default")
+        yield SettingRow(".".join(key), value, ", ".join(origins) or "default")
 
 
 def _checks(settings: "Settings") -> Iterator[Result]:
@@ -174,17 +174,17 @@ def _result(name: str, check: Callable[[], str | None]) -> Result:
 
 
 def _rendezvous(settings: "Settings") -> str:
-    from expertd.service.ranks.meeting import between_nodes, listen
-    from expertd.service.ranks.meeting import exposure as exposure_of_nodes
+    from expertd.service.ranks.rendezvous import between_nodes, listen
+    from expertd.service.ranks.rendezvous import exposure as exposure_of_nodes
 
     if settings.nnodes == 1:
         return "none"
     check_rendezvous(settings)
-    meeting = between_nodes(settings)
+    rendezvous = between_nodes(settings)
     if settings.node_rank > 0:
-        return f"{settings.rendezvous}, from {meeting.address} on {meeting.interface}"
-    listen(meeting.host, meeting.port).close()
-    return exposure_of_nodes(meeting) or f"{settings.rendezvous} is free"
+        return f"{settings.rendezvous}, from {rendezvous.address} on {rendezvous.interface}"
+    listen(rendezvous.host, rendezvous.port).close()
+    return exposure_of_nodes(rendezvous) or f"{settings.rendezvous} is free"
 
 
 def _address(settings: "Settings") -> str:
@@ -284,7 +284,7 @@ _CHECKS: list[tuple[str, "Callable[[Settings], str | None]", bool]] = [
 ]
 
 
-def _print_tables(rows: list[Row], results: list[Result]) -> None:
+def _print_tables(rows: list[SettingRow], results: list[Result]) -> None:
     if rows:
         _print_columns(
             [("setting", "value", "origin"), *((row.key, json.dumps(row.value), row.origin) for row in rows)]

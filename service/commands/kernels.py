@@ -26,7 +26,7 @@ class KernelsCommandError(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantRow:
     """A variant and, if it is compiled, its resources; stack and spills are bytes per thread."""
 
     name: str
@@ -160,15 +160,15 @@ def _build_all(directory: Path | None) -> BuildReport:
     return BuildReport(compiled, middle - start, from_cache, time.perf_counter() - middle)
 
 
-def _row(name: str, shared_bytes: int, binary: "Binary | None") -> Row:
+def _row(name: str, shared_bytes: int, binary: "Binary | None") -> VariantRow:
     if binary is None:
-        return Row(name, False, shared_bytes, None, None, None, None)
+        return VariantRow(name, False, shared_bytes, None, None, None, None)
     usage = binary.usage
     spills = usage.spill_store_bytes + usage.spill_load_bytes
-    return Row(name, True, shared_bytes, usage.registers, usage.stack_bytes, spills, binary.seconds)
+    return VariantRow(name, True, shared_bytes, usage.registers, usage.stack_bytes, spills, binary.seconds)
 
 
-def _print_table(rows: list[Row]) -> None:
+def _print_table(rows: list[VariantRow]) -> None:
     width = max(len(row.name) for row in rows)
     heads = f"{'registers':>9}  {'shared':>7}  {'stack':>5}  {'spills':>6}  {'compile':>8}  state"
     print(f"{'variant':{width}}  {heads}")

@@ -146,7 +146,7 @@ def check_tls(settings: "Settings") -> tuple[str, bool]:
 
 def check_rendezvous(settings: "Settings") -> None:
     """Raise ValueError if nodes may not meet there, or cannot, because the server itself listens there."""
-    from expertd.service.ranks.meeting import between_nodes, check_exposure
+    from expertd.service.ranks.rendezvous import between_nodes, check_exposure
     from expertd.service.settings.rendezvous import host_and_port
 
     check_exposure(settings)

@@ -23,7 +23,7 @@ from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.steps import QueueState
 from expertd.service.engine.queue_counts import Backlog
 from expertd.service.engine.steps import Runner, Submission
-from expertd.service.engine.wakeup import Source
+from expertd.service.engine.wakeup import RequestSource
 from expertd.service.moe.request import StepResult
 from expertd.service.settings.lanes import LANES, lanes_of
 from expertd.service.settings.model import Settings
@@ -244,12 +244,12 @@ class Executor:
 
     # Sources, and what waits.
 
-    def add_source(self, source: Source) -> None:
+    def add_source(self, source: RequestSource) -> None:
         """Have the worker threads poll `source`, from now on."""
         for lane in self._threads:
             lane.worker.wakeup.add(source)
 
-    def remove_source(self, source: Source) -> None:
+    def remove_source(self, source: RequestSource) -> None:
         """Poll `source` no more, once a poll that has begun is over."""
         for lane in self._threads:
             lane.worker.wakeup.remove(source)

@@ -13,7 +13,7 @@ _SPREADS = 2.5  # by which few steps exceed what is forecast for them
 _BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
 
 
-class Arrivals:
+class ArrivalRate:
     """The rate at which tokens arrive, from the last second."""
 
     __slots__ = ("_clock", "_tokens", "_when")

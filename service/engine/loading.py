@@ -18,7 +18,7 @@ from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of,
 from expertd.service.engine.local_models import Held, LocalModels
 from expertd.service.engine.metrics.ranks import RankState
 from expertd.service.engine.placement import Placements
-from expertd.service.engine.profiling import RankRecordings
+from expertd.service.engine.profiling import Recordings
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
 from expertd.service.moe.request import LayerRequest
@@ -30,7 +30,7 @@ from expertd.service.util.logs import progress_bar, shows_bars
 logger = logging.getLogger(__name__)
 
 
-class Partition(Protocol):
+class PartitionInfo(Protocol):
     """A named share of the device's SMs: the number requested and the number granted."""
 
     @property
@@ -51,9 +51,9 @@ class Partitions(Protocol):
     @property
     def granularity(self) -> int: ...
     @property
-    def partitions(self) -> Sequence[Partition]: ...
+    def partitions(self) -> Sequence[PartitionInfo]: ...
 
-    def apply(self, sizes: Mapping[str, int]) -> Sequence[Partition]: ...
+    def apply(self, sizes: Mapping[str, int]) -> Sequence[PartitionInfo]: ...
 
 
 class Models(Protocol):
@@ -111,7 +111,7 @@ class Loaded:
     gpus: Callable[[], Sequence[str]] = tuple
     route: Route | None = None
     streams: Callable[[], Sequence[tuple[str, Stream]]] = tuple
-    recordings: RankRecordings | None = None
+    recordings: Recordings | None = None
     most_running: int = 2
 
     @property

@@ -17,7 +17,7 @@ from expertd.service.settings.lanes import LANES
 _LOOK_SECONDS = 0.005
 
 
-class RankRecordings(Protocol):
+class Recordings(Protocol):
     """Implemented by `expertd.service.ranks.recording.RankRecordings`, which says more."""
 
     def begin(self) -> None: ...
@@ -49,7 +49,7 @@ class Profiling:
         num_steps: Callable[[], int],
         about: Callable[[], dict[str, Any]],
         streams: Callable[[], Iterable[tuple[str, Any]]] = tuple,
-        ranks: Callable[[], RankRecordings | None] = lambda: None,
+        ranks: Callable[[], Recordings | None] = lambda: None,
     ) -> None:
         self._executor, self._num_steps, self._about = executor, num_steps, about
         self._streams, self._ranks = streams, ranks
@@ -127,7 +127,7 @@ class Profiling:
         return {**threads, threading.get_native_id(): "event loop"}
 
 
-def _trace(recorder: Recorder, threads: Mapping[int | None, str], ranks: RankRecordings | None) -> bytes:
+def _trace(recorder: Recorder, threads: Mapping[int | None, str], ranks: Recordings | None) -> bytes:
     own = recorder.trace(threads)
     if ranks is None:
         return own

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk, begin_rest, chunk_size
-from expertd.service.engine.forecast import Arrivals, Forecast
+from expertd.service.engine.forecast import ArrivalRate, Forecast
 from expertd.service.engine.queue_counts import Backlog
 from expertd.service.engine.steps import Chunk, Runner, State, Submission
 
@@ -36,7 +36,7 @@ class Queue:
         self.last_seconds: dict[int, float] = {}
         self.slowest = math.inf
         self.forecast = Forecast(clock)
-        self._arrivals = Arrivals(clock), Arrivals(clock)  # of long requests, the second one
+        self._arrivals = ArrivalRate(clock), ArrivalRate(clock)  # of long requests, the second one
         self.failures = 0
         self.is_closed = False
         self._quantum = quantum

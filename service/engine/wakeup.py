@@ -14,7 +14,7 @@ _PAUSE_SECONDS, _RARE_SECONDS = 50e-6, 1e-3
 _PATIENT_SECONDS = 1.0
 
 
-class Source(Protocol):
+class RequestSource(Protocol):
     """Where requests arrive without the event loop, such as a channel. Its methods must not raise."""
 
     lane: int  # of its last request
@@ -46,28 +46,28 @@ class Wakeup:
         self._asleep = self._epoll if rings_wake else select.epoll()
         self._own = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._own)  # not in `close`: another thread may be about to write
-        self.sources: dict[int, Source] = {}  # by descriptor
-        self._rang: list[Source] = []  # in the last `wait`: polled since
-        self._awaited: list[Source] = []
+        self.sources: dict[int, RequestSource] = {}  # by descriptor
+        self._rang: list[RequestSource] = []  # in the last `wait`: polled since
+        self._awaited: list[RequestSource] = []
         self._news = 0.0  # when something has happened last
         self._lock = threading.Lock()
         for epoll in {self._epoll, self._asleep}:
             epoll.register(self._own, select.EPOLLIN | select.EPOLLET)
 
-    def add(self, source: Source) -> None:
+    def add(self, source: RequestSource) -> None:
         """Poll `source` from now on, also if a request arrived before."""
         with self._lock:
             self.sources[source.fileno()] = source
             self._epoll.register(source.fileno(), select.EPOLLIN | select.EPOLLET)
 
-    def remove(self, source: Source) -> None:
+    def remove(self, source: RequestSource) -> None:
         """Forget `source`, whose eventfd is still open; a poll of it that has begun may still run."""
         with self._lock:
             if self.sources.pop(source.fileno(), None) is not None:
                 # Closing would not be enough: the caller has a descriptor of the same eventfd.
                 self._epoll.unregister(source.fileno())
 
-    def all(self) -> list[Source]:
+    def all(self) -> list[RequestSource]:
         """The present sources."""
         with self._lock:
             return list(self.sources.values())
@@ -76,7 +76,7 @@ class Wakeup:
         """End the current or the next `wait`."""
         os.eventfd_write(self._own, 1)
 
-    def wait(self, seconds: float | None) -> list[Source] | None:
+    def wait(self, seconds: float | None) -> list[RequestSource] | None:
         """Wait up to `seconds` (None: without end); the sources that rang, None if nothing happened."""
         if self._rang:
             self._awaited = list(dict.fromkeys((*self._awaited, *self._rang)))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from expertd.service.engine.wakeup import Source, Wakeup
+from expertd.service.engine.wakeup import RequestSource, Wakeup
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Worker:
     def __init__(self, first: Work, name: str, rings_wake: bool, spin_seconds: float) -> None:
         self.wakeup = Wakeup(rings_wake)
         self.spin_seconds = spin_seconds
-        self.leaves: Callable[[Source], bool] = lambda source: False
+        self.leaves: Callable[[RequestSource], bool] = lambda source: False
         self.on_failure: Callable[[str], object] = lambda why: None
         self.thread = threading.Thread(target=self._run_or_tell, name=name, daemon=True)
         self._first, self._rings_wake = first, rings_wake

@@ -18,7 +18,7 @@ from expertd.service.http.responses import http_error
 from expertd.service.util.sentences import shown
 
 
-class Control(NamedTuple):
+class ControlCall(NamedTuple):
     """A call over HTTP: `path` has the message's fields in braces; `one` is it for a message with a name."""
 
     method: str
@@ -41,13 +41,13 @@ def _cuda_region(asked: Any) -> dict[str, Any]:
     return {"raw_handle": handle, "device_id": asked.device_id, "byte_size": asked.byte_size}
 
 
-def _shared_memory(name: str, kind: str, body: Callable[[Any], dict[str, Any]]) -> dict[str, Control]:
+def _shared_memory(name: str, kind: str, body: Callable[[Any], dict[str, Any]]) -> dict[str, ControlCall]:
     root = f"/v2/{kind}sharedmemory"
     region = f"{root}/region/{{name}}"
     return {
-        f"{name}SharedMemoryStatus": Control("GET", f"{root}/status", f"{region}/status", wrap=_regions),
-        f"{name}SharedMemoryRegister": Control("POST", f"{region}/register", body=body),
-        f"{name}SharedMemoryUnregister": Control("POST", f"{root}/unregister", f"{region}/unregister"),
+        f"{name}SharedMemoryStatus": ControlCall("GET", f"{root}/status", f"{region}/status", wrap=_regions),
+        f"{name}SharedMemoryRegister": ControlCall("POST", f"{region}/register", body=body),
+        f"{name}SharedMemoryUnregister": ControlCall("POST", f"{root}/unregister", f"{region}/unregister"),
     }
 
 
@@ -66,9 +66,9 @@ def _without_parameters(answer: Any) -> dict[str, Any]:
     return {name: value for name, value in answer.items() if name != "parameters"}
 
 
-def _repository(what: str) -> Control:
+def _repository(what: str) -> ControlCall:
     path = f"/v2/repository/models/{{model_name}}/{what}"
-    return Control("POST", path, body=_model_parameters, wrap=lambda answer: {})
+    return ControlCall("POST", path, body=_model_parameters, wrap=lambda answer: {})
 
 
 def _model_parameters(asked: Any) -> dict[str, Any]:
@@ -87,15 +87,15 @@ def _model_parameters(asked: Any) -> dict[str, Any]:
 
 _MODEL = "/v2/models/{name}/versions/{version}"
 
-CALLS: dict[str, Control] = {
-    "ServerLive": Control("GET", "/v2/health/live"),
-    "ServerReady": Control("GET", "/v2/health/ready"),
-    "ServerMetadata": Control("GET", "/v2", wrap=_without_parameters),
-    "ModelReady": Control("GET", f"{_MODEL}/ready", wrap=lambda answer: {"ready": answer["ready"]}),
-    "ModelMetadata": Control("GET", _MODEL, wrap=_metadata),
-    "ModelConfig": Control("GET", f"{_MODEL}/config", wrap=lambda answer: {"config": answer}),
-    "ModelStatistics": Control("GET", "/v2/models/stats", f"{_MODEL}/stats"),
-    "RepositoryIndex": Control(
+CALLS: dict[str, ControlCall] = {
+    "ServerLive": ControlCall("GET", "/v2/health/live"),
+    "ServerReady": ControlCall("GET", "/v2/health/ready"),
+    "ServerMetadata": ControlCall("GET", "/v2", wrap=_without_parameters),
+    "ModelReady": ControlCall("GET", f"{_MODEL}/ready", wrap=lambda answer: {"ready": answer["ready"]}),
+    "ModelMetadata": ControlCall("GET", _MODEL, wrap=_metadata),
+    "ModelConfig": ControlCall("GET", f"{_MODEL}/config", wrap=lambda answer: {"config": answer}),
+    "ModelStatistics": ControlCall("GET", "/v2/models/stats", f"{_MODEL}/stats"),
+    "RepositoryIndex": ControlCall(
         "POST",
         "/v2/repository/index",
         body=lambda asked: {"ready": asked.ready},
@@ -128,7 +128,7 @@ async def answer(app: ExpertApp, name: str, data: bytes) -> bytes:
     return bytes(ParseDict(call.wrap(found), response).SerializeToString())
 
 
-def _path(app: ExpertApp, call: Control, asked: Any) -> str:
+def _path(app: ExpertApp, call: ControlCall, asked: Any) -> str:
     if "{model_name}" in call.path:
         _check_served(app, asked.model_name, MODEL_VERSION)
         return call.path.format(model_name=asked.model_name)

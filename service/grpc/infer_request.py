@@ -15,8 +15,8 @@ from expertd.service.inference.body import Received
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.head import InferHead
 from expertd.service.inference.limits import BodyLimit
-from expertd.service.inference.places import NewUses
-from expertd.service.inference.plan import Plan, any_body
+from expertd.service.inference.plan import RequestPlan, any_body
+from expertd.service.inference.regions import NewUses
 from expertd.service.inference.request import GivenInput, GivenOutput, InferRequest, infer_request, refuse
 from expertd.service.inference.tensors import ELEMENT_BYTES, INPUT_DATATYPES, OUTPUT
 from expertd.service.inference.threads import INLINE_BYTES, Where
@@ -54,7 +54,7 @@ class MessageHead(InferHead):
             raise _unreadable(error) from error
         super().__init__(model, version or MODEL_VERSION, headers, request_id or None)
         self._rest, self._sizes = rest, sizes
-        self._plan: Plan | None = None  # of all messages with this head
+        self._plan: RequestPlan | None = None  # of all messages with this head
 
     def read(self, limits: Limits) -> None:
         check_client(self.headers)
@@ -73,32 +73,36 @@ class MessageHead(InferHead):
     def has_large_text(self) -> bool:
         return len(self._rest) > INLINE_BYTES
 
-    def find(self, content: Buffer | Span) -> Plan | None:
+    def find(self, content: Buffer | Span) -> RequestPlan | None:
         return self._plan
 
     def where_to_parse(self, received: Received) -> Where:
         return Where.JSON_THREAD if self.has_large_text else Where.EVENT_LOOP
 
-    def parse(self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses) -> Plan:
+    def parse(
+        self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses
+    ) -> RequestPlan:
         try:
             message = CLASSES["ModelInferRequest"].FromString(self._rest)
         except DecodeError as error:
             raise _unreadable(error) from error
         body = any_body(received.content)
-        plan = Plan(_request(message, self._sizes, body, spec, new_uses), body.num_bytes)
+        plan = RequestPlan(_request(message, self._sizes, body, spec, new_uses), body.num_bytes)
         if plan.is_worth_keeping:
             self._plan = plan
         if not plan.uses_body:
             received.release()
         return plan
 
-    def kept_answer(self, plan: Plan, output: Output) -> bytes | None:
+    def kept_answer(self, plan: RequestPlan, output: Output) -> bytes | None:
         return None if plan.answer_head is None else with_outputs(plan.answer_head, [host_view(output)])
 
-    def where_to_answer(self, plan: Plan, spec: LayerSpec) -> Where:
+    def where_to_answer(self, plan: RequestPlan, spec: LayerSpec) -> Where:
         return Where.EVENT_LOOP
 
-    def answer(self, plan: Plan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> bytes:
+    def answer(
+        self, plan: RequestPlan, output: Output, spec: LayerSpec, pause: Callable[[], object]
+    ) -> bytes:
         """A serialized ModelInferResponse."""
         response = CLASSES["ModelInferResponse"](
             model_name=spec.name, model_version=MODEL_VERSION, id=plan.request.id or ""

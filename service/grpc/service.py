@@ -15,7 +15,7 @@ from expertd.service.grpc.infer import Infer
 from expertd.service.grpc.infer_request import own_id
 from expertd.service.grpc.open_calls import OpenCalls, client_of
 from expertd.service.grpc.statuses import Refusal, refusal_of
-from expertd.service.grpc.stream import Stream
+from expertd.service.grpc.stream import StreamCall
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.http.app import ExpertApp
 from expertd.service.http.protocol import OipError
@@ -59,7 +59,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._probes = Arrivals(1, min(_HEALTH_SECONDS, settings.limits.body_timeout_seconds))
         self._health = Health(app.engine, max(1, settings.limits.max_connections // 2))
         self._idle_seconds = max(settings.keep_alive_seconds, settings.limits.body_timeout_seconds)
-        self._streams: set[Stream] = set()
+        self._streams: set[StreamCall] = set()
         self._is_ending = False
         works: dict[str, _Work] = {name: partial(self._control, name) for name in CALLS}
         works["ModelInfer"] = self._infer
@@ -137,7 +137,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
             raise self._arrivals.full("stream", "open streams")
         if self._is_ending:
             raise _ending()
-        stream = Stream(messages, partial(self._part, authorization, context), self._idle_seconds)
+        stream = StreamCall(messages, partial(self._part, authorization, context), self._idle_seconds)
         self._streams.add(stream)
         try:
             await stream.run(context.write)

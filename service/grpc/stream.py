@@ -9,7 +9,7 @@ from expertd.service.inference.errors import RequestError
 _MAX_WAITING = 8  # requests of a stream whose answers are not sent yet; further ones are not received
 
 
-class Stream:
+class StreamCall:
     """Has `answer` answer each of `messages`; it raises nothing, and frees each once it is copied.
 
     is_cut        it was ended before its client did

@@ -11,8 +11,8 @@ from expertd.service.inference.body import InferBody, Received
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.head import InferHead
 from expertd.service.inference.limits import BodyLimit, body_limit
-from expertd.service.inference.places import NewUses
-from expertd.service.inference.plan import Plan
+from expertd.service.inference.plan import RequestPlan
+from expertd.service.inference.regions import NewUses
 from expertd.service.inference.threads import INLINE_BYTES, Where, thread_from
 from expertd.service.inference.versions import check_client
 from expertd.service.memory import Arena, Buffer, Span, host_view
@@ -77,7 +77,7 @@ class HttpHead(InferHead):
             return self.header_length > INLINE_BYTES
         return self.content_encoding is not None or (self.content_length or 0) > INLINE_BYTES
 
-    def find(self, content: Buffer | Span) -> Plan | None:
+    def find(self, content: Buffer | Span) -> RequestPlan | None:
         if not self.header_length or self.content_encoding is not None:
             return None
         return self.plans.find(content, self.header_length)
@@ -92,7 +92,9 @@ class HttpHead(InferHead):
             return Where.JSON_THREAD
         return Where.ANY_THREAD if is_packed and size > _INLINE_COMPRESSED_BYTES else Where.EVENT_LOOP
 
-    def parse(self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses) -> Plan:
+    def parse(
+        self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses
+    ) -> RequestPlan:
         if self.content_encoding is not None:
             content = decompress(host_view(received.content), self.content_encoding, self.limit)
             received.release()  # before its successor takes memory
@@ -105,20 +107,22 @@ class HttpHead(InferHead):
             received.release()
         return plan
 
-    def kept_answer(self, plan: Plan, output: Output) -> Answer | None:
+    def kept_answer(self, plan: RequestPlan, output: Output) -> Answer | None:
         if plan.answer_head is None or self.accept_encoding:
             return None
         fields, header = plan.answer_head
         return Answer(200, fields, [header, output if isinstance(output, memoryview) else host_view(output)])
 
-    def where_to_answer(self, plan: Plan, spec: LayerSpec) -> Where:
+    def where_to_answer(self, plan: RequestPlan, spec: LayerSpec) -> Where:
         numbers = plan.num_tokens * spec.hidden_size
         if plan.request.json_output:
             return Where.JSON_THREAD if numbers > _INLINE_NUMBERS else Where.EVENT_LOOP
         compressed = plan.request.binary_output and self.accept_encoding
         return thread_from(8 * numbers if compressed else 0)
 
-    def answer(self, plan: Plan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> Answer:
+    def answer(
+        self, plan: RequestPlan, output: Output, spec: LayerSpec, pause: Callable[[], object]
+    ) -> Answer:
         return output_answer(plan, output, spec, self.accept_encoding, pause)
 
     def refusal(self, error: RequestError, status: int) -> Answer:

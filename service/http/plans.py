@@ -2,8 +2,8 @@
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import parse_request
-from expertd.service.inference.places import NewUses, no_regions
-from expertd.service.inference.plan import Plan, any_body
+from expertd.service.inference.plan import RequestPlan, any_body
+from expertd.service.inference.regions import NewUses, no_regions
 from expertd.service.memory import Buffer, Span, host_view
 
 _MAX_KEPT = 16  # of one head
@@ -16,9 +16,9 @@ class Plans:
     __slots__ = ("_kept",)
 
     def __init__(self) -> None:
-        self._kept: dict[bytes, Plan] = {}
+        self._kept: dict[bytes, RequestPlan] = {}
 
-    def find(self, body: Buffer | Span, header_length: int) -> Plan | None:
+    def find(self, body: Buffer | Span, header_length: int) -> RequestPlan | None:
         """The plan of an earlier request, if `body` differs from its body in nothing but tensors."""
         view = body if isinstance(body, bytes) else host_view(body)
         plan = self._kept.get(bytes(view[:header_length]))
@@ -26,10 +26,10 @@ class Plans:
 
     def parse(
         self, body: Buffer | Span, header_length: int | None, spec: LayerSpec, new_uses: NewUses = no_regions
-    ) -> Plan:
+    ) -> RequestPlan:
         """Parse `body` as `parse_request` does, and keep the plan if it is worth it. Safe in any thread."""
         any_one = any_body(body)
-        plan = Plan(parse_request(any_one, header_length, spec, new_uses), any_one.num_bytes)
+        plan = RequestPlan(parse_request(any_one, header_length, spec, new_uses), any_one.num_bytes)
         if header_length is not None and header_length <= _MAX_JSON_BYTES and plan.is_worth_keeping:
             if len(self._kept) >= _MAX_KEPT:
                 self._kept.clear()

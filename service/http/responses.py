@@ -7,7 +7,7 @@ from http import HTTPStatus
 from expertd.service.engine.errors import EngineError
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import OipError, build_response, compress, error_body, requested_encoding
-from expertd.service.inference.plan import Plan
+from expertd.service.inference.plan import RequestPlan
 from expertd.service.moe.request import Output
 from expertd.service.statuses import status_of
 
@@ -69,7 +69,7 @@ class Answer:
 
 
 def output_answer(
-    plan: Plan, output: Output, spec: LayerSpec, accept_encoding: str, pause: Callable[[], object]
+    plan: RequestPlan, output: Output, spec: LayerSpec, accept_encoding: str, pause: Callable[[], object]
 ) -> Answer:
     """The answer with `output`; in binary and uncompressed, its beginning is kept in `plan`.
 

@@ -21,7 +21,7 @@ from expertd.service.inference.deadline import Deadline
 from expertd.service.inference.endpoint import InferEndpoint
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.head import InferHead
-from expertd.service.inference.plan import Plan
+from expertd.service.inference.plan import RequestPlan
 from expertd.service.inference.tensors import ELEMENT_BYTES, check_tokens
 from expertd.service.inference.threads import Where, pause_for_others, thread_from
 from expertd.service.memory import (
@@ -116,7 +116,7 @@ class InferCall:
         self._received = _NOTHING
         self._regions: RegionUses | None = None
         self._output: Block | None = None
-        self._plan: Plan | None = None
+        self._plan: RequestPlan | None = None
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
         self._rpc = rpc
         self._stages: Stages | None = None
@@ -257,7 +257,7 @@ class InferCall:
         self._plan = self._head.parse(self._received, self._spec, self._arena, engine.region_uses)
         self._regions = self._plan.request.regions
 
-    def _new_deadline(self, plan: Plan, received_at: float, call_seconds: float | None) -> Deadline:
+    def _new_deadline(self, plan: RequestPlan, received_at: float, call_seconds: float | None) -> Deadline:
         """The earlier one of the request's own and the call's."""
         seconds, name = plan.request.timeout_seconds, "timeout"
         if call_seconds is not None and (seconds is None or call_seconds < seconds):
@@ -283,7 +283,7 @@ class InferCall:
         except ValueError as error:
             raise RequestError(str(error)) from error
 
-    def _submit(self, plan: Plan) -> None:
+    def _submit(self, plan: RequestPlan) -> None:
         """Have the engine resume the request with its output."""
         endpoint, layer = self._endpoint, self._layer
         if (tracing := endpoint.tracing) is not None and self._is_sampled(tracing):

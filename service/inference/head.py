@@ -8,8 +8,8 @@ from expertd.service.engine.spec import LayerSpec
 from expertd.service.inference.body import Received
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.limits import BodyLimit
-from expertd.service.inference.places import NewUses
-from expertd.service.inference.plan import Plan
+from expertd.service.inference.plan import RequestPlan
+from expertd.service.inference.regions import NewUses
 from expertd.service.inference.threads import Where
 from expertd.service.memory import Arena, Buffer, Span
 from expertd.service.moe.request import Output
@@ -55,7 +55,7 @@ class InferHead(ABC):
         """Whether what is parsed is large, or may become so."""
 
     @abstractmethod
-    def find(self, content: Buffer | Span) -> Plan | None:
+    def find(self, content: Buffer | Span) -> RequestPlan | None:
         """The plan of an earlier request that had another body with the same head."""
 
     @abstractmethod
@@ -63,19 +63,21 @@ class InferHead(ABC):
         """Where a body is parsed."""
 
     @abstractmethod
-    def parse(self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses) -> Plan:
+    def parse(
+        self, received: Received, spec: LayerSpec, arena: Arena | None, new_uses: NewUses
+    ) -> RequestPlan:
         """Parse a body, and give it back unless tensors are its parts. Raises RequestError."""
 
     @abstractmethod
-    def kept_answer(self, plan: Plan, output: Output) -> Any:
+    def kept_answer(self, plan: RequestPlan, output: Output) -> Any:
         """The answer to a request with a plan that had one like it; None without."""
 
     @abstractmethod
-    def where_to_answer(self, plan: Plan, spec: LayerSpec) -> Where:
+    def where_to_answer(self, plan: RequestPlan, spec: LayerSpec) -> Where:
         """Where its answer is written."""
 
     @abstractmethod
-    def answer(self, plan: Plan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> Any:
+    def answer(self, plan: RequestPlan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> Any:
         """The answer; `pause` is called while much text is written. Raises RequestError."""
 
     @abstractmethod

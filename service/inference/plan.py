@@ -12,7 +12,7 @@ _BODY = object()  # owns the spans that stand for parts of any body
 _Part = tuple[int, int]  # offset in the body, bytes
 
 
-class Plan:
+class RequestPlan:
     """A parsed request whose binary tensors are parts of any body with the same JSON.
 
     answer_head  what precedes the output in its answers, as the way that it came has it; None: not known yet

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
 from expertd.service.inference.errors import RequestError
-from expertd.service.inference.places import (
+from expertd.service.inference.regions import (
     BYTE_SIZE,
     OFFSET,
     REGION,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from expertd.limits import SCALE_BLOCK
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.inference.errors import RequestError
-from expertd.service.inference.places import check_routing, hidden_states_at, output_at, routing_at
-from expertd.service.memory import Buffer, Place, RegionUses, Span
+from expertd.service.inference.regions import check_routing, hidden_states_at, output_at, routing_at
+from expertd.service.memory import Buffer, RegionSlice, RegionUses, Span
 from expertd.service.moe.request import FP8, LayerRequest
 from expertd.service.util.sentences import any_of
 
@@ -32,7 +32,7 @@ class Tensor:
 
     datatype: str
     shape: list[int]
-    data: Buffer | Span | Place
+    data: Buffer | Span | RegionSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Output:
 
     datatype: str
     binary: bool
-    place: Place | None = None
+    place: RegionSlice | None = None
 
 
 def check_shape(name: str, shape: list[int], num_tokens: int, spec: LayerSpec) -> None:
@@ -124,7 +124,7 @@ def layer_request(
 
 
 def _data(name: str, tensor: Tensor, uses: RegionUses | None) -> Buffer | Span:
-    if not isinstance(tensor.data, Place):
+    if not isinstance(tensor.data, RegionSlice):
         return tensor.data
     assert uses is not None
     if name == "hidden_states":

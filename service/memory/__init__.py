@@ -1,7 +1,7 @@
 """Memory that the device reads and writes by address: blocks for HTTP, and callers' regions."""
 
 from expertd.service.memory.arena import Arena, Block
-from expertd.service.memory.region_uses import NoBlockError, Place, RegionUses
+from expertd.service.memory.region_uses import NoBlockError, RegionSlice, RegionUses
 from expertd.service.memory.regions import Kind, Region, Regions
 from expertd.service.memory.span import (
     HANDLE_BYTES,
@@ -32,9 +32,9 @@ __all__ = [
     "Mapped",
     "NoBlockError",
     "OpenCuda",
-    "Place",
     "Region",
     "RegionError",
+    "RegionSlice",
     "RegionUses",
     "Regions",
     "Register",

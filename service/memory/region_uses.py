@@ -18,7 +18,7 @@ class NoBlockError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RegionSlice:
     """`num_bytes` at `offset` of the region `name`, for the tensor that errors call `what`."""
 
     what: str
@@ -39,10 +39,10 @@ class RegionUses:
         self._take = take
         self._held: list[Region] = []
         self._blocks: list[Block] = []
-        self._copies: list[tuple[Place, SystemMemory, memoryview]] = []
-        self._stored: tuple[Place, Write, int] | None = None
-        self._inputs: list[tuple[Place, Region]] = []
-        self.output_place: Place | None = None
+        self._copies: list[tuple[RegionSlice, SystemMemory, memoryview]] = []
+        self._stored: tuple[RegionSlice, Write, int] | None = None
+        self._inputs: list[tuple[RegionSlice, Region]] = []
+        self.output_place: RegionSlice | None = None
 
     @property
     def load_bytes(self) -> int:
@@ -54,7 +54,7 @@ class RegionUses:
         """The bytes that `store` copies."""
         return 0 if self._stored is None else self._stored[2]
 
-    def input(self, place: Place, alignment: int, copied: bool) -> Buffer | Span:
+    def input(self, place: RegionSlice, alignment: int, copied: bool) -> Buffer | Span:
         """The tensor at `place`: a span, or memory that `load` fills.
 
         copied  whether the host must see it: then host memory is copied even where the device could read it
@@ -72,7 +72,7 @@ class RegionUses:
         self._copies.append((place, region.memory, target))
         return target
 
-    def output(self, place: Place, alignment: int, needed: int, later: bool = False) -> Span | None:
+    def output(self, place: RegionSlice, alignment: int, needed: int, later: bool = False) -> Span | None:
         """Where the device writes `needed` bytes; None: `store` writes them. Raises RegionError.
 
         later  `store` writes them if it can, even where the device could
@@ -121,7 +121,7 @@ class RegionUses:
         for region in self._held:
             self._regions.release(region)
 
-    def _use(self, place: Place, alignment: int) -> Region:
+    def _use(self, place: RegionSlice, alignment: int) -> Region:
         region = self._regions.use(place.name)
         self._held.append(region)
         if place.offset + place.num_bytes > region.num_bytes:

@@ -29,7 +29,7 @@ class Signal:
     value: int = 0
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What the next step of the same request repeats.
 
     owner  who has made it, and alone understands `what`
@@ -62,7 +62,7 @@ class LayerRequest:
     output_datatype: str
     output: Span | None = None
     signal: Signal | None = None
-    plan: Plan | None = field(default=None, repr=False, compare=False)
+    plan: StepPlan | None = field(default=None, repr=False, compare=False)
     scales: Buffer | Span | None = None
     timed: list[TimedStep] | None = field(default=None, repr=False, compare=False)
 

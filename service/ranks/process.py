@@ -26,7 +26,7 @@ from expertd.service.util.logs import configure_logging
 logger = logging.getLogger(__name__)
 
 
-class Control:
+class ControlSocket:
     """The socket to the front end, or a node's agent. A thread answers it; `send` is for any thread."""
 
     def __init__(self, connection: socket.socket, rings: Rings) -> None:
@@ -105,7 +105,7 @@ def main() -> int:
     other_side = sizes.rings(ring_file, command_bell, end_bell)
     os.close(ring_file)
     share_heap()
-    control = Control(connection, rings)
+    control = ControlSocket(connection, rings)
     level = setup.settings.log_level
     if setup.local_rank and level == "info":
         level = "warning"  # the others would repeat what the first rank of the node says
@@ -120,7 +120,7 @@ def main() -> int:
     return _run(setup, control, rings, other_side)
 
 
-def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
+def _stand_for(setup: RankSetup, control: ControlSocket, rings: Rings) -> int:
     with quick_imports():
         from expertd.service.ranks.nodes.proxy import Proxy
 
@@ -130,7 +130,7 @@ def _stand_for(setup: RankSetup, control: Control, rings: Rings) -> int:
     return proxy.serve(lambda: control.stopped)
 
 
-def _run(setup: RankSetup, control: Control, rings: Rings, other_side: Rings) -> int:
+def _run(setup: RankSetup, control: ControlSocket, rings: Rings, other_side: Rings) -> int:
     # Imported here: it takes seconds, in which the front end may end already.
     with quick_imports():
         from expertd.service.ranks.nodes.remote import RemoteSteps

@@ -26,7 +26,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class SharedRegion:
     """Memory that all ranks map; it owns its descriptor if it has one.
 
     address    where it begins, for the front end; for GPU memory, a made-up address
@@ -52,14 +52,14 @@ class SharedRegions:
 
     def __init__(self) -> None:
         self.changes = 0
-        self._regions: dict[int, Region] = {}
-        self._by_address: tuple[list[int], list[Region]] = ([], [])
+        self._regions: dict[int, SharedRegion] = {}
+        self._by_address: tuple[list[int], list[SharedRegion]] = ([], [])
         self._lost: dict[int, str] = {}  # why a rank could not map a region when ranks started again
         self._last = 0
         self._next_gpu_address = _GPU_ADDRESSES
         self._lock = threading.Lock()
 
-    def add(self, memory: Mapped | Exported, of_caller: bool = False) -> Region:
+    def add(self, memory: Mapped | Exported, of_caller: bool = False) -> SharedRegion:
         """Number a region, and keep its file open: ranks that start later need it too."""
         with self._lock:
             self._last += 1
@@ -68,12 +68,12 @@ class SharedRegions:
             else:
                 address = self._next_gpu_address
                 self._next_gpu_address += -(-memory.num_bytes // _GPU_ALIGNMENT) * _GPU_ALIGNMENT
-            region = Region(self._last, memory, address, of_caller)
+            region = SharedRegion(self._last, memory, address, of_caller)
             self._regions[region.number] = region
             self._sort()
         return region
 
-    def note(self, region: Region, why_lost: str | None) -> None:
+    def note(self, region: SharedRegion, why_lost: str | None) -> None:
         """Keep why a rank cannot access a region, so that `place` refuses it; None: all ranks can."""
         with self._lock:
             self._lost.pop(region.number, None)
@@ -81,7 +81,7 @@ class SharedRegions:
                 self._lost[region.number] = why_lost
             self.changes += 1
 
-    def remove(self, region: Region) -> None:
+    def remove(self, region: SharedRegion) -> None:
         """Forget a region, in which no request lies any more."""
         with self._lock:
             del self._regions[region.number]
@@ -90,7 +90,7 @@ class SharedRegions:
             self.changes += 1
         region.close()
 
-    def all(self) -> list[Region]:
+    def all(self) -> list[SharedRegion]:
         """The present regions."""
         with self._lock:
             return list(self._regions.values())

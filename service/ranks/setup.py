@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import IO, NamedTuple
 
-from expertd.service.ranks.meeting import Meeting
 from expertd.service.ranks.messages import end_bytes, move_bytes, step_bytes
+from expertd.service.ranks.rendezvous import Rendezvous
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
 from expertd.service.settings.model import Settings
 
@@ -15,7 +15,7 @@ MAX_RUNNING = 2
 """Steps of a rank at a time, with memory of their own: one whose bytes are copied, and one that computes."""
 MAX_SENT = MAX_RUNNING + 1
 """Steps that ranks have commands of at a time, so that one that has ended a step begins the next at once."""
-NUM_SLOTS = MAX_SENT + 2  # of each ring: steps, a move of experts, and a meeting
+NUM_SLOTS = MAX_SENT + 2  # of each ring: steps, a move of experts, and a rendezvous
 SPIN_SECONDS = 50e-6  # before sleeping: the next step of a busy layer comes within it
 
 # Messages over the socket: the first word, and what follows it.
@@ -55,13 +55,13 @@ class Role(Enum):
 class RankSetup:
     """What one rank is: its number, and how to find the others.
 
-    meeting     where the ranks meet
+    rendezvous     where the ranks meet
     generation  counts the groups of ranks, which must not meet each other
     """
 
     settings: Settings
     rank: int
-    meeting: Meeting
+    rendezvous: Rendezvous
     generation: int
     role: Role = Role.HERE
 

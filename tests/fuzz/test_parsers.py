@@ -15,7 +15,7 @@ from expertd.service.http.responses import RefusedError
 from expertd.service.inference.body import Received
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.limits import BodyLimit
-from expertd.service.inference.places import no_regions
+from expertd.service.inference.regions import no_regions
 from expertd.service.memory import host_view
 from expertd.service.settings.parts import Limits
 from tests.fuzz.mutations import cases

@@ -22,7 +22,7 @@ from expertd.kernels import (
 )
 from expertd.kernels.backends.hopper import combine_rows, grouped_gemm
 from expertd.kernels.backends.hopper.backend import HopperBackend
-from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.tiles import CONFIGS
 from expertd.kernels.jit import Variant
 from tests.kernels.helpers import (
@@ -111,7 +111,7 @@ def main() -> None:
     """Run everything on a small persistent grid, so that every CTA computes several tiles."""
     for key, variant in grouped_gemm.VARIANTS.items():
         grouped_gemm.VARIANTS[key] = every_lane_arrives(variant)
-    for plan in [Plan(config, 16 * config.steps) for config in CONFIGS]:
+    for plan in [GemmPlan(config, 16 * config.steps) for config in CONFIGS]:
         backend = HopperBackend(choose=lambda *_, plan=plan: plan)
         for rows, n, k in SHAPES:
             case = random_contiguous(rows, n, k, "cuda")

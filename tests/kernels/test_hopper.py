@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from expertd.kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked, jit
-from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.tiles import CONFIGS, NORMAL, TileConfig
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from tests.kernels.helpers import (
@@ -32,7 +32,7 @@ def planned(config: TileConfig, tile_steps: int | None = None, tall_first: bool 
     """A backend whose GEMMs all run with this tile."""
     from expertd.kernels.backends.hopper.backend import HopperBackend
 
-    plan = Plan(config, 16 * config.steps if tile_steps is None else tile_steps, tall_first)
+    plan = GemmPlan(config, 16 * config.steps if tile_steps is None else tile_steps, tall_first)
     return HopperBackend(choose=lambda *_: plan)
 
 

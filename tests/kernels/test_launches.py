@@ -27,9 +27,9 @@ from expertd.kernels.backends.hopper.compute_permutation import compute_permutat
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream
-from expertd.kernels.backends.hopper.layer import Layer
+from expertd.kernels.backends.hopper.layer import HopperLayer
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
-from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import H200
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
@@ -118,7 +118,7 @@ def quantized(*shape: int, block: int) -> Quantized:
 )
 @pytest.mark.parametrize("layout", Layout)
 def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Variant, list[Any]]]) -> None:
-    gemm = GroupedGemm(RecordingKernels(), choose=lambda *_: Plan(config, 16, tall_first=True))
+    gemm = GroupedGemm(RecordingKernels(), choose=lambda *_: GemmPlan(config, 16, tall_first=True))
     shape = (T, H) if layout is Layout.CONTIGUOUS else (G, T, H)
     extents = torch.zeros(G + 1, dtype=torch.int32)
     out = torch.empty(*shape[:-1], N, dtype=torch.bfloat16)
@@ -138,7 +138,7 @@ def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Varia
 def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     """Five launches; each GEMM may read the offsets early, and has its own tile counter."""
     kernels = RecordingKernels()
-    Layer(kernels, GroupedGemm(kernels)).experts(
+    HopperLayer(kernels, GroupedGemm(kernels)).experts(
         ON, torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
         torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
         torch.empty(T, H), Swiglu(), None, None,
@@ -160,7 +160,7 @@ def test_the_stages_of_a_layer(launches: list[tuple[Variant, list[Any]]]) -> Non
     """Each is marked once its launch is made, and before the next one."""
     kernels, marks = RecordingKernels(), list[tuple[str, int]]()
     stages = SimpleNamespace(mark=lambda name: marks.append((name, len(launches))))
-    Layer(kernels, GroupedGemm(kernels)).experts(
+    HopperLayer(kernels, GroupedGemm(kernels)).experts(
         ON, torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
         torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
         torch.empty(T, H), Swiglu(), None, None, stages=stages,
@@ -173,7 +173,7 @@ def test_a_layer_of_rows_that_are_quantized_already(launches: list[tuple[Variant
     kernels = RecordingKernels()
     rows = torch.zeros(T, H + H // 32, dtype=torch.uint8)
     values, scales = rows[:, :H].view(torch.float8_e4m3fn), rows[:, H:].view(torch.float32)
-    Layer(kernels, GroupedGemm(kernels)).experts(
+    HopperLayer(kernels, GroupedGemm(kernels)).experts(
         ON, Quantized(values, scales), torch.zeros(T, TOP_K, dtype=torch.int32),
         torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
         torch.empty(T, H), Swiglu(), None, None,
@@ -214,7 +214,7 @@ def test_a_layer_with_biases(launches: list[tuple[Variant, list[Any]]]) -> None:
     """The same launches, of other variants; the last 16 of 144 columns have scales of their own."""
     kernels, h = RecordingKernels(), 144
     biases = ExpertBiases(*(torch.zeros(G, size, dtype=torch.bfloat16) for size in (2 * N, h)))
-    Layer(kernels, GroupedGemm(kernels)).experts(
+    HopperLayer(kernels, GroupedGemm(kernels)).experts(
         ON, torch.zeros(T, h, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
         torch.zeros(T, TOP_K), quantized(G, 2 * N, h, block=128), quantized(G, h, N, block=128),
         torch.empty(T, h), OtherGlu(1.702, 7.0, 1.0), None, None, biases,
@@ -257,7 +257,7 @@ def test_a_layer_of_ranks(
     if biased:
         sizes = (G, 2 * N), (2 * G, h)
         biases = ExpertBiases(*(torch.zeros(size, dtype=torch.bfloat16) for size in sizes))
-    Layer(kernels, GroupedGemm(kernels)).parallel_experts(
+    HopperLayer(kernels, GroupedGemm(kernels)).parallel_experts(
         ON, memory, of_all, torch.zeros(tokens, h, dtype=torch.bfloat16),
         torch.zeros(tokens, TOP_K, dtype=torch.int32), torch.zeros(tokens, TOP_K),
         quantized(G, 2 * N, h, block=128), quantized(G, h, N, block=128), torch.empty(tokens, h),
@@ -277,7 +277,7 @@ def test_a_layer_of_ranks(
 def test_routing(routing: Routing, launches: list[tuple[Variant, list[Any]]]) -> None:
     kernels = RecordingKernels()
     x, router = torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(8, H, dtype=torch.bfloat16)
-    Layer(kernels, GroupedGemm(kernels)).route(ON, x, router, None, TOP_K, routing, None)
+    HopperLayer(kernels, GroupedGemm(kernels)).route(ON, x, router, None, TOP_K, routing, None)
     assert [variant.source.entry for variant, _ in launches] == ["router_logits", "route_tokens"]
     for variant, arguments in launches:
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name

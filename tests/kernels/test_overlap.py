@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertd.kernels.overlap import Lane, Overlap, OverlapMode, overlaps, parts, sizes
+from expertd.kernels.overlap import Overlap, OverlapMode, PartitionStream, overlaps, parts, sizes
 from expertd.kernels.partitions import Supply, plan
 
 
@@ -93,7 +93,9 @@ class Streams:
 
 def test_a_part_is_combined_while_the_next_one_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    overlap = Overlap(Lane(streams.stream("gemms"), 100), Lane(streams.stream("communication"), 32))
+    overlap = Overlap(
+        PartitionStream(streams.stream("gemms"), 100), PartitionStream(streams.stream("communication"), 32)
+    )
     overlap.run(5000, streams.part("multiply"), streams.part("combine"))
     assert streams.log == [
         ("here", "multiply", "0", "None"),
@@ -113,7 +115,9 @@ def test_a_part_is_combined_while_the_next_one_is_multiplied(monkeypatch: pytest
 
 def test_a_failed_launch_leaves_no_lane_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(monkeypatch)
-    overlap = Overlap(Lane(streams.stream("gemms"), 100), Lane(streams.stream("communication"), 32))
+    overlap = Overlap(
+        PartitionStream(streams.stream("gemms"), 100), PartitionStream(streams.stream("communication"), 32)
+    )
 
     def fails(columns: range, num_sms: int | None) -> None:
         raise RuntimeError("launch")

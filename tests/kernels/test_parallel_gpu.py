@@ -25,7 +25,7 @@ from expertd.kernels import (
 from expertd.kernels.backends.hopper import combine_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
-from expertd.kernels.backends.hopper.layer import Layer
+from expertd.kernels.backends.hopper.layer import HopperLayer
 from expertd.kernels.backends.hopper.plans import choose
 from expertd.kernels.ops.activation import SILU, Activation, OtherGlu
 from expertd.kernels.overlap import Overlap
@@ -142,7 +142,7 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
     sizes = MOST, num_ranks * MOST, h, top_k
     memories = [RankMemory(dist.group.WORLD, device, *sizes, timeout=10.0, exact=e) for e in (False, True)]
     kernels = Kernels()
-    layer = Layer(kernels, GroupedGemm(kernels, choose))
+    layer = HopperLayer(kernels, GroupedGemm(kernels, choose))
     overlap = Overlap.of(device.index, 32)
     for ((first, second), kind), memory in itertools.product(CALLS, memories):
         counts = (first, second, *[3] * (num_ranks - 2))
@@ -210,7 +210,7 @@ def run_calls(rank: int, num_ranks: int, port: int, seed: int) -> None:
     places = torch.tensor([e // each << 16 | e % each for e in range(num_experts)], dtype=torch.int32)
     places = places.to(device)
     kernels = Kernels()
-    layer = Layer(kernels, GroupedGemm(kernels, choose))
+    layer = HopperLayer(kernels, GroupedGemm(kernels, choose))
     assert dist.group.WORLD is not None
     delays = torch.Generator().manual_seed(seed + rank)
     for exact in (True, False):
@@ -255,7 +255,7 @@ def wait_in_vain(rank: int, num_ranks: int, port: int, seed: int) -> None:
     each = num_experts // num_ranks
     places = torch.tensor([e // each << 16 | e % each for e in range(num_experts)], dtype=torch.int32)
     kernels = Kernels()
-    layer = Layer(kernels, GroupedGemm(kernels, choose))
+    layer = HopperLayer(kernels, GroupedGemm(kernels, choose))
     assert dist.group.WORLD is not None
     memory = RankMemory(dist.group.WORLD, device, num_tokens, 2 * num_tokens, h, top_k, timeout=TIMEOUT)
     ids, weights = routing(Shape(h, num_experts, top_k), num_ranks, num_tokens, "random", torch.Generator())

@@ -6,7 +6,7 @@ import pytest
 
 from expertd.kernels.backends.hopper import plans
 from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
-from expertd.kernels.backends.hopper.plans import Plan, choose, choose_swiglu
+from expertd.kernels.backends.hopper.plans import GemmPlan, choose, choose_swiglu
 from expertd.kernels.backends.hopper.rates import H200, Rates
 from expertd.kernels.backends.hopper.tiles import (
     LARGE,
@@ -34,52 +34,52 @@ RATES = {132: H200, 114: Rates(1755, 2039, 50 << 20), 78: Rates(1980, 4023, 60 <
 # (layout, n, k, num_groups, expected rows, SMs) and the plan for it, so that no change goes unnoticed. An
 # H100 or H200 has 132 SMs, the PCIe card 114, an H20 78; 48 are a partition of an H200.
 TABLE = [
-    (M, 4096, 7168, 32, 20, 132, Plan(SWAP_AB, 64)),
-    (M, 6144, 7168, 6, 20, 132, Plan(SWAP_AB, 64)),
-    (M, 4096, 7168, 32, 48, 132, Plan(SWAP_AB, 64)),
-    (M, 4096, 7168, 32, 49, 132, Plan(NORMAL, 48)),
-    (C, 1536, 2048, 128, 24, 132, Plan(SWAP_AB, 64)),
-    (C, 1536, 2048, 128, 32, 132, Plan(SHORT, 16)),
-    (C, 7168, 2048, 256, 0.03, 132, Plan(SWAP_AB, 64)),
-    (C, 7168, 2048, 48, 128, 132, Plan(NORMAL, 48)),
-    (M, 4096, 2048, 32, 192, 132, Plan(NORMAL, 48)),
-    (M, 6144, 7168, 32, 197, 132, Plan(LARGE, 32)),
-    (C, 4096, 7168, 32, 256, 132, Plan(LARGE, 32)),
-    (C, 1536, 2048, 128, 256, 132, Plan(LARGE, 32)),
-    (C, 4096, 7168, 16, 512, 132, Plan(NORMAL_CLUSTER2, 48)),
-    (C, 6144, 7168, 4, 8062, 132, Plan(NORMAL_CLUSTER2, 48)),
-    (C, 4096, 7168, 8, 4096, 132, Plan(NORMAL_CLUSTER2, 48)),
-    (C, 7168, 2048, 4, 8192, 132, Plan(NORMAL, 48)),
-    (C, 7168, 7168, 4, 8192, 1, Plan(NORMAL, 48)),
-    (M, 6144, 7168, 1, 928, 132, Plan(NORMAL, 48)),
-    (M, 7168, 3072, 1, 1282, 132, Plan(NORMAL, 48)),
-    (M, 4096, 7168, 1, 1161, 132, Plan(NORMAL, 38, tall_first=True)),
-    (M, 4096, 2048, 2, 512, 132, Plan(NORMAL, 40)),
-    (M, 4096, 2048, 2, 468, 132, Plan(NORMAL, 36)),
-    (M, 7168, 2048, 2, 565, 132, Plan(NORMAL, 48)),
-    (M, 4096, 2048, 3, 512, 132, Plan(WIDE, 32)),
-    (C, 4096, 7168, 1, 16, 132, Plan(NARROWEST, 16)),
-    (C, 6144, 7168, 1, 16, 132, Plan(NARROW, 16)),
-    (C, 4096, 7168, 1, 200, 132, Plan(SHORT, 16)),
-    (C, 4096, 7168, 1, 300, 132, Plan(MIDDLE, 32)),
-    (C, 6144, 7168, 1, 512, 132, Plan(WIDE, 32)),
-    (C, 6144, 7168, 2, 200, 132, Plan(WIDE, 32)),
-    (C, 6144, 7168, 1, 512, 114, Plan(LARGE, 32)),
-    (C, 6144, 7168, 1, 512, 78, Plan(NORMAL, 48)),
-    (C, 4096, 7168, 1, 1000, 114, Plan(NORMAL, 37, tall_first=True)),
-    (C, 4096, 7168, 2, 200, 114, Plan(WIDE, 32)),
-    (C, 4096, 7168, 2, 200, 78, Plan(NORMAL, 44)),
-    (C, 4096, 7168, 8, 4096, 78, Plan(NORMAL_CLUSTER2, 48)),
-    (C, 7168, 2048, 32, 16, 48, Plan(SWAP_AB_TWICE, 32)),
-    (M, 4096, 7168, 32, 16, 48, Plan(SWAP_AB_TWICE, 32)),
-    (C, 7168, 2048, 32, 24, 48, Plan(SWAP_AB, 64)),
-    (C, 7168, 2048, 32, 16, 78, Plan(SWAP_AB, 64)),
+    (M, 4096, 7168, 32, 20, 132, GemmPlan(SWAP_AB, 64)),
+    (M, 6144, 7168, 6, 20, 132, GemmPlan(SWAP_AB, 64)),
+    (M, 4096, 7168, 32, 48, 132, GemmPlan(SWAP_AB, 64)),
+    (M, 4096, 7168, 32, 49, 132, GemmPlan(NORMAL, 48)),
+    (C, 1536, 2048, 128, 24, 132, GemmPlan(SWAP_AB, 64)),
+    (C, 1536, 2048, 128, 32, 132, GemmPlan(SHORT, 16)),
+    (C, 7168, 2048, 256, 0.03, 132, GemmPlan(SWAP_AB, 64)),
+    (C, 7168, 2048, 48, 128, 132, GemmPlan(NORMAL, 48)),
+    (M, 4096, 2048, 32, 192, 132, GemmPlan(NORMAL, 48)),
+    (M, 6144, 7168, 32, 197, 132, GemmPlan(LARGE, 32)),
+    (C, 4096, 7168, 32, 256, 132, GemmPlan(LARGE, 32)),
+    (C, 1536, 2048, 128, 256, 132, GemmPlan(LARGE, 32)),
+    (C, 4096, 7168, 16, 512, 132, GemmPlan(NORMAL_CLUSTER2, 48)),
+    (C, 6144, 7168, 4, 8062, 132, GemmPlan(NORMAL_CLUSTER2, 48)),
+    (C, 4096, 7168, 8, 4096, 132, GemmPlan(NORMAL_CLUSTER2, 48)),
+    (C, 7168, 2048, 4, 8192, 132, GemmPlan(NORMAL, 48)),
+    (C, 7168, 7168, 4, 8192, 1, GemmPlan(NORMAL, 48)),
+    (M, 6144, 7168, 1, 928, 132, GemmPlan(NORMAL, 48)),
+    (M, 7168, 3072, 1, 1282, 132, GemmPlan(NORMAL, 48)),
+    (M, 4096, 7168, 1, 1161, 132, GemmPlan(NORMAL, 38, tall_first=True)),
+    (M, 4096, 2048, 2, 512, 132, GemmPlan(NORMAL, 40)),
+    (M, 4096, 2048, 2, 468, 132, GemmPlan(NORMAL, 36)),
+    (M, 7168, 2048, 2, 565, 132, GemmPlan(NORMAL, 48)),
+    (M, 4096, 2048, 3, 512, 132, GemmPlan(WIDE, 32)),
+    (C, 4096, 7168, 1, 16, 132, GemmPlan(NARROWEST, 16)),
+    (C, 6144, 7168, 1, 16, 132, GemmPlan(NARROW, 16)),
+    (C, 4096, 7168, 1, 200, 132, GemmPlan(SHORT, 16)),
+    (C, 4096, 7168, 1, 300, 132, GemmPlan(MIDDLE, 32)),
+    (C, 6144, 7168, 1, 512, 132, GemmPlan(WIDE, 32)),
+    (C, 6144, 7168, 2, 200, 132, GemmPlan(WIDE, 32)),
+    (C, 6144, 7168, 1, 512, 114, GemmPlan(LARGE, 32)),
+    (C, 6144, 7168, 1, 512, 78, GemmPlan(NORMAL, 48)),
+    (C, 4096, 7168, 1, 1000, 114, GemmPlan(NORMAL, 37, tall_first=True)),
+    (C, 4096, 7168, 2, 200, 114, GemmPlan(WIDE, 32)),
+    (C, 4096, 7168, 2, 200, 78, GemmPlan(NORMAL, 44)),
+    (C, 4096, 7168, 8, 4096, 78, GemmPlan(NORMAL_CLUSTER2, 48)),
+    (C, 7168, 2048, 32, 16, 48, GemmPlan(SWAP_AB_TWICE, 32)),
+    (M, 4096, 7168, 32, 16, 48, GemmPlan(SWAP_AB_TWICE, 32)),
+    (C, 7168, 2048, 32, 24, 48, GemmPlan(SWAP_AB, 64)),
+    (C, 7168, 2048, 32, 16, 78, GemmPlan(SWAP_AB, 64)),
 ]
 
 
 @pytest.mark.parametrize(("layout", "n", "k", "num_groups", "rows", "num_sms", "expected"), TABLE)
 def test_plans_are_unchanged(
-    layout: Layout, n: int, k: int, num_groups: int, rows: float, num_sms: int, expected: Plan
+    layout: Layout, n: int, k: int, num_groups: int, rows: float, num_sms: int, expected: GemmPlan
 ) -> None:
     assert choose(layout, n, k, num_groups, rows, num_sms, rates=RATES[num_sms]) == expected
 
@@ -136,7 +136,7 @@ def test_hardly_any_cut_would_finish_earlier(n: int, k: int, num_groups: int, mo
     sizes = (n, k, num_groups, rows, 132)
     planned = choose(Layout.MASKED, *sizes)
     cuts = [
-        Plan(config, tile_steps, num_groups == 1)
+        GemmPlan(config, tile_steps, num_groups == 1)
         for config in (NORMAL, WIDE, MIDDLE)
         for tile_steps in range(16, 16 * config.steps + 1)
     ]
@@ -153,6 +153,6 @@ def test_the_makespan_of_a_few_tiles() -> None:
 
 def test_tiles_are_cut_as_on_the_device() -> None:
     """600 rows in tiles of at most three steps, then in tiles of two and a half steps on average."""
-    assert plans._tiles(Plan(NORMAL, 48), 600, 1) == [(3, 2), (2, 2)]
-    assert plans._tiles(Plan(NORMAL, 40), 600, 5) == [(3, 10), (2, 10)]
-    assert plans._tiles(Plan(NORMAL, 40), 100, 5) == [(2, 5)]
+    assert plans._tiles(GemmPlan(NORMAL, 48), 600, 1) == [(3, 2), (2, 2)]
+    assert plans._tiles(GemmPlan(NORMAL, 40), 600, 5) == [(3, 10), (2, 10)]
+    assert plans._tiles(GemmPlan(NORMAL, 40), 100, 5) == [(2, 5)]

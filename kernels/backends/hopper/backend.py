@@ -12,7 +12,7 @@ from expertd.kernels.backends.hopper import plans
 from expertd.kernels.backends.hopper.gather_rows import gather_rows
 from expertd.kernels.backends.hopper.grouped_gemm import Choose, GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
-from expertd.kernels.backends.hopper.layer import Layer
+from expertd.kernels.backends.hopper.layer import HopperLayer
 from expertd.kernels.backends.hopper.route_tokens import can_route, route_tokens
 from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
@@ -44,7 +44,7 @@ class HopperBackend(Backend):
     def __init__(self, choose: Choose = plans.choose) -> None:
         self._kernels = Kernels()
         self._gemm = GroupedGemm(self._kernels, choose)
-        self._layer = Layer(self._kernels, self._gemm)
+        self._layer = HopperLayer(self._kernels, self._gemm)
 
     def partitions(self) -> SMPartitions:
         """Green contexts of the device."""

@@ -24,7 +24,7 @@ def _shared_bytes(num_groups: int) -> int:
 VARIANT = Variant(named_source("compute_permutation", FEW_PAIRS=FEW_PAIRS), THREADS, _shared_bytes)
 
 
-class Permutation(NamedTuple):
+class DevicePermutation(NamedTuple):
     """The permutation as kernels need it, and the tile counters of the GEMMs on the permuted rows.
 
     inverse        int32 [T, top_k], the permuted row of each pair, -1 for a pair without a group
@@ -37,7 +37,7 @@ class Permutation(NamedTuple):
     tile_counters: Tensor
 
     @classmethod
-    def empty(cls, size: Sequence[int], num_groups: int, device: torch.device) -> "Permutation":
+    def empty(cls, size: Sequence[int], num_groups: int, device: torch.device) -> "DevicePermutation":
         """To be written, for topk_ids of this size."""
         return cls(
             torch.empty(size, dtype=torch.int32, device=device),
@@ -58,12 +58,12 @@ def compute_permutation(
     num_groups: int,
     num_sms: int | None,
     offsets_copy: Tensor | None = None,
-) -> Permutation:
+) -> DevicePermutation:
     """The permutation of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 names no group.
 
     offsets_copy  where to write the offsets as well: int32 [G + 1], pinned
     """
-    permutation = Permutation.empty(group_ids.shape, num_groups, group_ids.device)
+    permutation = DevicePermutation.empty(group_ids.shape, num_groups, group_ids.device)
     num_pairs = group_ids.numel()
     grid = Grid(1, _CLUSTER, 0 if num_pairs <= FEW_PAIRS else _shared_bytes(num_groups))
     if num_pairs <= _ONE_CTA_PAIRS or not runs_cluster(kernels, on, VARIANT, grid, num_sms):

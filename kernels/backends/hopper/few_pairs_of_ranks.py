@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.compute_permutation import FEW_PAIRS, Permutation
+from expertd.kernels.backends.hopper.compute_permutation import FEW_PAIRS, DevicePermutation
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source
 from expertd.kernels.backends.hopper.rank_grids import place_bytes
 from expertd.kernels.jit import Variant
@@ -19,7 +19,7 @@ def few_pairs_of_ranks(
     tokens: RankTokens,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    permutation: Permutation,
+    permutation: DevicePermutation,
     offsets_copy: Tensor | None,
 ) -> None:
     """Write the permutation of at most FEW_PAIRS pairs; see `permutation_of_ranks`."""

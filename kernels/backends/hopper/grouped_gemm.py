@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expertd.kernels.backends.hopper import plans, tiles
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, cuda_core, multiprocessors
-from expertd.kernels.backends.hopper.plans import Plan
+from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import Rates, rates
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
@@ -29,7 +29,7 @@ _float32 = functools.lru_cache(np.float32)
 _STORE_BOX = 16  # rows of out per TMA store
 _KEPT = 4096
 
-Choose = Callable[[Layout, int, int, int, float, int, bool, Rates], Plan]
+Choose = Callable[[Layout, int, int, int, float, int, bool, Rates], GemmPlan]
 """`plans.choose`, or another function with its signature."""
 
 
@@ -189,7 +189,14 @@ class GroupedGemm:
         return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
 
     def _prepare(
-        self, device: int, layout: Layout, n: int, k: int, num_groups: int, plan: Plan, num_sms: int | None
+        self,
+        device: int,
+        layout: Layout,
+        n: int,
+        k: int,
+        num_groups: int,
+        plan: GemmPlan,
+        num_sms: int | None,
     ) -> _Prepared:
         config, variant = plan.config, VARIANTS[layout, plan.config]
         kernel = self._kernels.get(device, variant)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
-from expertd.kernels.backends.hopper.compute_permutation import Permutation, compute_permutation
+from expertd.kernels.backends.hopper.compute_permutation import DevicePermutation, compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
@@ -26,7 +26,7 @@ from expertd.layout import Layout
 from expertd.routing import Routing
 
 
-class Layer:
+class HopperLayer:
     """Routing and experts; nothing here reads a tensor on the host."""
 
     def __init__(self, kernels: Kernels, gemm: GroupedGemm) -> None:
@@ -159,7 +159,7 @@ class Layer:
         self,
         on: OnStream,
         a: Quantized,
-        permutation: Permutation,
+        permutation: DevicePermutation,
         gate_up: Quantized,
         activation: Activation,
         num_experts: int,
@@ -175,7 +175,7 @@ class Layer:
         self,
         on: OnStream,
         activated: Quantized,
-        permutation: Permutation,
+        permutation: DevicePermutation,
         down: Quantized,
         rows: Tensor,
         num_experts: int,

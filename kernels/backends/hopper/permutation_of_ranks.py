@@ -8,7 +8,7 @@ from torch import Tensor
 from expertd.kernels.backends.hopper.compute_permutation import (
     FEW_PAIRS,
     THREADS,
-    Permutation,
+    DevicePermutation,
     runs_cluster,
 )
 from expertd.kernels.backends.hopper.few_pairs_of_ranks import few_pairs_of_ranks
@@ -72,14 +72,14 @@ def permutation_of_ranks(
     num_groups: int,
     num_sms: int | None,
     offsets_copy: Tensor | None = None,
-) -> Permutation:
+) -> DevicePermutation:
     """As `compute_permutation`, for the pairs of all ranks: each sends its own, and waits for all.
 
     topk_ids      int32 [t, top_k] of this rank's tokens; others than experts name none
     topk_weights  fp32 [t, top_k]
     """
     top_k, places = topk_ids.shape[1], tokens.places
-    permutation = Permutation.empty((tokens.num_tokens, top_k), num_groups, places.device)
+    permutation = DevicePermutation.empty((tokens.num_tokens, top_k), num_groups, places.device)
     num_pairs, num_own, num_experts = permutation.inverse.numel(), topk_ids.numel(), places.numel()
     most_groups = _most_groups(memory.num_ranks, num_experts)
     if not 1 <= num_groups <= most_groups:

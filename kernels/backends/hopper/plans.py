@@ -30,7 +30,7 @@ from expertd.limits import SCALE_BLOCK
 
 
 @dataclass(frozen=True)
-class Plan:
+class GemmPlan:
     """The launch plan of a GEMM.
 
     config      the tile
@@ -80,7 +80,7 @@ _SIMULATED = 16  # waves; with more, the work just spreads evenly
 _UNEVEN = (0.0, 0.0, 0.1, 0.2)
 
 
-def choose_swiglu(expected_m: float, num_sms: int, other_glu: bool = False, rates: Rates = H200) -> Plan:
+def choose_swiglu(expected_m: float, num_sms: int, other_glu: bool = False, rates: Rates = H200) -> GemmPlan:
     """The plan of the GEMM with an activation in its epilogue, on at least two SMs.
 
     other_glu: with biases, or another activation than SwiGLU.
@@ -89,7 +89,7 @@ def choose_swiglu(expected_m: float, num_sms: int, other_glu: bool = False, rate
     few, twice, config = _OTHER_GLU if other_glu else _SWIGLU
     if expected_m <= _SWIGLU_FEW_M:
         config = few if _memory_limits(num_sms, rates) else twice
-    return Plan(config, 16 * config.steps)
+    return GemmPlan(config, 16 * config.steps)
 
 
 def choose(
@@ -101,7 +101,7 @@ def choose(
     num_sms: int,
     part: bool = False,
     rates: Rates = H200,
-) -> Plan:
+) -> GemmPlan:
     """The plan for num_groups groups of about expected_m rows times [n, k]; all plans give the same bits.
 
     part: there are more columns than these n, from a multiple of 256 on; no tile may reach the others.
@@ -117,7 +117,7 @@ def choose(
 @lru_cache(maxsize=4096)
 def _choose(
     few: bool, n: int, k: int, num_groups: int, rows: int, num_sms: int, part: bool, rates: Rates
-) -> Plan:
+) -> GemmPlan:
     plans = _candidates(few, num_groups, rows, part)
     best = min(plans, key=lambda plan: _time(plan, n, k, num_groups, rows, num_sms, rates))
     waves = num_groups * rows / NORMAL.block_m * -(-n // NORMAL.block_n) / num_sms
@@ -125,9 +125,9 @@ def _choose(
         best.config is NORMAL and num_sms > 1
         and k >= _CLUSTER_K and rows >= _CLUSTER_M and waves >= _CLUSTER_WAVES
     ):  # fmt: skip
-        return Plan(NORMAL_CLUSTER2, 16 * NORMAL_CLUSTER2.steps)
+        return GemmPlan(NORMAL_CLUSTER2, 16 * NORMAL_CLUSTER2.steps)
     if best.config is SWAP_AB and rows <= SWAP_AB.step and not _memory_limits(num_sms, rates):
-        return Plan(SWAP_AB_TWICE, 16 * SWAP_AB_TWICE.steps)
+        return GemmPlan(SWAP_AB_TWICE, 16 * SWAP_AB_TWICE.steps)
     return best
 
 
@@ -137,7 +137,7 @@ def _memory_limits(num_sms: int, rates: Rates) -> bool:
     return taken >= _MEMORY_SHARE * rates.bytes_per_ns
 
 
-def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[Plan]:
+def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[GemmPlan]:
     """The plans to compare."""
     for config in _TIMES:
         if config.block_m > 64 if few else config is SWAP_AB:
@@ -148,7 +148,7 @@ def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[P
             continue
         if config is LARGE and num_groups == 2:
             continue  # wide tiles fill a wave better if the two have the same number of rows
-        yield Plan(config, 16 * config.steps)
+        yield GemmPlan(config, 16 * config.steps)
         if config.steps == 1 or num_groups > 2:
             continue  # groups differ too much from what is expected
         # Two groups deviate from what is expected, each in its way, so no number of tiles is special.
@@ -161,10 +161,12 @@ def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[P
             ]
         for tile_steps in cuts:
             # Tall tiles first for a single group; with two, weights would just be read twice.
-            yield Plan(config, tile_steps, tall_first=num_groups == 1)
+            yield GemmPlan(config, tile_steps, tall_first=num_groups == 1)
 
 
-def _time(plan: Plan, n: int, k: int, num_groups: int, rows: int, num_sms: int, rates: Rates = H200) -> float:
+def _time(
+    plan: GemmPlan, n: int, k: int, num_groups: int, rows: int, num_sms: int, rates: Rates = H200
+) -> float:
     """Estimated nanoseconds of a launch, without what all plans have in common."""
     columns = -(-n // plan.config.block_n)
     busy = num_groups * rows * n / (NORMAL.block_m * NORMAL.block_n * num_sms) >= _BUSY_WAVES
@@ -181,14 +183,14 @@ def _time(plan: Plan, n: int, k: int, num_groups: int, rows: int, num_sms: int, 
     return max(compute, memory) + (min(compute, memory) / 8 if num_groups <= 2 else 0)
 
 
-def _tile_time(plan: Plan, height: int, k: int, busy: bool) -> float:
+def _tile_time(plan: GemmPlan, height: int, k: int, busy: bool) -> float:
     time = _TIMES[plan.config]
     steps = 1 if plan.config.swap_ab else height
     k_block = time.k_block[steps - 1]
     return time.tile + k // SCALE_BLOCK * k_block * (_BUSY.get(plan.config, 1) if busy else 1)
 
 
-def _tiles(plan: Plan, rows: float, columns: int) -> list[tuple[int, int]]:
+def _tiles(plan: GemmPlan, rows: float, columns: int) -> list[tuple[int, int]]:
     """(height, count) of the tiles that the device cuts from a group of these rows, in starting order."""
     steps = math.ceil(rows / plan.config.step)
     count = -(-16 * steps // plan.tile_steps)

@@ -9,7 +9,7 @@ from expertd.service.http.protocol.datatypes import numbers_to_bytes
 from expertd.service.http.protocol.errors import oip_error
 from expertd.service.http.protocol.json_text import json_of
 from expertd.service.inference.errors import RequestError
-from expertd.service.inference.places import NewUses, no_regions
+from expertd.service.inference.regions import NewUses, no_regions
 from expertd.service.inference.request import (
     GivenInput,
     GivenOutput,

@@ -14,7 +14,7 @@ ROUNDING_GAIN = 1e-10
 MAX_EXCHANGES = 32
 
 
-class Step(NamedTuple):
+class SearchStep(NamedTuple):
     """Slots that get other experts, one move each, and how much the measure falls by move."""
 
     gain: float
@@ -80,7 +80,7 @@ class Search:
         self._share = self.loads / self._held.sum(axis=1)
         self.load: Floats = self._share @ self._held
 
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: SearchStep) -> None:
         self.slots[list(step.slots)] = step.experts
         self._count()
 
@@ -88,7 +88,7 @@ class Search:
         """The slots of the most loaded rank."""
         return np.flatnonzero(self.ranks == self.load.argmax())
 
-    def _exchange(self, here: Ints) -> Step | None:
+    def _exchange(self, here: Ints) -> SearchStep | None:
         """The best exchange of one of these slots of one rank with a slot of another."""
         rank = self.ranks[here[0]]
         there = np.flatnonzero(self.ranks != rank)
@@ -106,9 +106,9 @@ class Search:
         best = int(measures.argmin())
         slots = (int(a[best]), int(b[best]))
         gain = float(_norm(self.load) - measures[best]) / 2
-        return Step(gain, slots, (int(self.slots[slots[1]]), int(self.slots[slots[0]])))
+        return SearchStep(gain, slots, (int(self.slots[slots[1]]), int(self.slots[slots[0]])))
 
-    def _replacement(self) -> Step | None:
+    def _replacement(self) -> SearchStep | None:
         """The best slot to take from an expert with several replicas, for another expert."""
         held, heavy = self._held, int(self.load.argmax())
         counts = held.sum(axis=1)
@@ -125,7 +125,7 @@ class Search:
         loads[np.arange(len(slot)), rank] += more - less
         measures = _norm(loads)
         best = int(measures.argmin())
-        return Step(float(_norm(self.load) - measures[best]), (int(slot[best]),), (int(new[best]),))
+        return SearchStep(float(_norm(self.load) - measures[best]), (int(slot[best]),), (int(new[best]),))
 
 
 def _norm(loads: Floats) -> Floats:

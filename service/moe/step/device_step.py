@@ -21,7 +21,7 @@ from expertd.kernels import HiddenStates, Quantized, as_floats, values_of
 from expertd.service.device import Copies, Device, Graph, Stream
 from expertd.service.memory import HIDDEN, Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.request import FP8, LayerRequest, Output, Plan, StepResult, row_bytes
+from expertd.service.moe.request import FP8, LayerRequest, Output, StepPlan, StepResult, row_bytes
 from expertd.service.moe.step.batch import FLOATS, Batch, count_named, empty_slots, joined, rows_of
 from expertd.service.moe.step.recurring import RecurringSteps
 from expertd.service.moe.step.running import RunningStep
@@ -162,7 +162,7 @@ class DeviceSteps:
         if graph is not None and len(batch.requests) == 1 and _stays_in_place(request):
             repeats = request.planned(self._owner)
             if repeats is None:
-                request.plan = Plan(self._owner, None, repeats := {})
+                request.plan = StepPlan(self._owner, None, repeats := {})
             own = Batch([replace(request, plan=None)])  # no circle of references
             repeats[buffers] = _Repeat(
                 graph, self._valid(buffers), own, stream, copies_in, copies_out, outputs

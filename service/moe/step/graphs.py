@@ -18,7 +18,7 @@ from expertd.limits import MAX_GROUPS
 from expertd.service.device import Device, Graph, GraphPool, Stream
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.request import LayerRequest, Output, Plan, StepResult
+from expertd.service.moe.request import LayerRequest, Output, StepPlan, StepResult
 from expertd.service.moe.step.batch import FLOATS, Batch, count_named, empty_slots
 from expertd.service.moe.step.running import RunningStep
 from expertd.service.moe.step.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
@@ -111,7 +111,7 @@ class StepGraphs:
         )
         key = padded or padded_tokens(batch.num_tokens), not batch.with_routing if routed is None else routed
         if len(batch.requests) == 1 and _stays_in_place(batch.requests[0]):
-            batch.requests[0].plan = Plan(self._owner, None, (key, tensors.table.only_request()))
+            batch.requests[0].plan = StepPlan(self._owner, None, (key, tensors.table.only_request()))
         return self._replay(key, batch.requests, partial(self._outputs, batch), began)
 
     def again(self, request: LayerRequest) -> RunningStep | None:

@@ -20,7 +20,7 @@ from expertd.service.moe.placement.rounds import Round, rounds
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.front.group import RankGroup
-from expertd.service.ranks.front.staging import Staging
+from expertd.service.ranks.front.staging import StagingRegion
 from expertd.service.ranks.front.supervisor import Supervisor
 from expertd.service.ranks.messages import Kind, MoveCommand
 from expertd.service.ranks.placement import LoadWindow, PlacementStore
@@ -53,7 +53,7 @@ class Balancer:
         loads: Sequence[LoadWindow],
     ) -> None:
         size = settings.num_ranks * spaced(largest_expert(settings))
-        self._memory = Staging(size, supervisor.register)
+        self._memory = StagingRegion(size, supervisor.register)
         region = supervisor.regions.place(self._memory.take(size)[0], size).region
         assert settings.placement.policy is not None
         self.policy: str = settings.placement.policy

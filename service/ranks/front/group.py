@@ -11,7 +11,7 @@ from expertd.service.engine.step_time import StepTime
 from expertd.service.ranks.front.rank import Inbox, Rank
 from expertd.service.ranks.front.starting import end_ranks, map_seconds
 from expertd.service.ranks.messages import StepEnd
-from expertd.service.ranks.regions import Region
+from expertd.service.ranks.regions import SharedRegion
 from expertd.service.ranks.setup import MAX_SENT, SPIN_SECONDS, STOP
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RankGroup:
         if (late := self._first_step.why_late(first) or self._why_nodes_lost()) is not None:
             self.lose(late)
 
-    def map(self, regions: Sequence[Region]) -> None:
+    def map(self, regions: Sequence[SharedRegion]) -> None:
         """Have all ranks map regions, and wait until they have. Raises DeviceLostError, RuntimeError."""
         self.check()
         for region in regions:
@@ -76,7 +76,7 @@ class RankGroup:
                 if error := rank.mapped[region.number]:
                     raise RuntimeError(f"{error} (rank {rank.number})")
 
-    def unmap(self, region: Region) -> None:
+    def unmap(self, region: SharedRegion) -> None:
         """Have all ranks forget a region that no step uses any more, and wait until they have closed it.
 
         Raises DeviceLostError.

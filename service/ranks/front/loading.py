@@ -7,8 +7,8 @@ from expertd.service.engine.layers import Cancelled, LoadCancelledError
 from expertd.service.engine.loading import Loaded
 from expertd.service.ranks.front.balancer import Balancer
 from expertd.service.ranks.front.runner import RankRunner, Steps
-from expertd.service.ranks.front.staging import Staging, staging_bytes
-from expertd.service.ranks.front.starting import LoadFailedError
+from expertd.service.ranks.front.staging import StagingRegion, staging_bytes
+from expertd.service.ranks.front.starting import RankLoadError
 from expertd.service.ranks.front.supervisor import Supervisor
 from expertd.service.ranks.partitions import RankPartitions
 from expertd.service.ranks.placement import PlacementStore, load_windows
@@ -31,13 +31,13 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         stack.callback(supervisor.stop)
         try:
             about = supervisor.start(cancelled)
-        except LoadFailedError as error:
+        except RankLoadError as error:
             raise (ValueError if error.is_expected else RuntimeError)(str(error)) from error
         if about is None:
             raise LoadCancelledError
         tokens = settings.limits.max_batch_tokens
         most = max(staging_bytes(tokens, model.hidden_size, model.top_k) for model in settings.models)
-        staging = [Staging(most, supervisor.register) for _ in range(MAX_SENT)]
+        staging = [StagingRegion(most, supervisor.register) for _ in range(MAX_SENT)]
         stack.pop_all()
     backend, device, partitions = about
     logger.info("%d ranks are ready, each with its part of every layer", settings.num_ranks)

@@ -16,7 +16,7 @@ from typing import Any
 
 from expertd.service.engine.metrics.ranks import RankDevice
 from expertd.service.ranks.messages import receive, send
-from expertd.service.ranks.regions import Exported, Region
+from expertd.service.ranks.regions import Exported, SharedRegion
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import MAP, OPEN, SETUP, UNMAP, RankSetup, RingSizes, Role
 
@@ -112,7 +112,7 @@ class Rank:
         """Keep what a DEVICE message says."""
         self.device = RankDevice(None if memory is None else (memory[0], memory[1]), *of_kernels)
 
-    def map(self, region: Region) -> None:
+    def map(self, region: SharedRegion) -> None:
         """Have a region mapped, unless it is; `mapped` has the answer."""
         memory, number = region.memory, region.number
         if number in self.mapped:

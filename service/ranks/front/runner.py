@@ -10,7 +10,7 @@ from expertd.service.engine.metrics.ranks import RankState
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.ranks.front.group import RankGroup
-from expertd.service.ranks.front.staging import StagedStep, Staging
+from expertd.service.ranks.front.staging import StagedStep, StagingRegion
 from expertd.service.ranks.front.supervisor import Supervisor
 from expertd.service.ranks.messages import StepEnd
 from expertd.service.ranks.placement import LoadWindow
@@ -20,7 +20,7 @@ from expertd.service.settings.served import ModelSettings
 class Steps:
     """What the runners of all models share: the ranks, how many steps were sent, memory for `MAX_SENT`."""
 
-    def __init__(self, supervisor: Supervisor, staging: Sequence[Staging], num_ranks: int) -> None:
+    def __init__(self, supervisor: Supervisor, staging: Sequence[StagingRegion], num_ranks: int) -> None:
         self.supervisor = supervisor
         self._free = list(staging)
         self._seconds = [0.0] * num_ranks
@@ -40,12 +40,12 @@ class Steps:
         of_ranks = ranks.are_up(), ranks.starts, self._seconds, self._expert_tokens, ranks.devices()
         return [RankState(*of_rank) for of_rank in zip(*of_ranks, strict=True)]
 
-    def take(self) -> Staging:
+    def take(self) -> StagingRegion:
         """Memory for a step; to give back at its end."""
         with self._lock:
             return self._free.pop()
 
-    def give_back(self, staging: Staging) -> None:
+    def give_back(self, staging: StagingRegion) -> None:
         """A step has ended."""
         with self._lock:
             self._free.append(staging)
@@ -88,7 +88,7 @@ class RankStep:
         group: RankGroup,
         number: int,
         staged: StagedStep,
-        staging: Staging,
+        staging: StagingRegion,
         loads: LoadWindow | None,
     ) -> None:
         self._loads = loads

@@ -8,7 +8,7 @@ import numpy as np
 
 from expertd.service.engine.errors import RequestRefusedError, SomeRefusedError
 from expertd.service.memory import Buffer, Mapped, Register, Span, host_view
-from expertd.service.moe.request import LayerRequest, Plan
+from expertd.service.moe.request import LayerRequest, StepPlan
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, numbered, packed_body
 from expertd.service.ranks.regions import SharedRegions
 
@@ -22,7 +22,7 @@ def staging_bytes(max_tokens: int, hidden_size: int, top_k: int) -> int:
     return max_tokens * sum(size + _ALIGNMENT for size in sizes)
 
 
-class Staging:
+class StagingRegion:
     """`num_bytes` for one step at a time. The kernel allocates pages on their first use."""
 
     def __init__(self, num_bytes: int, register: Register) -> None:
@@ -60,7 +60,11 @@ class StagedStep:
     """
 
     def __init__(
-        self, requests: Sequence[LayerRequest], hidden_size: int, staging: Staging, regions: SharedRegions
+        self,
+        requests: Sequence[LayerRequest],
+        hidden_size: int,
+        staging: StagingRegion,
+        regions: SharedRegions,
     ) -> None:
         self._requests, self._hidden_size = requests, hidden_size
         self._staging, self._regions = staging, regions
@@ -84,7 +88,7 @@ class StagedStep:
             raise SomeRefusedError(refused)
         body = packed_body(model, placed)
         if alone and self._staging.is_clear:  # nothing of the request is copied
-            request.plan = Plan(self._regions, state, body)
+            request.plan = StepPlan(self._regions, state, body)
         return numbered(number, body)
 
     @property

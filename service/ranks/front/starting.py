@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from expertd.service.ranks.front.rank import Inbox, Rank
-from expertd.service.ranks.regions import Region, SharedRegions
+from expertd.service.ranks.regions import SharedRegion, SharedRegions
 from expertd.service.ranks.setup import RankSetup
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ _MAP_SECONDS, _MAP_SECONDS_PER_BYTE = 60.0, 1e-9  # locking memory for a GPU tak
 _AT_ONCE = 64  # messages that a rank has not answered: its socket has room for some 200
 
 
-class LoadFailedError(Exception):
+class RankLoadError(Exception):
     """A rank could not load; is_expected: the text is a sentence about the settings or files."""
 
     def __init__(self, text: str, is_expected: bool) -> None:
@@ -48,30 +48,30 @@ def end_ranks(ranks: Sequence[Rank]) -> None:
 def wait_loaded(
     ranks: Sequence[Rank], inbox: Inbox, stop: Callable[[], bool], why_nodes_lost: Callable[[], str | None]
 ) -> None:
-    """Return once all ranks have loaded, or `stop` is true. Raises LoadFailedError.
+    """Return once all ranks have loaded, or `stop` is true. Raises RankLoadError.
 
     why_nodes_lost  says why ranks of other nodes are lost; asked often
     """
     while not stop() and not all(rank.about for rank in ranks):
         check_loading(ranks, inbox, LOOK_SECONDS)
         if (why := why_nodes_lost()) is not None:
-            raise LoadFailedError(f"loading: {why}", False)
+            raise RankLoadError(f"loading: {why}", False)
 
 
 def check_loading(ranks: Sequence[Rank], inbox: Inbox, seconds: float) -> None:
-    """Hear ranks that load, at most for `seconds`. Raises LoadFailedError if one is lost."""
+    """Hear ranks that load, at most for `seconds`. Raises RankLoadError if one is lost."""
     why = inbox.take(ranks, seconds)
     for rank in ranks:
         if rank.failure is not None:
-            raise LoadFailedError(*rank.failure)
+            raise RankLoadError(*rank.failure)
     gone = next((gone for rank in ranks if (gone := rank.why_gone()) is not None), None)
     if gone is not None and not inbox.has_news(ranks):  # one that has ended may have said why
         why = gone
     if why is not None:
-        raise LoadFailedError(f"loading: {why}", False)
+        raise RankLoadError(f"loading: {why}", False)
 
 
-def map_seconds(regions: Sequence[Region]) -> float:
+def map_seconds(regions: Sequence[SharedRegion]) -> float:
     """That ranks have to map or to close these."""
     return _MAP_SECONDS + _MAP_SECONDS_PER_BYTE * sum(region.memory.num_bytes for region in regions)
 
@@ -79,7 +79,7 @@ def map_seconds(regions: Sequence[Region]) -> float:
 def share(ranks: Sequence[Rank], inbox: Inbox, shared: SharedRegions, stop: Callable[[], bool]) -> None:
     """Have ranks, which nobody else hears, map these regions and no other.
 
-    A caller's region that a rank cannot map is lost. Raises LoadFailedError, also once `stop` is true.
+    A caller's region that a rank cannot map is lost. Raises RankLoadError, also once `stop` is true.
     """
     regions = shared.all()
     numbers = {region.number for region in regions}
@@ -95,13 +95,13 @@ def share(ranks: Sequence[Rank], inbox: Inbox, shared: SharedRegions, stop: Call
                 work.popleft()()
         check_loading(ranks, inbox, LOOK_SECONDS)
         if stop():
-            raise LoadFailedError("loading: the server is shutting down", False)
+            raise RankLoadError("loading: the server is shutting down", False)
         if time.monotonic() > until:
-            raise LoadFailedError(f"loading: expected memory to be mapped within {seconds:g} s", False)
+            raise RankLoadError(f"loading: expected memory to be mapped within {seconds:g} s", False)
     for region in regions:
         errors = {rank.number: error for rank in ranks if (error := rank.mapped[region.number])}
         for number, error in errors.items():
             if not region.of_caller:
-                raise LoadFailedError(f"rank {number}: {error}", False)
+                raise RankLoadError(f"rank {number}: {error}", False)
             logger.warning("rank %d cannot access a caller's memory any more: %s", number, error)
         shared.note(region, next(iter(errors.values()), None))

@@ -12,11 +12,11 @@ from expertd.service.engine.metrics.ranks import RankDevice
 from expertd.service.memory import HIDDEN, DeviceMemory, Mapped, Span, Unregister, check_handle
 from expertd.service.ranks.front.group import RankGroup
 from expertd.service.ranks.front.rank import Inbox, Rank
-from expertd.service.ranks.front.starting import LoadFailedError, share, start_ranks, wait_loaded
-from expertd.service.ranks.meeting import listen_for_ranks, open_store
+from expertd.service.ranks.front.starting import RankLoadError, share, start_ranks, wait_loaded
 from expertd.service.ranks.nodes.board import Nodes
 from expertd.service.ranks.placement import PlacementStore, group_store
-from expertd.service.ranks.regions import Exported, Region, SharedRegions
+from expertd.service.ranks.regions import Exported, SharedRegion, SharedRegions
+from expertd.service.ranks.rendezvous import listen_for_ranks, open_store
 from expertd.service.ranks.setup import RankSetup, Role
 from expertd.service.settings.model import Settings
 
@@ -82,7 +82,7 @@ class PresentRanks:
             raise ValueError(str(error)) from error
         return DeviceMemory(Span(region.address, num_bytes, HIDDEN), close, handle)
 
-    def _share(self, memory: Mapped | Exported, of_caller: bool) -> tuple[Region, Unregister]:
+    def _share(self, memory: Mapped | Exported, of_caller: bool) -> tuple[SharedRegion, Unregister]:
         with self._mapping:
             region, group = self.regions.add(memory, of_caller), self._group
             try:
@@ -126,19 +126,19 @@ class Supervisor(PresentRanks):
         self.partitions = settings.partitions  # of ranks to come
         self._settings = settings
         self._placements = placements
-        self._meeting, self._listener = listen_for_ranks(settings)
+        self._rendezvous, self._listener = listen_for_ranks(settings)
         self._inbox = Inbox()
         self._generation = 0  # of the last group
         self._has_served = False
         self._stopped = False
-        self._failure: LoadFailedError | None = None
+        self._failure: RankLoadError | None = None
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="expertd-ranks", daemon=True)
 
     def start(self, cancelled: Callable[[], bool]) -> tuple[str, str, list[Any]] | None:
         """Start the ranks; the backend, device and partitions of the first, once all have loaded.
 
-        All have the same. None if `cancelled` came first. Raises LoadFailedError.
+        All have the same. None if `cancelled` came first. Raises RankLoadError.
         """
         self._thread.start()
         with self._changed:
@@ -163,8 +163,8 @@ class Supervisor(PresentRanks):
 
     def _run(self) -> None:
         try:
-            self._store = open_store(self._meeting, self._listener)
-            nodes = Nodes(self._settings, self._meeting) if self._settings.nnodes > 1 else None
+            self._store = open_store(self._rendezvous, self._listener)
+            nodes = Nodes(self._settings, self._rendezvous) if self._settings.nnodes > 1 else None
             pause = _FIRST_PAUSE
             while not self._stopped:
                 began = time.monotonic()
@@ -174,24 +174,24 @@ class Supervisor(PresentRanks):
                     if not self._has_served:
                         raise
                     self._note(why=f"the ranks could not be started again: {error}")
-                    is_expected = isinstance(error, LoadFailedError | OSError | RuntimeError)
+                    is_expected = isinstance(error, RankLoadError | OSError | RuntimeError)
                     logger.error("%s", self._why, exc_info=None if is_expected else error)
                 steady = time.monotonic() - began > _STEADY_SECONDS
                 pause = _FIRST_PAUSE if steady else min(2 * pause, _LAST_PAUSE)
                 self._pause(pause)
-        except LoadFailedError as error:
+        except RankLoadError as error:
             self._note(failure=error)
         except Exception as error:
             is_expected = isinstance(error, OSError)
             if not is_expected:
                 logger.exception("the ranks cannot be started")
             why = f"the ranks cannot be started: {error}"
-            self._note(failure=LoadFailedError(why, is_expected), why=why)
+            self._note(failure=RankLoadError(why, is_expected), why=why)
 
     def _run_all(self, nodes: Nodes | None) -> None:
         """Start all ranks, and run steps until all have to start again, or `stop`.
 
-        Raises LoadFailedError, OSError, RuntimeError.
+        Raises RankLoadError, OSError, RuntimeError.
         """
         began, generation, is_first = time.monotonic(), self._begin_generation(), not self._has_served
         if nodes is not None:
@@ -226,7 +226,7 @@ class Supervisor(PresentRanks):
                 group.end()
 
     def _open(self, group: RankGroup) -> None:
-        """Have a group map all regions, also those to come, and run steps. Raises LoadFailedError."""
+        """Have a group map all regions, also those to come, and run steps. Raises RankLoadError."""
         with self._mapping:
             share(group.ranks, self._inbox, self.regions, lambda: self._stopped)
             self._group = group
@@ -246,12 +246,12 @@ class Supervisor(PresentRanks):
         setups = []
         for number in range(settings.num_ranks):
             role = Role.HERE if number < settings.ranks_per_node else Role.PROXY
-            setups.append(RankSetup(settings, number, self._meeting, self._generation, role))
+            setups.append(RankSetup(settings, number, self._rendezvous, self._generation, role))
             self.starts[number] += 1
         return setups
 
     def _note(
-        self, serving: RankGroup | None = None, why: str = "", failure: LoadFailedError | None = None
+        self, serving: RankGroup | None = None, why: str = "", failure: RankLoadError | None = None
     ) -> None:
         with self._changed:
             self._serving, self._why, self._failure = serving, why or self._why, failure

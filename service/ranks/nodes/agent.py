@@ -15,9 +15,9 @@ from typing import Any
 
 from expertd.service.ranks.front.group import RankGroup
 from expertd.service.ranks.front.rank import Inbox
-from expertd.service.ranks.front.starting import LoadFailedError, start_ranks, wait_loaded
-from expertd.service.ranks.meeting import Meeting, between_nodes
+from expertd.service.ranks.front.starting import RankLoadError, start_ranks, wait_loaded
 from expertd.service.ranks.nodes.board import BEAT_SECONDS, Board, shared_settings
+from expertd.service.ranks.rendezvous import Rendezvous, between_nodes
 from expertd.service.ranks.ring import Bell
 from expertd.service.ranks.setup import RankSetup, Role
 from expertd.service.settings.model import Settings
@@ -58,11 +58,11 @@ class _Agent:
         seconds = self._settings.rendezvous_timeout_seconds
         while True:
             logger.info("waiting %g s for the front end at %s", seconds, self._settings.rendezvous)
-            meeting = self._find(seconds)
-            if meeting is None:
+            rendezvous = self._find(seconds)
+            if rendezvous is None:
                 break
             try:
-                with closing(_Session(self._settings, meeting)) as session:
+                with closing(_Session(self._settings, rendezvous)) as session:
                     self._serve(session)
             except _RefusedError as error:
                 logger.error("%s", error)
@@ -77,14 +77,14 @@ class _Agent:
         logger.error("rendezvous: expected a front end within %g s, got none", seconds)
         return 1
 
-    def _find(self, seconds: float) -> Meeting | None:
+    def _find(self, seconds: float) -> Rendezvous | None:
         """Where the front end is, once it is there; None after `seconds`, or a signal."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._signal:
             try:
-                meeting = between_nodes(self._settings)  # each time: a name may get another address
-                socket.create_connection((meeting.host, meeting.port), _CONNECT_SECONDS).close()
-                return meeting
+                rendezvous = between_nodes(self._settings)  # each time: a name may get another address
+                socket.create_connection((rendezvous.host, rendezvous.port), _CONNECT_SECONDS).close()
+                return rendezvous
             except (OSError, ValueError) as error:
                 logger.debug("no front end: %s", error)
             self._wait(BEAT_SECONDS)
@@ -107,7 +107,7 @@ class _Agent:
 
     def _run_group(self, session: "_Session", generation: int) -> None:
         setups = [
-            RankSetup(self._settings, rank, session.meeting, generation, Role.REMOTE)
+            RankSetup(self._settings, rank, session.rendezvous, generation, Role.REMOTE)
             for rank in range(self._settings.num_ranks)
             if rank // self._settings.ranks_per_node == self._node
         ]
@@ -133,7 +133,7 @@ class _Agent:
             while not stop() and group.lost is None:
                 group.look()
             why = group.lost or self._why_ended(session)
-        except LoadFailedError as error:
+        except RankLoadError as error:
             why = str(error).removeprefix("loading: ")
         finally:
             self._group = None
@@ -169,12 +169,12 @@ class _Agent:
 class _Session:
     """The time from a front end's arrival to its end. A thread beats. Raises RuntimeError."""
 
-    def __init__(self, settings: Settings, meeting: Meeting) -> None:
-        self.meeting = meeting
+    def __init__(self, settings: Settings, rendezvous: Rendezvous) -> None:
+        self.rendezvous = rendezvous
         self.generation = 0  # of the present group
         self.refused: str | None = None
         self._settings, self._node = settings, settings.node_rank
-        self._board, self._reports = Board(meeting), Board(meeting)
+        self._board, self._reports = Board(rendezvous), Board(rendezvous)
         self._place = self._board.arrive(self._node)
         self._beaten = time.monotonic()
         self._gone = False

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from expertd.service.ranks.front.starting import LoadFailedError
-from expertd.service.ranks.meeting import Meeting
+from expertd.service.ranks.front.starting import RankLoadError
+from expertd.service.ranks.rendezvous import Rendezvous
 from expertd.service.settings.model import Settings
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,8 @@ def place_of(beat: str) -> str:
 class Board:
     """A client of the store, for one thread at a time. Raises RuntimeError if that is out of reach."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._store = meeting.store("nodes", _ANSWER_SECONDS)
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._store = rendezvous.store("nodes", _ANSWER_SECONDS)
 
     # The front end's.
 
@@ -123,10 +123,10 @@ def shared_settings(settings: Settings) -> dict[str, Any]:
 class Nodes:
     """The agents of nodes 1 to nnodes - 1. For one thread at a time. Raises RuntimeError without a store."""
 
-    def __init__(self, settings: Settings, meeting: Meeting) -> None:
+    def __init__(self, settings: Settings, rendezvous: Rendezvous) -> None:
         self._num_nodes = settings.nnodes
         self._timeout = settings.rendezvous_timeout_seconds
-        self._board = Board(meeting)
+        self._board = Board(rendezvous)
         self._board.describe(shared_settings(settings))
         self._beats: dict[int, str] = {}
         self._seen: dict[int, float] = {}  # when each agent's beat was new
@@ -136,14 +136,14 @@ class Nodes:
     def wait_present(self, stop: Callable[[], bool], is_first: bool) -> None:
         """Return once all agents are there, or `stop` is true.
 
-        Raises LoadFailedError for one with other settings, and for one that does not come in time, if
+        Raises RankLoadError for one with other settings, and for one that does not come in time, if
         `is_first`: later they are waited for as long as it takes.
         """
         self._look()
         began, told = time.monotonic(), False
         while not stop():
             if refusals := self._board.refusals(self._num_nodes):
-                raise LoadFailedError(refusals[0], True)
+                raise RankLoadError(refusals[0], True)
             self._look()
             # Only new beats count.
             missing = [node for node in range(1, self._num_nodes) if self._seen.get(node, 0.0) <= began]
@@ -155,7 +155,7 @@ class Nodes:
                 told = True
             if is_first and time.monotonic() > began + self._timeout:
                 expected = f"an agent within {self._timeout:g} s"
-                raise LoadFailedError(f"node {missing[0]}: expected {expected}, got none", True)
+                raise RankLoadError(f"node {missing[0]}: expected {expected}, got none", True)
             time.sleep(BEAT_SECONDS / 5)
 
     def begin(self, generation: int) -> None:

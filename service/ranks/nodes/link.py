@@ -20,8 +20,8 @@ from torch import Tensor
 
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.request import LayerRequest
-from expertd.service.ranks.meeting import Meeting
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand
+from expertd.service.ranks.rendezvous import Rendezvous
 from expertd.service.ranks.worker.own_steps import BYTES
 
 _HEAD = struct.Struct("<QQQ")  # kind, bytes of the text and of the payload
@@ -30,7 +30,7 @@ _NEVER = timedelta(days=3650)  # a link is idle as long as its server; a lost en
 _ALIGNMENT = 64
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is.
 
     STEP     to the rank: a step's command, and the rows of the rank
@@ -50,7 +50,7 @@ class Kind(IntEnum):
 class Head(NamedTuple):
     """A message whose payload, of `num_bytes`, has to be taken next."""
 
-    kind: Kind
+    kind: MessageKind
     text: bytes
     num_bytes: int
 
@@ -67,17 +67,17 @@ class Link:
     end  0: the proxy; 1: the rank
     """
 
-    def __init__(self, meeting: Meeting, generation: int, rank: int, end: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, generation: int, rank: int, end: int) -> None:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=meeting.address)]
+        options._devices = [gloo.create_device(hostname=rendezvous.address)]
         options._timeout = _NEVER
-        store = meeting.store(f"{generation}/link/{rank}", _NEVER.total_seconds())
+        store = rendezvous.store(f"{generation}/link/{rank}", _NEVER.total_seconds())
         self._group = gloo(store, end, 2, options)
         self._other = 1 - end
         self._sending = threading.Lock()
 
-    def send(self, kind: Kind, text: bytes, payload: Tensor | None = None) -> None:
+    def send(self, kind: MessageKind, text: bytes, payload: Tensor | None = None) -> None:
         """Send a message. payload: uint8 [N]; None: empty."""
         num_bytes = 0 if payload is None else payload.numel()
         first = np.zeros(_FIRST_BYTES, np.uint8)
@@ -93,7 +93,7 @@ class Link:
 
     def tell(self, *words: Any) -> None:
         """Send a CONTROL message."""
-        self.send(Kind.CONTROL, json.dumps(words).encode())
+        self.send(MessageKind.CONTROL, json.dumps(words).encode())
 
     def receive(self) -> Head:
         """The next message, whose payload `take` takes."""
@@ -105,7 +105,7 @@ class Link:
             rest = np.empty(text_bytes - len(text), np.uint8)
             self._receive(torch.from_numpy(rest))
             text += rest.tobytes()
-        return Head(Kind(kind), text, num_bytes)
+        return Head(MessageKind(kind), text, num_bytes)
 
     def take(self, payload: Tensor) -> None:
         """Take a payload into uint8 [num_bytes]."""

@@ -16,7 +16,7 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.messages import NO_STEP, StepCommand, StepEnd
 from expertd.service.ranks.nodes.board import Board
-from expertd.service.ranks.nodes.link import Kind, Link, PackedStep, pack, unpack
+from expertd.service.ranks.nodes.link import Link, MessageKind, PackedStep, pack, unpack
 from expertd.service.ranks.nodes.remote import region_of
 from expertd.service.ranks.recording import said
 from expertd.service.ranks.regions import MappedRegions
@@ -39,7 +39,7 @@ class Proxy:
         self._is_stopped: Callable[[], bool] = lambda: False
         self._trace_file: IO[bytes] | None = None  # the front end's
         self._trace_error = ""  # why it could not be written
-        self._link = Link(setup.meeting, setup.generation, setup.rank, 0)
+        self._link = Link(setup.rendezvous, setup.generation, setup.rank, 0)
         self._receiver = threading.Thread(target=self._receive, name="expertd-link", daemon=True)
         self._receiver.start()
 
@@ -71,7 +71,7 @@ class Proxy:
     def _pass_on(self, data: bytes) -> None:
         try:
             if data.startswith(NO_STEP):
-                self._link.send(Kind.MOVE, data)
+                self._link.send(MessageKind.MOVE, data)
             else:
                 self._send(StepCommand.unpacked(data))
         except RuntimeError:
@@ -87,15 +87,15 @@ class Proxy:
             self._end(StepEnd.failed(command.number, f"{type(error).__name__}: {error}").packed())
             return
         self._steps[command.number] = step, requests
-        self._link.send(Kind.STEP, step.command.packed(), torch.from_numpy(step.inputs))
+        self._link.send(MessageKind.STEP, step.command.packed(), torch.from_numpy(step.inputs))
 
     def _receive(self) -> None:
         try:
             while True:
                 head = self._link.receive()
-                if head.kind is Kind.CONTROL:
+                if head.kind is MessageKind.CONTROL:
                     self._hear(head.words)
-                elif head.kind is Kind.TRACE:
+                elif head.kind is MessageKind.TRACE:
                     self._write_trace(head.num_bytes)
                 else:
                     self._finish(head.text, head.num_bytes)
@@ -142,5 +142,5 @@ class Proxy:
     def _why_lost(self) -> str:
         """What the agent of its node says, which may have just noticed."""
         setup = self._setup
-        said = Board(setup.meeting).await_report(setup.generation, setup.node, _REPORT_SECONDS)
+        said = Board(setup.rendezvous).await_report(setup.generation, setup.node, _REPORT_SECONDS)
         return said or f"rank {setup.rank}: its connection to node {setup.node} ended"

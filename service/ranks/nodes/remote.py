@@ -13,7 +13,7 @@ from expertd.service.moe.split import part_of
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.front.staging import staging_bytes
 from expertd.service.ranks.messages import StepCommand, StepEnd
-from expertd.service.ranks.nodes.link import Kind, Link, outputs_of
+from expertd.service.ranks.nodes.link import Link, MessageKind, outputs_of
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import MAX_SENT, SPIN_SECONDS, RankSetup, Rings
 
@@ -46,7 +46,7 @@ class RemoteSteps:
     ) -> None:
         self._setup, self._regions, self._rings, self._control = setup, regions, rings, control
         self._steps: dict[int, StepCommand] = {}
-        self._link = Link(setup.meeting, setup.generation, setup.rank, 1)
+        self._link = Link(setup.rendezvous, setup.generation, setup.rank, 1)
         for work in (self._receive, self._send):
             threading.Thread(target=self._run, args=(work,), name="expertd-link", daemon=True).start()
 
@@ -69,7 +69,7 @@ class RemoteSteps:
 
     def send_trace(self, trace: bytes) -> None:
         """Send what was recorded, for the front end's file."""
-        self._link.send(Kind.TRACE, b"", torch.frombuffer(bytearray(trace), dtype=torch.uint8))
+        self._link.send(MessageKind.TRACE, b"", torch.frombuffer(bytearray(trace), dtype=torch.uint8))
 
     @staticmethod
     def _run(work: Callable[[], None]) -> None:
@@ -81,10 +81,10 @@ class RemoteSteps:
     def _receive(self) -> None:
         while True:
             head = self._link.receive()
-            if head.kind is Kind.CONTROL:
+            if head.kind is MessageKind.CONTROL:
                 self._handle(head.words)
                 continue
-            if head.kind is Kind.STEP:
+            if head.kind is MessageKind.STEP:
                 command = StepCommand.unpacked(head.text)
                 self._link.take(self._tensor(region_of(command.number), 0, head.num_bytes))
                 self._steps[command.number] = command
@@ -107,7 +107,7 @@ class RemoteSteps:
             if (end := ends.take()) is not None:
                 step = StepEnd.unpacked(end)
                 command = self._steps.pop(step.number)
-                self._link.send(Kind.END, end, None if step.error else self._outputs(command))
+                self._link.send(MessageKind.END, end, None if step.error else self._outputs(command))
 
     def _outputs(self, command: StepCommand) -> Tensor:
         """The memory of a step's outputs."""

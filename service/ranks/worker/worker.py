@@ -70,8 +70,8 @@ class RankWorker:
             use_gpu(numbers(devices), setup.local_rank)
             # Where torch makes a socket for memory that ranks share: it tries no other folder.
             os.putenv("TMPDIR", str(temporary_directory("devices")))
-        os.putenv("GLOO_SOCKET_IFNAME", setup.meeting.interface)
-        store = setup.meeting.store(str(setup.generation))
+        os.putenv("GLOO_SOCKET_IFNAME", setup.rendezvous.interface)
+        store = setup.rendezvous.store(str(setup.generation))
         # GPUs of one node exchange no tensors by it.
         transport = "gloo" if devices is None or setup.settings.nnodes == 1 else "nccl"
         join_group(store, setup.rank, setup.num_ranks, timeout_seconds=_JOIN_SECONDS, backend=transport)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from expertd.service.channels.waiting import Kind, WaitingCalls
+from expertd.service.channels.waiting import QueueKey, WaitingCalls
 from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from expertd.service.engine.queue_counts import Backlog, QueueCounts, num_cells
 from tests.service.apps import MODEL, tiny_settings
@@ -22,7 +22,7 @@ LANES = {"decode_max_tokens": 4, "decode_batch_tokens": 64}
 
 @dataclass(eq=False)
 class Call:
-    kind: Kind
+    kind: QueueKey
     caller: int
     left: int
 

@@ -10,7 +10,7 @@ from expertd.service.engine.chunks import part_of
 from expertd.service.engine.errors import QueueTimeoutError, StepFailedError
 from expertd.service.engine.executor import Executor
 from expertd.service.memory import Span
-from expertd.service.moe.request import LayerRequest, Plan, Signal
+from expertd.service.moe.request import LayerRequest, Signal, StepPlan
 from tests.service.engine.test_executor import Observed, held, running, soon, values
 from tests.service.runners import EchoRunner, Submitted, Turnstile, layer_request
 
@@ -148,7 +148,7 @@ def test_a_part_has_its_rows_of_every_tensor(datatype: str, ids_datatype: str) -
     out = np.zeros(6 * 3, np.float32)
     request = LayerRequest(
         6, _counted(6, 3 * element), datatype, _counted(6, 2 * wide), ids_datatype, _counted(6, 2 * 4),
-        "FP32", span(out), Signal(1, 2), plan=Plan(None, None, "kept"),
+        "FP32", span(out), Signal(1, 2), plan=StepPlan(None, None, "kept"),
     )  # fmt: skip
     part = part_of(request, 2, 3)
     sizes = ((part.hidden_states, 3 * element), (part.topk_ids, 2 * wide), (part.topk_weights, 8))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from expertd.service.engine.forecast import Arrivals, Forecast
+from expertd.service.engine.forecast import ArrivalRate, Forecast
 
 
 class Clock:
@@ -89,7 +89,7 @@ def test_what_waits_or_arrives_before_a_step_begins_is_computed_in_it(forecast: 
 
 
 def test_the_rate_of_arrivals(clock: Clock) -> None:
-    arrivals = Arrivals(clock)
+    arrivals = ArrivalRate(clock)
     assert arrivals.per_second == 0.0
     for _ in range(1000):
         arrivals.note(1, clock.now)

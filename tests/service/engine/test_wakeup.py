@@ -14,7 +14,7 @@ import pytest
 from expertd.service.engine.executor import Executor
 from expertd.service.engine.lane import StepLane
 from expertd.service.engine.steps import Submission
-from expertd.service.engine.wakeup import Source, Wakeup
+from expertd.service.engine.wakeup import RequestSource, Wakeup
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
 from tests.service.engine.test_executor import Observed
@@ -268,7 +268,7 @@ def test_many_sources_that_ring_at_once_are_all_heard() -> None:
     for bell in bells:
         wakeup.add(bell)
         bell.ring()
-    rang = list[Source]()
+    rang = list[RequestSource]()
     while found := wakeup.wait(0):
         rang += found
     assert sorted(map(id, rang)) == sorted(map(id, bells))

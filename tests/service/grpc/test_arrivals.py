@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from expertd.service.grpc.arrivals import Arrivals, Arrived
-from expertd.service.grpc.stream import Stream
+from expertd.service.grpc.stream import StreamCall
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.inference.errors import RequestError
 from tests.service.apps import rows, tiny_settings
@@ -145,7 +145,7 @@ async def _answered(written: list[bytes], answer: Any, *messages: Any) -> None:
     async def write(data: bytes) -> None:
         written.append(data)
 
-    await Stream(given(), answer, 0.05).run(write)
+    await StreamCall(given(), answer, 0.05).run(write)
 
 
 @in_virtual_time
@@ -182,7 +182,7 @@ async def test_a_stream_ends_whose_answers_nobody_receives() -> None:
     with pytest.raises(
         RequestError, match=r"stream: expected an answer to be received within 0.05 s, got a part"
     ):
-        await Stream(messages(), at_once, 0.05).run(never)
+        await StreamCall(messages(), at_once, 0.05).run(never)
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ async def test_a_stream_that_is_cancelled_at_once_has_begun_nothing() -> None:
         pass
 
     for turns in range(6):
-        running = asyncio.ensure_future(Stream(messages(), answer, 10).run(write))
+        running = asyncio.ensure_future(StreamCall(messages(), answer, 10).run(write))
         for _ in range(turns):
             await asyncio.sleep(0)
         running.cancel()
@@ -236,7 +236,7 @@ async def test_a_stream_has_so_many_requests_at_a_time_and_one_that_is_not_copie
     async def write(data: bytes) -> None:
         written.append(data)
 
-    running = asyncio.ensure_future(Stream(messages(), answer, 10).run(write))
+    running = asyncio.ensure_future(StreamCall(messages(), answer, 10).run(write))
     for count in (*range(1, 9), 8):
         for _ in range(10):
             await asyncio.sleep(0)
@@ -254,7 +254,7 @@ async def test_a_stream_that_is_ended_before_it_begins_to_read() -> None:
     async def never(_: object) -> bytes:
         raise AssertionError
 
-    stream = Stream(messages(), never, 10)
+    stream = StreamCall(messages(), never, 10)
     stream.end()
     await asyncio.wait_for(stream.run(never), 10)
     assert stream.is_cut

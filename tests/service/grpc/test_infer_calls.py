@@ -13,7 +13,7 @@ from expertd.service.grpc.arrivals import Arrived
 from expertd.service.grpc.infer_request import MessageHead
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.inference.call import InferCall
-from expertd.service.inference.plan import Plan
+from expertd.service.inference.plan import RequestPlan
 from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, held, hidden_message, output_of, refusal
 from tests.service.runners import EchoRunner
@@ -210,7 +210,7 @@ async def test_a_full_queue_says_when_to_try_again() -> None:
 async def test_a_timeout_begins_when_the_message_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, parse = EchoRunner(), MessageHead.parse
 
-    def slowly(head: MessageHead, *arguments: Any) -> Plan:
+    def slowly(head: MessageHead, *arguments: Any) -> RequestPlan:
         time.sleep(0.05)
         return parse(head, *arguments)
 

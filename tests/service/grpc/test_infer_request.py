@@ -13,7 +13,7 @@ from expertd.service.grpc.infer_request import MessageHead, own_id, split
 from expertd.service.http.protocol import parse_request
 from expertd.service.inference.body import Received
 from expertd.service.inference.errors import RequestError
-from expertd.service.inference.places import no_regions
+from expertd.service.inference.regions import no_regions
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.parts import Limits

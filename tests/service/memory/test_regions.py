@@ -10,10 +10,10 @@ from expertd.service.memory import (
     Arena,
     DeviceMemory,
     NoBlockError,
-    Place,
     Region,
     RegionError,
     Regions,
+    RegionSlice,
     RegionUses,
     Span,
     SystemMemory,
@@ -124,9 +124,9 @@ def test_inputs_are_read_in_place_or_copied(in_place: bool, num_bytes: int) -> N
         content = bytes(range(256)) * (SIZE // 256)
         file.write(content)
         uses = uses_of(regions)
-        hidden = uses.input(Place("x", "a", 16, num_bytes), 16, copied=False)
-        routing = uses.input(Place("y", "a", 4, 8), 4, copied=True)
-        gpu = uses.input(Place("z", "gpu", 32, 16), 16, copied=True)
+        hidden = uses.input(RegionSlice("x", "a", 16, num_bytes), 16, copied=False)
+        routing = uses.input(RegionSlice("y", "a", 4, 8), 4, copied=True)
+        gpu = uses.input(RegionSlice("z", "gpu", 32, 16), 16, copied=True)
         uses.load()
         assert isinstance(hidden, Span) is in_place
         if not in_place:
@@ -141,14 +141,14 @@ def test_inputs_are_read_in_place_or_copied(in_place: bool, num_bytes: int) -> N
 def test_the_output_is_stored_where_the_device_did_not_write_it() -> None:
     with two_files(in_place=False) as (regions, file):
         uses = uses_of(regions)
-        assert uses.output(Place("out", "b", 32, 64), 16, 48) is None
+        assert uses.output(RegionSlice("out", "b", 32, 64), 16, 48) is None
         assert uses.store_bytes == 48
         uses.store(b"x" * 48)
         assert file.read(66, SIZE + 31) == b"\0" + b"x" * 48 + bytes(17)
         uses.release()
     with two_files(in_place=True) as (regions, _):
         uses = uses_of(regions)
-        span = uses.output(Place("out", "b", 32, 64), 16, 48)
+        span = uses.output(RegionSlice("out", "b", 32, 64), 16, 48)
         assert span is not None
         assert (span.num_bytes, uses.store_bytes) == (48, 0)
         uses.store(span)
@@ -158,7 +158,7 @@ def test_the_output_is_stored_where_the_device_did_not_write_it() -> None:
 def test_an_output_can_be_stored_where_the_device_could_write_it() -> None:
     with two_files(in_place=True) as (regions, file):
         uses = uses_of(regions)
-        assert uses.output(Place("out", "b", 32, 64), 16, 48, later=True) is None
+        assert uses.output(RegionSlice("out", "b", 32, 64), 16, 48, later=True) is None
         assert uses.store_bytes == 48
         uses.store(b"x" * 48)
         assert file.read(66, SIZE + 31) == b"\0" + b"x" * 48 + bytes(17)
@@ -175,12 +175,12 @@ def test_an_output_is_stored_in_a_gpus_memory_if_this_process_can_write_to_it() 
     with two_files(in_place=True) as (regions, _):
         add(regions, "writable", memory)
         uses = uses_of(regions)
-        place = Place("out", "writable", 32, 64)
+        place = RegionSlice("out", "writable", 32, 64)
         assert uses.output(place, 16, 48) == Span((1 << 30) + 32, 48, 0)
         assert uses.output(place, 16, 48, later=True) is None
         uses.store(memoryview(b"x" * 48))
         assert written == [(32, b"x" * 48)]
-        other = Place("out", "gpu", 32, 64)
+        other = RegionSlice("out", "gpu", 32, 64)
         assert uses_of(regions).output(other, 16, 48, later=True) == Span((1 << 20) + 32, 48, 0)
 
 
@@ -188,20 +188,20 @@ def test_an_output_is_stored_in_a_gpus_memory_if_this_process_can_write_to_it() 
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        (Place("x", "c", 0, 16), "expected a registered region, got 'c'"),
+        (RegionSlice("x", "c", 0, 16), "expected a registered region, got 'c'"),
         (
-            Place("x", "a", SIZE - 16, 32),
+            RegionSlice("x", "a", SIZE - 16, 32),
             f"expected to lie within the {SIZE} bytes of region 'a', got 32 bytes at {SIZE - 16}",
         ),
         (
-            Place("x", "a", 2**62, 16),
+            RegionSlice("x", "a", 2**62, 16),
             f"expected to lie within the {SIZE} bytes of region 'a', got 16 bytes at {2**62}",
         ),
-        (Place("x", "a", 8, 16), "expected to begin at a multiple of 16 bytes, got 8"),
-        (Place("x", "gpu", 24, 16), "expected to begin at a multiple of 16 bytes, got 24"),
+        (RegionSlice("x", "a", 8, 16), "expected to begin at a multiple of 16 bytes, got 8"),
+        (RegionSlice("x", "gpu", 24, 16), "expected to begin at a multiple of 16 bytes, got 24"),
     ],
 )
-def test_a_wrong_place_is_refused(in_place: bool, place: Place, expected: str) -> None:
+def test_a_wrong_place_is_refused(in_place: bool, place: RegionSlice, expected: str) -> None:
     with two_files(in_place) as (regions, _):
         uses = uses_of(regions)
         with pytest.raises(RegionError) as caught:
@@ -220,26 +220,34 @@ def test_the_output_must_fit_and_stay_apart_from_the_inputs() -> None:
         add(regions, "other", memory)
         uses = uses_of(regions)
         with pytest.raises(RegionError, match=r"^expected shared_memory_byte_size of at least 65, got 64$"):
-            uses.output(Place("out", "a", 0, 64), 16, 65)
-        uses.input(Place("input x", "b", 0, 64), 16, copied=False)
-        uses.input(Place("input y", "gpu", 64, 64), 16, copied=False)
+            uses.output(RegionSlice("out", "a", 0, 64), 16, 65)
+        uses.input(RegionSlice("input x", "b", 0, 64), 16, copied=False)
+        uses.input(RegionSlice("input y", "gpu", 64, 64), 16, copied=False)
         overlap = "^expected memory apart from the inputs, got an overlap with input "
-        for place in (Place("", "b", 48, 16), Place("", "gpu", 112, 16), Place("", "gpu", 48, 32)):
+        for place in (
+            RegionSlice("", "b", 48, 16),
+            RegionSlice("", "gpu", 112, 16),
+            RegionSlice("", "gpu", 48, 32),
+        ):
             with pytest.raises(RegionError, match=overlap):
                 uses.output(place, 16, place.num_bytes)
         # "b" begins in the file where "a" ends: a longer region over both would reach it.
         whole = SystemMemory(file.key, 0, 2 * SIZE, nothing_to_register)
         add(regions, "whole", whole, 2 * SIZE)
         with pytest.raises(RegionError, match=overlap):
-            uses.output(Place("", "whole", SIZE + 48, 16), 16, 16)
+            uses.output(RegionSlice("", "whole", SIZE + 48, 16), 16, 16)
         # Ranks may open the same memory at several addresses.
         for number, name in enumerate(("one", "again")):
             add(regions, name, DeviceMemory(Span(number << 40, SIZE, 0), lambda: None, b"a handle"))
-        uses.input(Place("input z", "one", 0, 64), 16, copied=False)
+        uses.input(RegionSlice("input z", "one", 0, 64), 16, copied=False)
         with pytest.raises(RegionError, match=overlap):
-            uses.output(Place("", "again", 48, 16), 16, 16)
-        uses.output(Place("", "again", 64, 16), 16, 16)
-        for place in (Place("", "b", 64, 16), Place("", "gpu", 48, 16), Place("", "other", 0, 64)):
+            uses.output(RegionSlice("", "again", 48, 16), 16, 16)
+        uses.output(RegionSlice("", "again", 64, 16), 16, 16)
+        for place in (
+            RegionSlice("", "b", 64, 16),
+            RegionSlice("", "gpu", 48, 16),
+            RegionSlice("", "other", 0, 64),
+        ):
             uses.output(place, 16, place.num_bytes)
         uses.release()
         whole.close()
@@ -250,9 +258,9 @@ def test_a_copy_without_room_in_the_arena_is_refused() -> None:
     with two_files(in_place=False) as (regions, _):
         arena = Arena(SIZE)
         first, second = RegionUses(regions, arena.take), RegionUses(regions, arena.take)
-        first.input(Place("x", "a", 0, SIZE), 16, copied=False)
+        first.input(RegionSlice("x", "a", 0, SIZE), 16, copied=False)
         with pytest.raises(NoBlockError):
-            second.input(Place("x", "a", 0, SIZE), 16, copied=False)
+            second.input(RegionSlice("x", "a", 0, SIZE), 16, copied=False)
         second.release()
         assert arena.used_bytes == SIZE
         first.release()
@@ -262,7 +270,7 @@ def test_a_copy_without_room_in_the_arena_is_refused() -> None:
 def test_regions_are_held_until_they_are_released() -> None:
     with two_files(in_place=True) as (regions, _):
         uses = uses_of(regions)
-        uses.input(Place("x", "gpu", 0, 16), 16, copied=False)
+        uses.input(RegionSlice("x", "gpu", 0, 16), 16, copied=False)
         (region,) = regions.of_kind("cuda")
         assert region.uses == 1
         uses.release()

@@ -15,7 +15,7 @@ from expertd.service.device import Device, device_of
 from expertd.service.device.cuda import CudaDevice
 from expertd.service.engine.chunks import part_of
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import LayerRequest, Plan
+from expertd.service.moe.request import LayerRequest, StepPlan
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step import stages as module
@@ -160,7 +160,7 @@ def test_a_traced_step_replays_no_graph(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(runner, "_on_device", ways, raising=False)
     monkeypatch.setattr(runner, "_timer", StageTimer(GPU, 0.0))
     made = request(3)
-    for plan in (None, Plan(None, None, None)):
+    for plan in (None, StepPlan(None, None, None)):
         made.plan = plan
         for timed in (False, True, False):
             made.timed = [] if timed else None

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from expertd.service.engine.layers import weights_of
 from expertd.service.moe.weights import random_weights, save_weights
-from expertd.service.ranks.meeting import Meeting
 from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.rendezvous import Rendezvous
 from expertd.service.ranks.setup import RankSetup
 from expertd.service.ranks.worker.mover import RankPlacements
 from expertd.service.settings.model import Settings
@@ -32,7 +32,7 @@ def load_on_ranks(settings: Settings, physical: list[int] | None = None) -> None
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("placements", json.dumps([physical]))
     for rank in range(settings.num_ranks):
-        setup = RankSetup(settings, rank, Meeting("127.0.0.1", 1, "127.0.0.1", "lo"), 0)
+        setup = RankSetup(settings, rank, Rendezvous("127.0.0.1", 1, "127.0.0.1", "lo"), 0)
         placements = RankPlacements(setup, store, MappedRegions())
         weights_of(model, torch.device("cpu"), lambda: False, placements.held(model))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expertd.service.ranks.meeting import on_this_machine
-from expertd.service.ranks.nodes.link import Kind, Link
+from expertd.service.ranks.nodes.link import Link, MessageKind
+from expertd.service.ranks.rendezvous import on_this_machine
 
 Links = tuple[Link, Link]
 
@@ -20,9 +20,9 @@ def links() -> Iterator[Links]:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
     )
-    meeting = on_this_machine(store.port)
+    rendezvous = on_this_machine(store.port)
     with ThreadPoolExecutor() as pool:
-        ends = [pool.submit(Link, meeting, 1, 3, end) for end in (0, 1)]
+        ends = [pool.submit(Link, rendezvous, 1, 3, end) for end in (0, 1)]
         yield ends[0].result(20), ends[1].result(20)
 
 
@@ -32,9 +32,9 @@ def test_a_message_arrives_as_it_was_sent(links: Links, text_bytes: int, num_byt
     text = bytes(torch.randint(256, (text_bytes,), dtype=torch.uint8).tolist())
     payload = torch.randint(256, (num_bytes,), dtype=torch.uint8)
     for sender, receiver in (links, links[::-1]):
-        thread = threading.Thread(target=sender.send, args=(Kind.STEP, text, payload))
+        thread = threading.Thread(target=sender.send, args=(MessageKind.STEP, text, payload))
         thread.start()
-        assert receiver.receive() == (Kind.STEP, text, num_bytes)
+        assert receiver.receive() == (MessageKind.STEP, text, num_bytes)
         got = torch.empty(num_bytes, dtype=torch.uint8)
         receiver.take(got)
         assert torch.equal(got, payload)
@@ -54,6 +54,6 @@ def test_words_arrive_in_order_whichever_thread_says_them(links: Links) -> None:
     heads = [receiver.receive() for _ in range(150)]
     for thread in threads:
         thread.join(5)
-    assert {head.kind for head in heads} == {Kind.CONTROL}
+    assert {head.kind for head in heads} == {MessageKind.CONTROL}
     for who in range(3):
         assert [head.words for head in heads if head.words[1] == who] == [["word", who, n] for n in range(50)]

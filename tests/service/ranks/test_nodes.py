@@ -170,9 +170,9 @@ def test_an_agent_that_takes_a_place_while_others_are_waited_for_is_in_the_log(
         refusals=lambda num_nodes: [],
         report_of=lambda generation, node: None,
     )
-    monkeypatch.setattr(nodes, "Board", lambda meeting: board)
-    meeting: Any = None
-    seen = nodes.Nodes(node_settings(), meeting)
+    monkeypatch.setattr(nodes, "Board", lambda rendezvous: board)
+    rendezvous: Any = None
+    seen = nodes.Nodes(node_settings(), rendezvous)
     assert [seen.why_lost() for _ in range(2)] == [None, None]
     seen.wait_present(lambda: False, is_first=False)
     (message,) = caplog.messages

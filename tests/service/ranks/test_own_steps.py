@@ -15,7 +15,7 @@ from expertd.service.engine.errors import SomeRefusedError
 from expertd.service.memory import Mapped, Span, Unregister, nothing_to_register
 from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.front.runner import RankRunner, Steps
-from expertd.service.ranks.front.staging import StagedStep, Staging
+from expertd.service.ranks.front.staging import StagedStep, StagingRegion
 from expertd.service.ranks.front.supervisor import Supervisor
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand, number_and_body
 from expertd.service.ranks.regions import MappedRegions, SharedRegions
@@ -94,7 +94,7 @@ class FrontEnd:
             region = self.regions.add(memory)
             return lambda: self.regions.remove(region)
 
-        self.staging = Staging(SIZE, register)
+        self.staging = StagingRegion(SIZE, register)
         descriptor = file_of("callers")
         self.memory = mmap.mmap(descriptor, SIZE)
         address = int(np.frombuffer(self.memory, np.uint8).ctypes.data)

@@ -1,4 +1,4 @@
-"""What keeps ranks running when starting, meeting or hearing them fails; with fakes for the processes."""
+"""What keeps ranks running when starting, rendezvous or hearing them fails; with fakes for the processes."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ def test_an_agent_whose_ranks_do_not_start_says_so_and_goes_on(monkeypatch: pyte
     monkeypatch.setattr(agent, "start_ranks", start)
     one = agent._Agent(node_settings().model_copy(update={"node_rank": 1}))
     reports: list[tuple[int, str]] = []
-    session = SimpleNamespace(meeting=None, report=lambda *report: reports.append(report))
+    session = SimpleNamespace(rendezvous=None, report=lambda *report: reports.append(report))
     one._run_group(cast(Any, session), 3)
     why = "the ranks cannot be started: [Errno 24] Too many open files (node 1)"
     assert reports == [(3, why)]

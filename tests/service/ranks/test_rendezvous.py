@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from expertd.service.ranks.meeting import Meeting, between_nodes, check_exposure, exposure, listen
+from expertd.service.ranks.rendezvous import Rendezvous, between_nodes, check_exposure, exposure, listen
 from tests.service.ranks.nodes import node_settings
 
 
 def test_the_way_to_this_machine_is_the_loopback_interface() -> None:
     for host in ("127.0.0.1", "localhost"):
-        meeting = between_nodes(node_settings(rendezvous=f"{host}:29500"))
-        assert meeting == Meeting("127.0.0.1", 29500, "127.0.0.1", "lo")
-        assert exposure(meeting) is None
+        rendezvous = between_nodes(node_settings(rendezvous=f"{host}:29500"))
+        assert rendezvous == Rendezvous("127.0.0.1", 29500, "127.0.0.1", "lo")
+        assert exposure(rendezvous) is None
 
 
 def test_an_address_of_another_interface_is_found() -> None:
@@ -25,10 +25,10 @@ def test_an_address_of_another_interface_is_found() -> None:
             address = "127.0.0.1"
         else:
             address = route.getsockname()[0]
-    meeting = between_nodes(node_settings(rendezvous=f"{address}:29500"))
-    assert (meeting.host, meeting.address) == (address, address)
-    assert meeting.interface in [name for _, name in socket.if_nameindex()]
-    assert (exposure(meeting) is None) == (address == "127.0.0.1")
+    rendezvous = between_nodes(node_settings(rendezvous=f"{address}:29500"))
+    assert (rendezvous.host, rendezvous.address) == (address, address)
+    assert rendezvous.interface in [name for _, name in socket.if_nameindex()]
+    assert (exposure(rendezvous) is None) == (address == "127.0.0.1")
 
 
 def test_a_host_that_does_not_exist_is_named() -> None:

@@ -24,7 +24,7 @@ _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How a rank finds the others.
 
     host, port  of the store
@@ -51,12 +51,12 @@ class Meeting:
         return dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
 
 
-def on_this_machine(port: int) -> Meeting:
+def on_this_machine(port: int) -> Rendezvous:
     """For ranks of one node: no connections from other machines."""
-    return Meeting(LOOPBACK, port, LOOPBACK, "lo")
+    return Rendezvous(LOOPBACK, port, LOOPBACK, "lo")
 
 
-def between_nodes(settings: Settings) -> Meeting:
+def between_nodes(settings: Settings) -> Rendezvous:
     """For ranks of several nodes.
 
     Raises ValueError (name, expected, got) without a way there, and if the server is to listen there itself.
@@ -73,7 +73,7 @@ def between_nodes(settings: Settings) -> Meeting:
         raise ValueError(f"rendezvous: expected {expected}, got {settings.rendezvous} ({error})") from error
     if settings.node_rank == 0 and settings.uds is None and settings.port == port:
         _check_apart(settings, host)
-    return Meeting(host, port, address, _interface_of(address))
+    return Rendezvous(host, port, address, _interface_of(address))
 
 
 def _check_apart(settings: Settings, host: str) -> None:
@@ -104,13 +104,13 @@ def check_exposure(settings: Settings) -> None:
         )
 
 
-def exposure(meeting: Meeting) -> str | None:
+def exposure(rendezvous: Rendezvous) -> str | None:
     """A warning if other machines can reach the ranks, else None."""
-    if _is_loopback(meeting.host) and _is_loopback(meeting.address):
+    if _is_loopback(rendezvous.host) and _is_loopback(rendezvous.address):
         return None
     return (
-        f"rendezvous {meeting.host}:{meeting.port} and the ranks' connections at {meeting.address} have no "
-        "authentication or encryption: anyone who can reach them can read and change tokens and outputs; "
+        f"rendezvous {rendezvous.host}:{rendezvous.port} and the ranks' connections at {rendezvous.address} "
+        "have no authentication or encryption: anyone who can reach them can read and change tokens and outputs; "
         "keep the nodes in a network of their own, or restrict access with a firewall"
     )
 
@@ -129,24 +129,24 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def listen_for_ranks(settings: Settings) -> tuple[Meeting, socket.socket]:
+def listen_for_ranks(settings: Settings) -> tuple[Rendezvous, socket.socket]:
     """Where the ranks meet, and a socket there for the store. Raises ValueError."""
     if settings.nnodes > 1:
-        meeting = between_nodes(settings)
-        if (warning := exposure(meeting)) is not None:
+        rendezvous = between_nodes(settings)
+        if (warning := exposure(rendezvous)) is not None:
             logger.warning(warning)
-        return meeting, listen(meeting.host, meeting.port)
+        return rendezvous, listen(rendezvous.host, rendezvous.port)
     listener = listen(LOOPBACK, 0)
     return on_this_machine(listener.getsockname()[1]), listener
 
 
-def open_store(meeting: Meeting, listener: socket.socket) -> "Store":
+def open_store(rendezvous: Rendezvous, listener: socket.socket) -> "Store":
     """A store that outlives the ranks, rank 0 too; its server ends with it. Raises RuntimeError."""
     import torch.distributed as dist
 
     store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-        meeting.host,
-        meeting.port,
+        rendezvous.host,
+        rendezvous.port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=10),

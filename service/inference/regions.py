@@ -5,7 +5,7 @@ from typing import Any
 
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.inference.errors import RequestError, memory_full
-from expertd.service.memory import Buffer, NoBlockError, Place, RegionError, RegionUses, Span, is_on_gpu
+from expertd.service.memory import Buffer, NoBlockError, RegionError, RegionSlice, RegionUses, Span, is_on_gpu
 from expertd.service.util.sentences import shown
 
 REGION, BYTE_SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
@@ -19,7 +19,7 @@ def no_regions() -> None:
     """Shared memory is off."""
 
 
-def place_of(parameters: dict[str, Any], where: str) -> Place | None:
+def place_of(parameters: dict[str, Any], where: str) -> RegionSlice | None:
     """The place that `parameters` of the tensor `where` name; None if none. Raises RequestError."""
     name = parameters.get(REGION)
     if name is None:
@@ -28,12 +28,14 @@ def place_of(parameters: dict[str, Any], where: str) -> Place | None:
         return None
     if not isinstance(name, str) or not name:
         raise RequestError(f"parameter {REGION} of {where}: expected a name, got {shown(name)}")
-    return Place(where, name, _number(parameters, OFFSET, where, 0), _number(parameters, BYTE_SIZE, where))
+    return RegionSlice(
+        where, name, _number(parameters, OFFSET, where, 0), _number(parameters, BYTE_SIZE, where)
+    )
 
 
 def uses_of(tensors: Iterable[object], new_uses: NewUses) -> RegionUses | None:
     """What holds the regions of the places among `tensors`; None if there is none. Raises RequestError."""
-    place = next((tensor for tensor in tensors if isinstance(tensor, Place)), None)
+    place = next((tensor for tensor in tensors if isinstance(tensor, RegionSlice)), None)
     if place is None:
         return None
     if (uses := new_uses()) is None:
@@ -42,12 +44,12 @@ def uses_of(tensors: Iterable[object], new_uses: NewUses) -> RegionUses | None:
     return uses
 
 
-def hidden_states_at(place: Place, uses: RegionUses) -> Buffer | Span:
+def hidden_states_at(place: RegionSlice, uses: RegionUses) -> Buffer | Span:
     """The hidden states at `place`. Raises RequestError, also without memory for a copy."""
     return _input(place, uses, _ROW_ALIGNMENT, copied=False)
 
 
-def routing_at(place: Place, uses: RegionUses, element_bytes: int) -> Buffer | Span:
+def routing_at(place: RegionSlice, uses: RegionUses, element_bytes: int) -> Buffer | Span:
     """topk_ids or topk_weights at `place`: a private copy of host memory, so that they can be validated.
 
     A GPU's memory is not copied, nor is it validated. Raises as `hidden_states_at`.
@@ -69,7 +71,7 @@ def check_routing(
         raise RequestError(f"{where}: expected host memory, {why}, got CUDA memory")
 
 
-def output_at(place: Place, uses: RegionUses, needed: int, later: bool) -> Span | None:
+def output_at(place: RegionSlice, uses: RegionUses, needed: int, later: bool) -> Span | None:
     """Where the device writes the output of `needed` bytes; None: `uses` stores it. Raises RequestError.
 
     later  see `RegionUses.output`
@@ -80,7 +82,7 @@ def output_at(place: Place, uses: RegionUses, needed: int, later: bool) -> Span 
         raise RequestError(f"{place.what}: {error}") from error
 
 
-def _input(place: Place, uses: RegionUses, alignment: int, copied: bool) -> Buffer | Span:
+def _input(place: RegionSlice, uses: RegionUses, alignment: int, copied: bool) -> Buffer | Span:
     try:
         return uses.input(place, alignment, copied)
     except RegionError as error:
