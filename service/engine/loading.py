@@ -30,7 +30,7 @@ from expertd.service.util.logs import progress_bar, shows_bars
 logger = logging.getLogger(__name__)
 
 
-class PartitionInfo(Protocol):
+class GrantedPartition(Protocol):
     """A named share of the device's SMs: the number requested and the number granted."""
 
     @property
@@ -51,9 +51,9 @@ class Partitions(Protocol):
     @property
     def granularity(self) -> int: ...
     @property
-    def partitions(self) -> Sequence[PartitionInfo]: ...
+    def partitions(self) -> Sequence[GrantedPartition]: ...
 
-    def apply(self, sizes: Mapping[str, int]) -> Sequence[PartitionInfo]: ...
+    def apply(self, sizes: Mapping[str, int]) -> Sequence[GrantedPartition]: ...
 
 
 class Models(Protocol):

@@ -39,19 +39,19 @@ class Infer:
         gate = self._endpoint.gate
         if gate.refresh() is None or gate.knows(authorization):
             return None
-        caller = _Caller()
+        caller = _RpcCaller()
         self._unnamed(authorization, caller).admit()
         return caller.refusal()
 
     def refused(self, error: RequestError, authorization: Headers, context: Any) -> Refusal:
         """Why a call is refused whose message has not arrived."""
-        caller = _Caller()
+        caller = _RpcCaller()
         self._unnamed(authorization, caller, self._rpc(context, "ModelInfer")).refuse(error)
         return caller.refusal()
 
     def left(self, authorization: Headers, context: Any, method: str = "ModelInfer") -> None:
         """Count a call that is cancelled before its message is read."""
-        self._unnamed(authorization, _Caller(), self._rpc(context, method)).leave(_late(context))
+        self._unnamed(authorization, _RpcCaller(), self._rpc(context, method)).leave(_late(context))
 
     async def __call__(
         self, message: Arrived, authorization: Headers, context: Any, method: str = "ModelInfer"
@@ -61,7 +61,7 @@ class Infer:
         `message` is freed once it is copied.
         """
         received_at, seconds = time.perf_counter(), context.time_remaining()
-        caller, rpc = _Caller(), self._rpc(context, method)
+        caller, rpc = _RpcCaller(), self._rpc(context, method)
         try:
             head, tensors = self._read(message.take(), authorization)
         except RequestError as error:
@@ -88,7 +88,7 @@ class Infer:
         message: bytes = response.SerializeToString()
         return message
 
-    def _unnamed(self, authorization: Headers, caller: "_Caller", rpc: Rpc | None = None) -> InferCall:
+    def _unnamed(self, authorization: Headers, caller: "_RpcCaller", rpc: Rpc | None = None) -> InferCall:
         """A call that is refused or left before its request is read."""
         return InferCall(self._endpoint, MessageHead(b"", (), authorization), caller, rpc=rpc)
 
@@ -139,7 +139,7 @@ class Infer:
             call.receive(content, body, received_at, seconds)
 
 
-class _Caller:
+class _RpcCaller:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.result: asyncio.Future[Result] = self.loop.create_future()

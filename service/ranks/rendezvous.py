@@ -110,8 +110,8 @@ def exposure(rendezvous: Rendezvous) -> str | None:
         return None
     return (
         f"rendezvous {rendezvous.host}:{rendezvous.port} and the ranks' connections at {rendezvous.address} "
-        "have no authentication or encryption: anyone who can reach them can read and change tokens and outputs; "
-        "keep the nodes in a network of their own, or restrict access with a firewall"
+        "have no authentication or encryption: anyone who can reach them can read and change tokens and "
+        "outputs; keep the nodes in a network of their own, or restrict access with a firewall"
     )
 
 

@@ -30,7 +30,7 @@ from expertd.service.moe.shape import LayerShape
 class RoutedExperts(Protocol):
     """Those of all ranks, for this rank's tokens; calls are collective.
 
-    is_capturable, needs_floats, rank_tokens  see `Layer`
+    is_capturable, needs_floats, rank_tokens  see `base.Layer`
     """
 
     is_capturable: bool
