@@ -7,12 +7,10 @@ from benchmarks.gemm.gemm_sweep import by_kind
 from benchmarks.gemm.grouped_gemm import by_band
 from benchmarks.gemm.heat_map import worst
 from benchmarks.lib.markdown import (
-    Cell,
     Row,
     Section,
     about,
     by,
-    lines,
     mean,
     paragraph,
     pivot,
@@ -23,6 +21,8 @@ from benchmarks.lib.markdown import (
 
 GEMMS, SWEEP = "grouped_gemm-h200.json", "gemm_sweep-h200.json"
 PICTURE = "../gemm_sweep-h200.svg"
+_OF = "ours", "deep_gemm"
+_POWER = "ours, pJ/FLOP", "DeepGEMM", "ratio"
 
 
 def grouped_gemm(results: Path) -> str:
@@ -43,25 +43,21 @@ def peers(results: Path) -> str:
     return table(("speed over", *names), cells) if names else ""
 
 
-def power(case: str) -> Section:
-    """The energy of the largest shapes: in a loop, or as single launches on a cold L2."""
-    formats = {"µs": "us]:.0f", "W": "watts]:.0f", "MHz": "mhz]:.0f", "pJ/FLOP": "pj_per_flop]:.3f"}
-    columns: list[tuple[str, Cell]] = [("shape", "{shape}")]
-    for name, of in formats.items():
-        columns.append(("ours, µs" if name == "µs" else name, f"{{ours[{of}}}"))
-        columns.append(("DeepGEMM", f"{{deep_gemm[{of}}}"))
-    columns.append(("ratio", "{ratio:.3f}"))
-
-    def write(results: Path) -> str:
-        rows = []
-        for row in read(results, GEMMS)["rows"]:
-            found = row.get("power", {}).get(case, {})
-            if "deep_gemm" in found:
-                ratio = found["ours"]["pj_per_flop"] / found["deep_gemm"]["pj_per_flop"]
-                rows.append({"shape": row["shape"], **found, "ratio": ratio})
-        return lines(rows, columns)
-
-    return write
+def power(results: Path) -> str:
+    """The energy of the largest shapes, in a loop and as single launches; watts and clocks in a sentence."""
+    names, cells, figures = ("loop", "cold"), [], []
+    for row in read(results, GEMMS)["rows"]:
+        found = [row.get("power", {}).get(name, {}) for name in names]
+        if all("deep_gemm" in each for each in found):
+            pairs = [[each[of]["pj_per_flop"] for of in _OF] for each in found]
+            figures += [each[of] for each in found for of in _OF]
+            cells.append((row["shape"], *(text for pair in pairs for text in _beside(*pair))))
+    if not cells:
+        return ""
+    columns = [f"{what}, {name}" for name in ("loop", "single launches") for what in _POWER]
+    ranges = [[round(each[key]) for each in figures] for key in ("watts", "mhz")]
+    watts, mhz = (f"{min(values)} to {max(values)}" for values in ranges)
+    return f"{table(('shape', *columns), cells)}\n\n{paragraph(f'Both ran at {watts} W and {mhz} MHz.')}"
 
 
 def sweep(results: Path) -> str:
@@ -73,9 +69,8 @@ def sweep(results: Path) -> str:
 def sweep_worst(results: Path) -> str:
     """The points that the picture numbers."""
     numbered = [row | {"place": place} for place, row in enumerate(worst(read(results, SWEEP)["rows"]), 1)]
-    columns: dict[str, Cell] = {"": "{place}", "layout": "{layout}", "groups": "{groups}", "rows": "{rows}"}
-    columns |= {"N": "{n}", "K": "{k}", "ours, µs": "{us:.1f}", "DeepGEMM, µs": "{deep_gemm_us:.1f}"}
-    return lines(numbered, columns | {"speed": "{speed:.2f}"})
+    text = "{place}: {layout}, {groups} of {rows}, {n}x{k}: {speed:.2f}"
+    return paragraph("; ".join(text.format_map(row) for row in numbered) + ".")
 
 
 def host_cost(results: Path) -> str:
@@ -84,15 +79,6 @@ def host_cost(results: Path) -> str:
     rows = read(results, "host_cost-h200.json")["rows"]
     cells = pivot(rows, ["shape"], ["tensors", "out"], "{us:.1f}", order=cases)
     return table(("µs a call", *(f"{tensors}, `out` {out}" for tensors, out in cases)), cells)
-
-
-def sm_counts(results: Path) -> str:
-    """The scaling of time with the number of SMs."""
-    cells = []
-    for (count,), rows in by(read(results, "sm_counts-h200.json")["rows"], "num_sms").items():
-        ratios = [row["ratio"] for row in rows]
-        cells.append((count, len(ratios), f"{mean(ratios):.2f}", span(ratios)))
-    return table(("SMs", "shapes", "time, with 1 for inverse to SMs: geometric mean", "least to most"), cells)
 
 
 def layouts(results: Path) -> str:
@@ -107,6 +93,10 @@ def layouts(results: Path) -> str:
     )
 
 
+def _beside(ours: float, theirs: float) -> tuple[str, str, str]:
+    return f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs:.3f}"
+
+
 _MACHINE = "{gpu}, driver {driver}, NVRTC {nvrtc}, torch {torch}; a copy moved {copy_tbps:.2f} TB/s; "
 SECTIONS: dict[str, Section] = {
     "grouped-gemm-machine": about(
@@ -114,12 +104,10 @@ SECTIONS: dict[str, Section] = {
     ),
     "grouped-gemm": grouped_gemm,
     "grouped-gemm-peers": peers,
-    "grouped-gemm-power": power("loop"),
-    "grouped-gemm-power-cold": power("cold"),
+    "grouped-gemm-power": power,
     "gemm-sweep-machine": about(SWEEP, _MACHINE + "DeepGEMM: sgl-deep-gemm {deep_gemm}."),
     "gemm-sweep": sweep,
     "gemm-sweep-worst": sweep_worst,
     "host-cost": host_cost,
-    "sm-counts": sm_counts,
     "layouts": layouts,
 }

@@ -1,10 +1,11 @@
 """The sections about a layer: its speed, its errors, and how its weights are read."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gemm.grouped_gemm import PEAK_TFLOPS
-from benchmarks.layer.moe_layer import BANDS, means
+from benchmarks.layer.moe_layer import BANDS
 from benchmarks.layer.numerics import by_step
 from benchmarks.layer.problem import LAYERS, Layer
 from benchmarks.lib.markdown import (
@@ -13,7 +14,6 @@ from benchmarks.lib.markdown import (
     Section,
     about,
     by,
-    lines,
     machine,
     mean,
     paragraph,
@@ -25,7 +25,7 @@ from benchmarks.lib.markdown import (
 )
 
 LAYER, MODELS, NEWEST = "moe_layer-h200.json", "moe_layer_models-h200.json", "moe_layer_newest-h200.json"
-_PEERS = {"over_two_gemms": "DeepGEMM's two GEMMs alone", "over_mega_moe": "SM90 Mega MoE"}
+_PEERS = "over_two_gemms", "over_mega_moe"
 _DEEP_GEMM = "https://github.com/deepseek-ai/DeepGEMM"
 _COLUMNS: dict[str, Cell] = {
     "layer": "{layer}",
@@ -64,28 +64,6 @@ def headline(results: Path) -> str:
     )
 
 
-def layer(name: str) -> Section:
-    """Every row of a layer's benchmark."""
-    return written(name, _COLUMNS, missing="-")
-
-
-def layer_over_floor(results: Path) -> str:
-    """As `layer`, with its time over the shortest possible one."""
-    content = read(results, LAYER)
-    rows = [row | {"over_floor": over_floor(content["about"], row)} for row in content["rows"]]
-    return lines(rows, _COLUMNS | {"over the floor": "{over_floor:.2f}"}, "-")
-
-
-def layer_means(results: Path) -> str:
-    """The layer's ratios as geometric means over bands of tokens."""
-    rows = read(results, LAYER)["rows"]
-    cells = [
-        (name, *(f"{each:.2f}" for each in means(rows, key).values()), f"{mean(r[key] for r in rows):.2f}")
-        for key, name in _PEERS.items()
-    ]
-    return table(("ours over", *(f"{band} tokens" for band in BANDS), "all"), cells)
-
-
 def layer_around(results: Path) -> str:
     """The share of permuting and the weighted sum in long steps."""
     content = read(results, LAYER)
@@ -104,24 +82,46 @@ def layer_around(results: Path) -> str:
     )
 
 
+def layer_models(results: Path) -> str:
+    """A line for each layer, a cell for each number of tokens."""
+    rows = read(results, MODELS)["rows"]
+    tokens = [number for (number,) in by(rows, "tokens")]
+
+    def shown(row: Row) -> str:
+        return f"{row['us']:.1f} ({', '.join(f'{row[key]:.2f}' for key in _PEERS if key in row)})"
+
+    cells = pivot(rows, ["layer"], ["tokens"], shown)
+    return table(("layer", *(f"{number} token{'s' if number > 1 else ''}" for number in tokens)), cells)
+
+
 def layer_peers(results: Path) -> str:
-    """Every row of the layer's benchmark, the mean ratios, and the other implementations' versions."""
+    """Our time over the floor and over the other layers, by band of tokens; and these layers' versions."""
     content = read(results, LAYER)
     rows, described = content["rows"], content["about"].get("peers", {})
     names = list(dict.fromkeys(name for row in rows for name in row.get("peers_us", {})))
     if not names:
         return ""
-    columns: dict[str, Cell] = {key: _COLUMNS[key] for key in ("layer", "tokens", "ours")}
-    for name in names:
-        columns[name] = lambda row, name=name: f"{row['peers_us'][name]:.1f} ({_ratio(row, name):.2f})"  # type: ignore[misc]
-    ratios = [mean(_ratio(row, name) for row in rows if name in row.get("peers_us", {})) for name in names]
-    last = f"| geometric mean |  |  | {' | '.join(f'({ratio:.2f})' for ratio in ratios)} |"
+
+    def over(name: str, rows: list[Row]) -> str:
+        found = [row["us"] / row["peers_us"][name] for row in rows if name in row.get("peers_us", {})]
+        return _spread(found)
+
+    bands = {name: [row for row in rows if row["tokens"] in band] for name, band in BANDS.items()}
+    cells = [
+        (
+            band,
+            _spread([over_floor(content["about"], row) for row in of]),
+            *(over(name, of) for name in names),
+        )
+        for band, of in {**bands, "all": rows}.items()
+        if of
+    ]
     said = []
     for name in names:
         tuned = described[name].get("tuned")
         of_layers = "" if tuned is None else f", tuned for {', '.join(tuned) or 'none of these layers'}"
         said.append(f"{name}: {described[name]['version']}{of_layers}")
-    return f"{lines(rows, columns)}\n{last}\n\n{paragraph('; '.join(said) + '.')}"
+    return f"{table(('tokens', 'the floor', *names), cells)}\n\n{paragraph('; '.join(said) + '.')}"
 
 
 def router(results: Path) -> str:
@@ -131,15 +131,14 @@ def router(results: Path) -> str:
     return table(("tokens", *(str(row["tokens"]) for row in rows)), times)
 
 
-def cpu_layer(name: str) -> Section:
-    """Our time over the better of transformers', by tokens and family."""
-
-    def write(results: Path) -> str:
-        rows = read(results, name)["rows"]
-        families = [family for (family,) in by(rows, "family")]
-        return table(("tokens", *families), pivot(rows, ["tokens"], ["family"], "{ratio:.2f}"))
-
-    return write
+def cpu_layer(results: Path) -> str:
+    """Our time over the better of transformers', over all families, by band of tokens."""
+    runs = [read(results, f"cpu_layer{name}.json")["rows"] for name in ("", "-same_input")]
+    cells = []
+    for first, last in ((1, 64), (128, 512), (1024, 2048)):
+        ratios = ([row["ratio"] for row in rows if first <= row["tokens"] <= last] for rows in runs)
+        cells.append((f"{first} to {last}", *map(_spread, ratios)))
+    return table(("tokens", "new hidden states in every turn", "the same (`--same-input`)"), cells)
 
 
 def numerics_machine(results: Path) -> str:
@@ -172,7 +171,8 @@ def weights(results: Path) -> str:
     for content in _weights(results):
         sizes = dict.fromkeys(row["sizes"] for row in content["rows"])
         cases = [(size, cache) for size in sizes for cache in ("cold", "warm")]
-        cells = pivot(content["rows"], ["way"], ["sizes", "cache"], text, order=cases)
+        rows = [row for row in content["rows"] if row["way"] not in _DIRECT]
+        cells = pivot(rows, ["way"], ["sizes", "cache"], text, order=cases)
         tables.append(table(("GB/s, s of processor", *map(", ".join, cases)), cells))
     return "\n\n".join(tables)
 
@@ -186,8 +186,9 @@ def over_floor(about: dict[str, Any], row: Row) -> float:
     return float(row["us"] / max(reading, multiplying))
 
 
-def _ratio(row: Row, name: str) -> float:
-    return float(row["us"] / row["peers_us"][name])
+def _spread(ratios: Sequence[float]) -> str:
+    """Their geometric mean, and the least and the most."""
+    return f"{mean(ratios):.2f} ({span(ratios)})" if ratios else ""
 
 
 def _moved(layer: Layer, tokens: int) -> dict[str, int]:
@@ -203,6 +204,9 @@ def _weights(results: Path) -> list[dict[str, Any]]:
     return [read(results, file.name) for file in sorted(results.glob("weights-*.json"))]
 
 
+_DIRECT = "around the page cache", "dd iflag=direct"  # tried, and not used
+
+
 def _storage(about: dict[str, Any]) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
     device = "to the CPU" if about["device"] == "cpu" else f"to an {about['device']}"
@@ -216,18 +220,15 @@ SECTIONS: dict[str, Section] = {
     "layer-newest-machine": about(
         NEWEST, "{gpu}; a copy moved {copy_tbps:.2f} TB/s; " + _PEER + "; this project at {commit}."
     ),
-    "layer-newest": layer(NEWEST),
+    "layer-newest": written(NEWEST, _COLUMNS, missing="-"),
     "layer-machine": about(LAYER, f"{_MACHINE}{_PEER}."),
-    "layer": layer_over_floor,
     "layer-models-machine": about(MODELS, f"{_MACHINE}{_PEER}."),
-    "layer-models": layer(MODELS),
-    "layer-means": layer_means,
+    "layer-models": layer_models,
     "layer-around": layer_around,
     "layer-peers": layer_peers,
     "router": router,
     "cpu-layer-machine": about("cpu_layer.json", "{machine}; {versions}; {layer}."),
-    "cpu-layer": cpu_layer("cpu_layer.json"),
-    "cpu-layer-same-input": cpu_layer("cpu_layer-same_input.json"),
+    "cpu-layer": cpu_layer,
     "numerics-machine": numerics_machine,
     "numerics": numerics,
     "weights-machine": weights_machine,

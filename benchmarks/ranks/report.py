@@ -6,10 +6,10 @@ from typing import Any
 
 from benchmarks.layer.problem import LAYERS
 from benchmarks.lib.markdown import (
-    NOT_MEASURED,
     Cell,
     Row,
     Section,
+    by,
     cell,
     lines,
     machine,
@@ -24,23 +24,18 @@ from benchmarks.lib.markdown import (
 # Each way, by the number of GPUs: measured, of 450e3 by name; for eight assumed.
 NVLINK_BYTES_PER_US = {2: 370e3, 4: 345e3, 8: 345e3}
 _VERSIONS = {"nvrtc": "NVRTC", "torch": "torch", "nccl": "NCCL", "deep_gemm": "DeepGEMM: sgl-deep-gemm"}
-_PEERS = {"two_gemms": "DeepGEMM's two GEMMs alone", "mega_moe": "SM90 Mega MoE"}
 _COUNTS, _EXPECTED = (2, 4, 8), (128, 1024, 4096)  # GPUs, and tokens of each
-_LAYER: dict[str, Cell] = {"layer": "{layer}"}
-_GPUS: dict[str, Cell] = {"GPUs": "{gpus}"}
-_TOKENS: dict[str, Cell] = {"tokens a GPU": "{tokens}"}
-_ALONE: dict[str, Cell] = {"dispatch and combine alone": "{exchange_us:.0f}"}
-_WHOLE: dict[str, Cell] = {
+_SMS = 40  # for communication, the setting's default
+_TOKENS = 1, *_EXPECTED  # of the rows that are shown
+_TIMES = {"exchange": "{exchange_us:.0f}", "one GPU": "{one_gpu_us:.0f}", "layer": "{layer_us:.0f}"}
+_ROUTINGS = {"rows": "even", "skewed": "Zipf 1.0", "uneven": "even, uneven tokens"}
+_OVERLAP: dict[str, Cell] = {
+    "layer": "{layer}",
+    "GPUs": "{gpus}",
+    "tokens a GPU": "{tokens}",
+    "dispatch and combine alone": "{exchange_us:.0f}",
     "one GPU, the same work": "{one_gpu_us:.0f}",
     "whole layer": "{layer_us:.0f}",
-}
-_IN_A_ROW: dict[str, Cell] = {"in a row": "{exchange_next_us:.0f}", "by NCCL": "{nccl_us:.0f}"}
-_OVER_GEMMS: dict[str, Cell] = {"whole layer over two GEMMs": "{over_two_gemms:.2f}"}
-_OVER: dict[str, Cell] = {"whole layer over Mega MoE": "{over_mega_moe:.2f}"}
-_OVERLAP: dict[str, Cell] = {
-    "SMs for communication": "{communication_sms}",
-    **_ALONE,
-    **_WHOLE,
     "overlapped": "{overlapped_us:.0f}",
     "exposed without": lambda row: f"{100 * row['exposed_without']:.0f}%",
     "exposed": lambda row: f"{100 * row['exposed']:.0f}%",
@@ -60,46 +55,68 @@ def parallel_machine(results: Path) -> str:
 
 
 def parallel(results: Path) -> str:
-    """Every row, in a table for each number of GPUs."""
-    columns = _LAYER | _TOKENS | _ALONE | _IN_A_ROW | _WHOLE | _OVER_GEMMS | _OVER
-    tables = {count: _table(content["rows"], columns) for count, content in _contents(results).items()}
-    return "\n\n".join(f"{count} GPUs:\n\n{text or NOT_MEASURED}" for count, text in tables.items())
+    """A line for each layer and number of tokens, with the times on each number of GPUs."""
+    rows = [row for row in _rows(results, "rows") if row["tokens"] in _TOKENS]
+    counts = sorted({row["gpus"] for row in rows})
+    cells = pivot(
+        rows, ["layer", "tokens"], ["gpus"], *_TIMES.values(), order=[(n,) for n in counts], missing="-"
+    )
+    columns = [
+        f"{count} GPUs: {name}" if not place else name
+        for count in counts
+        for place, name in enumerate(_TIMES)
+    ]
+    return table(("layer", "tokens a GPU", *columns), cells) if cells else ""
 
 
 def parallel_headline(results: Path) -> str:
-    """The whole layer against its peers, in a sentence each."""
+    """The whole layer against the two GEMMs alone, and the exchange against NCCL's, in a sentence each."""
     sentences = []
-    for count, content in _contents(results).items():
-        for key, peer in _PEERS.items():
-            ratios = [row[f"over_{key}"] for row in content["rows"] if f"over_{key}" in row]
-            if ratios:
-                slower = sum(ratio > 1 for ratio in ratios) or "none"
-                sentences.append(
-                    f"On {count} GPUs the whole layer takes {mean(ratios):.2f} times as long as {peer} "
-                    f"(the geometric mean of {len(ratios)} rows, {span(ratios)}); it is slower in {slower} "
-                    "of them."
-                )
+    for (count,), rows in by(_rows(results, "rows"), "gpus").items():
+        if ratios := [row["over_two_gemms"] for row in rows if "over_two_gemms" in row]:
+            sentences.append(
+                f"On {count} GPUs the whole layer takes {mean(ratios):.2f} times as long as DeepGEMM's two "
+                f"GEMMs alone (the geometric mean of {len(ratios)} rows, {span(ratios)}), and is slower in "
+                f"{sum(ratio > 1 for ratio in ratios) or 'none'} of them."
+            )
+        if nccl := [row["nccl_us"] / row["exchange_us"] for row in rows if "nccl_us" in row]:
+            sentences.append(f"An exchange by NCCL takes {span(nccl)} times as long as ours.")
     return paragraph(" ".join(sentences))
 
 
-def parallel_skewed(results: Path) -> str:
-    """The rows whose experts are drawn by Zipf's law."""
-    drawn: dict[str, Cell] = {"Zipf": "{zipf}", "max/mean of the GPUs' rows": "{imbalance:.2f}"}
-    columns = _LAYER | _GPUS | _TOKENS | drawn | _ALONE | _WHOLE | _OVER
-    return _table(_all_rows(results, "skewed"), columns)
-
-
-def parallel_uneven(results: Path) -> str:
-    """The rows with other numbers of tokens on each rank."""
-    tokens: dict[str, Cell] = {"tokens of ranks 0, 1, ...": "{uneven}"}
-    return _table(_all_rows(results, "uneven"), _LAYER | _GPUS | tokens | _ALONE | _WHOLE | _OVER)
+def parallel_routing(results: Path) -> str:
+    """The whole layer over one GPU with the same work, by how tokens and experts are drawn."""
+    cells = []
+    for section, name in _ROUTINGS.items():
+        for (count,), rows in by(_rows(results, section), "gpus").items():
+            ratios = [row["layer_us"] / row["one_gpu_us"] for row in rows]
+            cells.append(
+                (
+                    name,
+                    count,
+                    span([row["imbalance"] for row in rows]),
+                    f"{mean(ratios):.2f} ({span(ratios)})",
+                )
+            )
+    columns = "experts", "GPUs", "max/mean of the GPUs' rows", "whole layer over one GPU, the same work"
+    return table(columns, cells) if cells else ""
 
 
 def parallel_growth(results: Path) -> str:
-    """The layer's time by the number of GPUs, measured on the most of them."""
+    """The layer's time on the most GPUs over that on one, in a sentence."""
     contents = _contents(results)
-    rows: list[Row] = contents[max(contents)].get("growth", []) if contents else []
-    return compared(rows, {"layer": "layer", "tokens a GPU": "tokens"}, "layer_us", "{last} over {first}")
+    most = max(contents, default=0)
+    rows: list[Row] = contents[most].get("growth", []) if contents else []
+    ratios = [
+        times[most] / times[1]
+        for of in by(rows, "layer", "tokens").values()
+        if {1, most} <= (times := {row["gpus"]: row["layer_us"] for row in of}).keys()
+    ]
+    return (
+        ""
+        if not ratios
+        else paragraph(f"On {most} GPUs a layer takes {span(ratios)} times as long as on one.")
+    )
 
 
 def compared(rows: Sequence[Row], keys: dict[str, str], field: str, ratio: str, rising: bool = True) -> str:
@@ -136,12 +153,12 @@ def parallel_expected(results: Path) -> str:
     cells = []
     for tokens in _EXPECTED:
         alone = rows[tokens]["one_gpu_us"]
-        links = [sum(link_microseconds(tokens, count)) for count in _COUNTS]
+        link = {count: sum(link_microseconds(tokens, count)) for count in _COUNTS}
         seen = [of_count[tokens]["layer_us"] for of_count in measured.values()]
-        times = [*links, alone, *(alone + fixed + link for link in links), *seen]
+        times = [link[8], alone, *(alone + fixed + us for us in link.values()), *seen]
         cells.append((tokens, *(f"{us:.0f}" for us in times)))
     columns = (
-        "tokens a GPU", *(f"link, {count} GPUs" for count in _COUNTS), "one GPU, the same work: measured",
+        "tokens a GPU", "link, 8 GPUs", "one GPU, the same work: measured",
         *(f"whole layer, {count} GPUs" for count in _COUNTS), *(f"measured on {count}" for count in measured),
     )  # fmt: skip
     return table(columns, cells)
@@ -149,7 +166,8 @@ def parallel_expected(results: Path) -> str:
 
 def parallel_overlap(results: Path) -> str:
     """The layer with and without combine under the down GEMM."""
-    return _table(read(results, "overlap-h200.json")["rows"], _LAYER | _GPUS | _TOKENS | _OVERLAP)
+    rows = read(results, "overlap-h200.json")["rows"]
+    return lines([row for row in rows if row["communication_sms"] == _SMS], _OVERLAP)
 
 
 def other_ranks(num_ranks: int, top_k: int) -> float:
@@ -165,29 +183,21 @@ def link_microseconds(tokens: int, num_ranks: int) -> tuple[float, float]:
     return rows * (h + h // 128 * 4) / rate, rows * 2 * h / rate
 
 
-def _table(rows: Sequence[Row], columns: dict[str, Cell]) -> str:
-    """The columns for which any row has a value."""
-    shown = {name: each for name, each in columns.items() if any(cell(each, row, "-") != "-" for row in rows)}
-    return lines(rows, shown, "-")
-
-
 def _contents(results: Path) -> dict[int, dict[str, Any]]:
     """The results for each number of GPUs, the fewest first."""
     contents = [read(results, file.name) for file in results.glob("parallel-*xh200.json")]
     return dict(sorted((content["about"]["ranks"], content) for content in contents))
 
 
-def _all_rows(results: Path, section: str) -> list[Row]:
-    """A section's rows for all numbers of GPUs, by layer."""
-    rows = [row for content in _contents(results).values() for row in content.get(section, [])]
-    names = list(dict.fromkeys(row["layer"] for row in rows))
-    return sorted(rows, key=lambda row: names.index(row["layer"]))
+def _rows(results: Path, section: str) -> list[Row]:
+    """A section's rows for all numbers of GPUs."""
+    return [row for content in _contents(results).values() for row in content.get(section, [])]
 
 
 SECTIONS: dict[str, Section] = {
     function.__name__.replace("_", "-"): function
     for function in (
-        parallel_machine, parallel, parallel_headline, parallel_skewed, parallel_uneven, parallel_growth,
-        parallel_expected, parallel_overlap,
+        parallel_machine, parallel, parallel_headline, parallel_routing, parallel_growth, parallel_expected,
+        parallel_overlap,
     )
 }  # fmt: skip

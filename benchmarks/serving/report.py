@@ -1,6 +1,5 @@
 """The sections about servers."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from benchmarks.lib.markdown import (
 )
 from benchmarks.ranks.report import compared
 from benchmarks.serving import deadlines
-from benchmarks.serving.lanes import by_way
 from examples.afd.intervals import read_timeline, times
 
 ONE_GPU = "serving-h200.json"
@@ -68,32 +66,24 @@ def serving(results: Path) -> str:
 
 
 def serving_callers(results: Path) -> str:
-    """Rates of several callers."""
+    """Rates and times of several callers, and their rate with several HTTP processes."""
+    rows = []
+    for load in by(read(results, ONE_GPU)["rows"], "way", "device", "callers", "tokens").values():
+        one, *several = sorted(load, key=lambda row: row.get("http_workers", 1))
+        if one["callers"] > 1:
+            rows.append(one | {"several": several[0]["tokens_per_second"] if several else None})
     return lines(
-        [row for row in _one_process(results) if row["callers"] > 1],
+        rows,
         {
             "callers": "{callers}",
             "tokens of each request": "{tokens}",
             "way": lambda row: "HTTP" if row["way"] == "http" else f"{row['way']}, {row['device'] or 'host'}",
             "requests/s": lambda row: f"{row['tokens_per_second'] / row['tokens']:.0f}",
-            "tokens/s": "{tokens_per_second:.0f}",
             "p50, µs": "{p50_us:.0f}",
             "p99, µs": "{p99_us:.0f}",
+            "with several HTTP processes": lambda row: f"{row['several'] / row['tokens']:.0f}",
         },
     )
-
-
-def serving_workers(results: Path) -> str:
-    """Rates of one HTTP process and of several."""
-    rows = [row for row in read(results, ONE_GPU)["rows"] if row["way"] == "http" and row["callers"] > 1]
-    cells = []
-    for load, (one, *several) in by(rows, "callers", "tokens").items():
-        for many in several:
-            rates = [row["tokens_per_second"] / row["tokens"] for row in (one, many)]
-            shown = (f"{rate:.0f}" for rate in rates)
-            cells.append((*load, many["http_workers"], *shown, f"{rates[1] / rates[0]:.2f}"))
-    columns = ("callers", "tokens of each request", "HTTP processes", "one, requests/s", "several", "ratio")
-    return table(columns, cells)
 
 
 def serving_headline(results: Path) -> str:
@@ -126,8 +116,8 @@ def ping_pong(results: Path) -> str:
     )
 
 
-def ranks(field: str, keys: dict[str, str], wanted: Callable[[int], bool], rising: bool) -> Section:
-    """A field of callers by the number of GPUs, one beside several; wanted: by their number."""
+def ranks(field: str, keys: dict[str, str], wanted: Callable[[Row], bool], rising: bool) -> Section:
+    """A field of callers by the number of GPUs, one beside several."""
 
     def write(results: Path) -> str:
         rows: list[Row] = []
@@ -137,7 +127,7 @@ def ranks(field: str, keys: dict[str, str], wanted: Callable[[int], bool], risin
                 row | {"gpus": gpus, "name": RANKS_WAYS[row["way"], row["device"]]}
                 for row in read(results, file.name)["rows"]
                 if row["http_workers"] == 1 and (row["way"], row["device"]) in RANKS_WAYS
-                if wanted(row["callers"])
+                if wanted(row)
             ]
         several = {tuple(row[key] for key in keys.values()) for row in rows if row["gpus"] > 1}
         order = list(RANKS_WAYS.values())
@@ -149,8 +139,30 @@ def ranks(field: str, keys: dict[str, str], wanted: Callable[[int], bool], risin
 
 
 def lanes(results: Path) -> str:
-    """A table for each layer, of every way to serve decode beside prefill."""
-    return "\n\n".join(map(by_way, by(read(results, "lanes-h200.json")["rows"], "layer").values()))
+    """The p99 of decode in ms, and the share of prefill beside it, by way, layer and decode tokens."""
+    rows = read(results, "lanes-h200.json")["rows"]
+    rows = [row for row in rows if row["decode_tokens"] and _is_shown(row["way"])]
+    rows.sort(key=lambda row: (_WAYS.index(row["way"].partition(" ")[0].strip(",")), row["way"]))
+    order = sorted({(row["layer"], row["decode_tokens"]) for row in rows}, reverse=True)
+
+    def shown(row: Row) -> str:
+        share = f" ({row['prefill_share']:.2f})" if row["prefill_share"] else ""
+        return f"{row['p99_us'] / 1e3:.2f}{share}"
+
+    cells = pivot(rows, ["way"], ["layer", "decode_tokens"], shown, order=order)
+    return table(("way", *(f"{layer}, {tokens}" for layer, tokens in order)), cells) if rows else ""
+
+
+def beside(results: Path) -> str:
+    """The p99 of small requests, by the way that long ones are served and by what is beside."""
+    rows = read(results, "beside-cpu.json")["rows"]
+    names = [name for (name,) in by(rows, "beside")]
+    goals = {row["long"]: f"{row['goal_ms']:.1f}" for row in rows if row["goal_ms"]}
+    cells = [
+        (long, *values, goals.get(str(long), ""))
+        for long, *values in pivot(rows, ["long"], ["beside"], "{p99_ms:.1f}")
+    ]
+    return table(("long requests", *names, "goal"), cells)
 
 
 def open_loop_machine(results: Path) -> str:
@@ -179,25 +191,26 @@ def machine_of(name: str) -> Section:
 
 
 def fuzz(results: Path) -> str:
-    """What was sent to each target."""
-    rows = [
-        {"name": re.sub(r"[_\W]+", " ", name).strip(), **target}
-        for name, target in read(results, "fuzz-cpu.json")["targets"].items()
-    ]
-    return lines(rows, {"target": "{name}", **_same("cases", "seconds", "failures")})
+    """What was sent, and to which targets."""
+    targets = read(results, "fuzz-cpu.json")["targets"]
+    names = ", ".join(name.replace("_", " ") for name in targets)
+    cases, failures = ([of[key] for of in targets.values()] for key in ("cases", "failures"))
+    seconds = sum(of["seconds"] for of in targets.values())
+    return paragraph(
+        f"{min(cases)} cases or more of each kind ({names}) in {seconds:.0f} s: "
+        f"{sum(failures) or 'no'} failures."
+    )
 
 
-def soak(name: str) -> Section:
-    """What became of the requests of each kind of callers."""
-
-    def write(results: Path) -> str:
+def soak(results: Path) -> str:
+    """What became of the requests of all kinds of callers, and the slowest kind's p99."""
+    rows = []
+    for name, where in (("soak-cpu.json", "CPU"), ("soak-h200.json", "H200")):
         content = read(results, name)
-        kinds = {**content["kinds"], "together": {**content["total"], "p99_ms": None}}
-        counts = _same("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
-        columns = {"callers": "{kind}", **counts, "p99, ms": "{p99_ms:.0f}"}
-        return lines([{"kind": kind, **of} for kind, of in kinds.items()], columns)
-
-    return write
+        p99, kind = max((of["p99_ms"] or 0.0, kind) for kind, of in content["kinds"].items())
+        rows.append({"where": where, **content["total"], "p99": f"{p99:.0f} ({kind})"})
+    counts = _same("sent", "right", "refused", "cancelled", "cut", "lost", "wrong", "failed")
+    return lines(rows, {"soak": "{where}", **counts, "longest p99 of a kind, ms": "{p99}"})
 
 
 def soak_machine(name: str, where: Callable[[dict[str, Any]], str]) -> Section:
@@ -226,6 +239,11 @@ def _one_process(results: Path) -> list[Row]:
     return [row for row in read(results, ONE_GPU)["rows"] if row.get("http_workers", 1) == 1]
 
 
+def _is_shown(way: str) -> bool:
+    """Without what no server does, and the chunks that are longest or shortest."""
+    return way.startswith(_WAYS) and ("chunks" not in way or "1024" in way)
+
+
 def _same(*keys: str) -> dict[str, str]:
     """Columns that are named like what they have."""
     return {key: f"{{{key}}}" for key in keys}
@@ -247,15 +265,11 @@ _OPEN_LOOP: dict[str, Cell] = {
     "late": "{late}",
     "by at most, ms": _if("late", "{late_by_most_ms:.1f}"),
 }
-_BESIDE: dict[str, Cell] = {
-    "long requests": "{long}",
-    "beside": "{beside}",
-    "requests": "{requests}",
-    "p50, ms": "{p50_ms:.1f}",
-    "p99, ms": "{p99_ms:.1f}",
-    "p99 alone + one chunk, ms": "{goal_ms:.1f}",
-    "tokens beside, 1/s": _if("tokens_per_s", "{tokens_per_s}"),
+_TIMEOUTS = {
+    name: deadlines.COLUMNS[name]
+    for name in ("timeout, ms", "beside", "in time", "refused or late", "most, ms")
 }
+_WAYS = "alone", "turns", "joined", "lanes"
 _SERVING_CPU = [
     ("connections", "{connections}"),
     ("tensor", "{datatype} [{tokens}, {hidden_size}]"),
@@ -276,7 +290,6 @@ SECTIONS: dict[str, Section] = {
     "serving-machine": serving_machine,
     "serving": serving,
     "serving-callers": serving_callers,
-    "serving-workers": serving_workers,
     "steps": written("steps-h200.json", _STEPS),
     "ping-pong": ping_pong,
     "serving-cpu-machine": about(
@@ -284,12 +297,15 @@ SECTIONS: dict[str, Section] = {
     ),
     "serving-cpu": written("serving_cpu.json", _SERVING_CPU),
     "serving-ranks": ranks(
-        "p50_us", {"way": "name", "tokens": "tokens"}, lambda callers: callers == 1, False
+        "p50_us",
+        {"way": "name", "tokens": "tokens"},
+        lambda row: row["callers"] == 1 and row["tokens"] in (1, 64, 4096),
+        False,
     ),
     "serving-ranks-callers": ranks(
         "tokens_per_second",
         {"way": "name", "callers": "callers", "tokens of each request": "tokens"},
-        lambda callers: callers > 1,
+        lambda row: row["callers"] > 1,
         True,
     ),
     "lanes-machine": about("lanes-h200.json", "{gpu}, driver {driver}, torch {torch}, Python {python}."),
@@ -297,14 +313,13 @@ SECTIONS: dict[str, Section] = {
     "open-loop-machine": open_loop_machine,
     "open-loop": written("open_loop-cpu.json", _OPEN_LOOP),
     "timeouts-machine": machine_of("deadlines-cpu.json"),
-    "timeouts": written("deadlines-cpu.json", deadlines.COLUMNS, missing="-"),
+    "timeouts": written("deadlines-cpu.json", _TIMEOUTS, missing="-"),
     "beside-machine": machine_of("beside-cpu.json"),
-    "beside": written("beside-cpu.json", _BESIDE),
+    "beside": beside,
     "soak-machine": soak_machine(
         "soak-cpu.json", lambda header: f"2 cores of an {header['cpu']}, beside other work,"
     ),
-    "soak": soak("soak-cpu.json"),
+    "soak": soak,
     "soak-gpu-machine": soak_machine("soak-h200.json", lambda _: "an NVIDIA H200"),
-    "soak-gpu": soak("soak-h200.json"),
     "fuzz": fuzz,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import peers
 from benchmarks.layer import moe_layer
 from benchmarks.layer.moe_layer import difference
-from benchmarks.layer.problem import Layer, LayerProblem, LayerWeights
+from benchmarks.layer.problem import LAYERS, Layer, LayerProblem, LayerWeights
 from benchmarks.lib.markdown import NOT_MEASURED
 from benchmarks.peers import LayerPeer, torch_layer, vllm_triton
 from benchmarks.peers import sglang as sglang_peers
@@ -193,23 +193,28 @@ def test_the_header_names_versions_and_tuned_layers(capsys: pytest.CaptureFixtur
 
 
 def test_layers_in_the_documents(tmp_path: Path) -> None:
-    rows = [
-        {"layer": "a", "tokens": 1, "us": 10.0, "peers_us": {"A": 20.0, "B": 5.0}},
-        {"layer": "a", "tokens": 16, "us": 10.0, "peers_us": {"A": 80.0}},
-        {"layer": "b", "tokens": 1, "us": 10.0},
+    name = LAYERS[0].name
+    rows: list[dict[str, Any]] = [
+        {"layer": name, "tokens": tokens, "us": 10.0, "activated_experts": tokens} | more
+        for tokens, more in (
+            (1, {"peers_us": {"A": 20.0, "B": 5.0}}),
+            (16, {"peers_us": {"A": 80.0}}),
+            (4096, {}),
+        )
     ]
-    about = {"peers": {"A": {"version": "a 1", "tuned": ["a"]}, "B": {"version": "b 2", "tuned": []}}}
+    about = {
+        "copy_tbps": 4.0,
+        "peers": {"A": {"version": "a 1", "tuned": ["a"]}, "B": {"version": "b 2", "tuned": []}},
+    }
     result = tmp_path / "moe_layer-h200.json"
     result.write_text(json.dumps({"about": about, "rows": rows}))
-    assert SECTIONS["layer-peers"](tmp_path).splitlines() == [
-        "| layer | tokens | ours | A | B |",
-        "|---|---|---|---|---|",
-        "| a | 1 | 10.0 | 20.0 (0.50) | 5.0 (2.00) |",
-        "| a | 16 | 10.0 | 80.0 (0.12) |  |",
-        "| b | 1 | 10.0 |  |  |",
-        "| geometric mean |  |  | (0.25) | (2.00) |",
-        "",
-        "A: a 1, tuned for a; B: b 2, tuned for none of these layers.",
-    ]
+    floor = [row["us"] / (row["activated_experts"] * 3 * 2048 * 7168 / 4e6) for row in rows[:2]]
+    first, last = (f"{ratio:.2f}" for ratio in reversed(floor))
+    header, _, short, *_, every, empty, versions = SECTIONS["layer-peers"](tmp_path).splitlines()
+    assert header == "| tokens | the floor | A | B |"
+    assert short.startswith("| 1 to 64 | ")
+    assert short.endswith(f" ({first} to {last}) | 0.25 (0.12 to 0.50) | 2.00 (2.00 to 2.00) |")
+    assert every.endswith("| 0.25 (0.12 to 0.50) | 2.00 (2.00 to 2.00) |")
+    assert (empty, versions) == ("", "A: a 1, tuned for a; B: b 2, tuned for none of these layers.")
     result.write_text(json.dumps({"about": {}, "rows": rows[2:]}))
     assert SECTIONS["layer-peers"](tmp_path) == NOT_MEASURED
