@@ -27,7 +27,7 @@ _VERSIONS = {"nvrtc": "NVRTC", "torch": "torch", "nccl": "NCCL", "deep_gemm": "D
 _COUNTS, _EXPECTED = (2, 4, 8), (128, 1024, 4096)  # GPUs, and tokens of each
 _SMS = 40  # for communication, the setting's default
 _TOKENS = 1, *_EXPECTED  # of the rows that are shown
-_TIMES = {"exchange": "{exchange_us:.0f}", "one GPU": "{one_gpu_us:.0f}", "layer": "{layer_us:.0f}"}
+_TIMES = {"exchange": "{exchange_us:.0f}", "layer": "{layer_us:.0f}"}
 _ROUTINGS = {"rows": "even", "skewed": "Zipf 1.0", "uneven": "even, uneven tokens"}
 _OVERLAP: dict[str, Cell] = {
     "layer": "{layer}",

@@ -37,8 +37,6 @@ WAYS = {
 """How tensors reach the server, in the order of the columns."""
 RANKS_WAYS = {
     ("http", None): "HTTP",
-    ("shared memory", None): "shared memory of the host",
-    ("shared memory", "cuda:0"): "shared memory of a GPU of the server",
     ("channel", None): "channel, memory of the host",
     ("channel", "cuda:0"): "channel, memory of a GPU of the server",
 }
@@ -141,7 +139,7 @@ def ranks(field: str, keys: dict[str, str], wanted: Callable[[Row], bool], risin
 def lanes(results: Path) -> str:
     """The p99 of decode in ms, and the share of prefill beside it, by way, layer and decode tokens."""
     rows = read(results, "lanes-h200.json")["rows"]
-    rows = [row for row in rows if row["decode_tokens"] and _is_shown(row["way"])]
+    rows = [row for row in rows if row["decode_tokens"] and _is_shown(row)]
     rows.sort(key=lambda row: (_WAYS.index(row["way"].partition(" ")[0].strip(",")), row["way"]))
     order = sorted({(row["layer"], row["decode_tokens"]) for row in rows}, reverse=True)
 
@@ -239,9 +237,10 @@ def _one_process(results: Path) -> list[Row]:
     return [row for row in read(results, ONE_GPU)["rows"] if row.get("http_workers", 1) == 1]
 
 
-def _is_shown(way: str) -> bool:
-    """Without what no server does, and the chunks that are longest or shortest."""
-    return way.startswith(_WAYS) and ("chunks" not in way or "1024" in way)
+def _is_shown(row: Row) -> bool:
+    """Through channels, without what no server does, and without the longest and the shortest chunks."""
+    way = row["way"]
+    return way.startswith(_WAYS) and ("chunks" not in way or "1024" in way) and "HTTP" not in row["layer"]
 
 
 def _same(*keys: str) -> dict[str, str]:
