@@ -59,8 +59,8 @@ def is_rounded(model: MoEModel) -> bool:
 
 
 def _what(model: MoEModel) -> str:
-    shared = f" and {model.num_shared_experts} shared" if model.num_shared_experts else ""
-    experts = f"{model.num_experts} experts{shared} of {model.intermediate_size}, top {model.top_k}"
+    shared = f"+{model.num_shared_experts}" if model.num_shared_experts else ""
+    experts = f"{model.num_experts}{shared} of {model.intermediate_size}, top {model.top_k}"
     return f"{spans(model.layers)}: {experts}" + (
         f"; not {spans(tuple(model.refused))}" if model.refused else ""
     )
