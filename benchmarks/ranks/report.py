@@ -150,18 +150,14 @@ def parallel_expected(results: Path) -> str:
         return ""
     rows = measured[min(measured)]
     fixed = rows[1]["layer_us"] - rows[1]["one_gpu_us"]
-    cells = []
-    for tokens in _EXPECTED:
-        alone = rows[tokens]["one_gpu_us"]
-        link = {count: sum(link_microseconds(tokens, count)) for count in _COUNTS}
-        seen = [of_count[tokens]["layer_us"] for of_count in measured.values()]
-        times = [link[8], alone, *(alone + fixed + us for us in link.values()), *seen]
-        cells.append((tokens, *(f"{us:.0f}" for us in times)))
-    columns = (
-        "tokens a GPU", "link, 8 GPUs", "one GPU, the same work: measured",
-        *(f"whole layer, {count} GPUs" for count in _COUNTS), *(f"measured on {count}" for count in measured),
-    )  # fmt: skip
-    return table(columns, cells)
+    said = []
+    for count in reversed(_COUNTS):
+        links = [sum(link_microseconds(tokens, count)) for tokens in _EXPECTED]
+        times = [rows[tokens]["one_gpu_us"] + fixed + us for tokens, us in zip(_EXPECTED, links, strict=True)]
+        seen = [of[tokens]["layer_us"] for tokens in _EXPECTED if (of := measured.get(count))]
+        text = f"on {count} GPUs {_listed(times)} µs, of which the link {_listed(links)}"
+        said.append(text + (f" (measured {_listed(seen)})" if seen else ""))
+    return paragraph(f"With {_listed(_EXPECTED)} tokens a GPU: {'; '.join(said)}.")
 
 
 def parallel_overlap(results: Path) -> str:
@@ -181,6 +177,10 @@ def link_microseconds(tokens: int, num_ranks: int) -> tuple[float, float]:
     rows, h = tokens * other_ranks(num_ranks, layer.top_k), layer.hidden_size
     rate = NVLINK_BYTES_PER_US[num_ranks]
     return rows * (h + h // 128 * 4) / rate, rows * 2 * h / rate
+
+
+def _listed(values: Sequence[float]) -> str:
+    return f"{', '.join(f'{value:.0f}' for value in values[:-1])} and {values[-1]:.0f}"
 
 
 def _contents(results: Path) -> dict[int, dict[str, Any]]:
