@@ -90,10 +90,10 @@ def check_masked(
     return Problem(num_groups, max_m, n, k)
 
 
-def check_num_sms(num_sms: object, least: int = 1) -> None:
-    """Raise ValueError unless it is None, or an int of at least `least`."""
-    if num_sms is not None and (not isinstance(num_sms, int) or num_sms < least):
-        raise refusal("num_sms", f"None or at least {least}", num_sms)
+def check_num_sms(num_sms: object, minimum: int = 1) -> None:
+    """Raise ValueError unless it is None, or an int of at least `minimum`."""
+    if num_sms is not None and (not isinstance(num_sms, int) or num_sms < minimum):
+        raise refusal("num_sms", f"None or at least {minimum}", num_sms)
 
 
 def check_activation(activation: Activation) -> None:

@@ -94,8 +94,10 @@ def sizes(communication_sms: int, supply: Supply) -> dict[str, int]:
     communication = supply.unit_sms * -(-communication_sms // supply.unit_sms)
     gemms = supply.unit_sms * supply.units + supply.spare_sms - communication
     if gemms < supply.unit_sms:
-        most = supply.unit_sms * (supply.units - 1)
-        raise ValueError(f"communication_sms: expected at most {most} on this GPU, got {communication_sms}")
+        max_sms = supply.unit_sms * (supply.units - 1)
+        raise ValueError(
+            f"communication_sms: expected at most {max_sms} on this GPU, got {communication_sms}"
+        )
     return {"communication": communication, "gemms": gemms}
 
 

@@ -73,8 +73,8 @@ def _rounded(
     shares = []
     for name, size in sizes.items():
         spare = supply.spare_sms if name == spare_name else 0
-        least = 0 if spare >= supply.unit_sms else 1
-        units = max(least, -(-(size - spare) // supply.unit_sms))
+        min_units = 0 if spare >= supply.unit_sms else 1
+        units = max(min_units, -(-(size - spare) // supply.unit_sms))
         granted = units * supply.unit_sms + spare
         shares.append(PlannedPartition(Partition(name, size, granted), units, spare > 0))
     return tuple(shares)

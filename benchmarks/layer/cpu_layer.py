@@ -22,8 +22,8 @@ from expertd.service.moe.weights import ExpertWeights
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 IMPLEMENTATIONS = ("eager", "grouped_mm")
-_WARM_UP_TURNS, _LEAST_TURNS = 3, 15
-_MOST_DIFF = 1e-2  # transformers rounds the logits of three families to bf16, which changes some choices
+_WARM_UP_TURNS, _MIN_TURNS = 3, 15
+_MAX_DIFF = 1e-2  # transformers rounds the logits of three families to bf16, which changes some choices
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Method:
             else "new hidden states in every turn (oneDNN compiles for every new GEMM height)"
         )
         return (
-            f"median milliseconds of calls taken in turns for at least {self.seconds} s and {_LEAST_TURNS} "
+            f"median milliseconds of calls taken in turns for at least {self.seconds} s and {_MIN_TURNS} "
             f"turns, the first {_WARM_UP_TURNS} left out; {states}; bf16 weights for theirs, FP8 for ours"
         )
 
@@ -115,8 +115,8 @@ def _check(
         theirs = calls[implementation](hidden_states).double().flatten()
         squares = torch.dot(ours, ours) + torch.dot(theirs, theirs)
         worst = max(worst, 1 - 2 * (torch.dot(ours, theirs) / squares).item())
-    if not worst < _MOST_DIFF:
-        raise SystemExit(f"{name}: expected outputs that differ by less than {_MOST_DIFF}, got {worst:.3g}")
+    if not worst < _MAX_DIFF:
+        raise SystemExit(f"{name}: expected outputs that differ by less than {_MAX_DIFF}, got {worst:.3g}")
     return worst
 
 
@@ -133,7 +133,7 @@ def _interleaved(
     hidden_states = torch.randn(size, generator=generator).to(torch.bfloat16)
     deadline = time.perf_counter() + method.seconds
     turn = 0
-    while turn < _LEAST_TURNS or time.perf_counter() < deadline:
+    while turn < _MIN_TURNS or time.perf_counter() < deadline:
         for name, call in calls.items():
             start = time.perf_counter()
             call(hidden_states)

@@ -131,7 +131,7 @@ class Connection:
         return not self._left
 
 
-def http_loop(connections: Sequence[Connection], request: bytes, least_bytes: int, pause: float) -> Loop:
+def http_loop(connections: Sequence[Connection], request: bytes, min_bytes: int, pause: float) -> Loop:
     """Closed loops over all connections in one thread, which costs least where servers share its cores."""
     of = {connection.socket.fileno(): connection for connection in connections}
 
@@ -158,9 +158,9 @@ def http_loop(connections: Sequence[Connection], request: bytes, least_bytes: in
                     if not event & ~select.EPOLLOUT or not connection.read():
                         continue
                     now = time.perf_counter_ns()
-                    if connection.status != 200 or connection.length < least_bytes:
+                    if connection.status != 200 or connection.length < min_bytes:
                         raise RuntimeError(
-                            f"answer: expected 200 and {least_bytes} bytes, got {connection.status} and "
+                            f"answer: expected 200 and {min_bytes} bytes, got {connection.status} and "
                             f"{connection.length}"
                         )
                     stamps.append((connection.sent, now))

@@ -64,8 +64,8 @@ def test_a_refused_arena_concerns_this_call() -> None:
 class Limited:
     """Stands in for a server that limits tokens and places."""
 
-    def __init__(self, most_tokens: int, most_places: int) -> None:
-        self.most_tokens, self.most_places = most_tokens, most_places
+    def __init__(self, max_tokens: int, max_places: int) -> None:
+        self.max_tokens, self.max_places = max_tokens, max_places
         self.asked: list[Sizes] = []
         self.made: list[Memory] = []
         self.directory = Directory(8, self._make)
@@ -75,7 +75,7 @@ class Limited:
 
     def _one(self, sizes: Sizes) -> Steps[Memory]:
         self.asked.append(sizes)
-        if sizes.max_tokens > self.most_tokens or sizes.num_places > self.most_places:
+        if sizes.max_tokens > self.max_tokens or sizes.num_places > self.max_places:
             raise RefusedError(InvalidRequestError("byte_size: expected less", 400))
         self.made.append(Memory(sizes))
         return self.made[-1]
@@ -97,18 +97,18 @@ class Limited:
                 done.result()
 
 
-@pytest.mark.parametrize(("most_tokens", "most_places"), [(1000, 8), (1 << 20, 1), (1000, 1)])
-def test_what_a_server_accepts_is_not_asked_for_again(most_tokens: int, most_places: int) -> None:
-    server = Limited(most_tokens, most_places)
+@pytest.mark.parametrize(("max_tokens", "max_places"), [(1000, 8), (1 << 20, 1), (1000, 1)])
+def test_what_a_server_accepts_is_not_asked_for_again(max_tokens: int, max_places: int) -> None:
+    server = Limited(max_tokens, max_places)
     server.call(600, num_threads=4, times=60)
-    assert len(server.made) <= 2 if most_places > 1 else len(server.made) == 1
+    assert len(server.made) <= 2 if max_places > 1 else len(server.made) == 1
     assert len(server.asked) <= 6
-    assert max(memory.sizes.num_places for memory in server.made) == min(4, most_places)
+    assert max(memory.sizes.num_places for memory in server.made) == min(4, max_places)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 600])
 def test_an_arena_is_not_replaced_by_a_smaller_one(num_tokens: int) -> None:
-    server = Limited(most_tokens=1000, most_places=4)
+    server = Limited(max_tokens=1000, max_places=4)
     server.call(16, num_threads=4, times=60)
     server.call(num_tokens, num_threads=8, times=60)  # 8 places are refused, and 1024 tokens
     assert server.made[-1].sizes.num_places == 4
@@ -119,10 +119,10 @@ def test_an_arena_is_not_replaced_by_a_smaller_one(num_tokens: int) -> None:
 
 def test_more_places_are_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "_MORE_PLACES_SECONDS", 0.2)
-    server = Limited(most_tokens=1000, most_places=2)
+    server = Limited(max_tokens=1000, max_places=2)
     server.call(16, num_threads=8, times=60)
     assert server.made[-1].sizes.num_places == 2
-    server.most_places = 8
+    server.max_places = 8
     time.sleep(0.25)
     server.call(16, num_threads=8, times=60)
     assert server.made[-1].sizes.num_places == 8

@@ -9,7 +9,7 @@ from expertd.kernels.ops.checks import check_logits
 from expertd.routing import Routing
 
 _FAR = 2 * 0.01  # twice the jitter of training
-_LEAST_SUM = 1e-20  # added to a sum of sigmoids before dividing by it: all of them may be zero
+_MIN_SUM = 1e-20  # added to a sum of sigmoids before dividing by it: all of them may be zero
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def choose_experts(
     weights = scores.gather(1, ids)
     if routing.renormalize:
         total = weights.sum(dim=-1, keepdim=True)
-        weights = weights / (total if routing.scoring_func == "softmax" else total + _LEAST_SUM)
+        weights = weights / (total if routing.scoring_func == "softmax" else total + _MIN_SUM)
     return ids.to(torch.int32), weights * routing.routed_scaling_factor
 
 
@@ -47,8 +47,8 @@ def _sparsemixer(logits: Tensor, top_k: int, routing: Routing) -> tuple[Tensor, 
     ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     left, weights = logits, []
     for chosen in ids.unbind(1):
-        most = left.gather(1, chosen[:, None])
-        is_far = (most - logits) / logits.abs().clamp(min=most) > _FAR
+        largest = left.gather(1, chosen[:, None])
+        is_far = (largest - logits) / logits.abs().clamp(min=largest) > _FAR
         weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, chosen[:, None]))
         left = left.scatter(1, chosen[:, None], -torch.inf)
     return ids.to(torch.int32), torch.cat(weights, dim=1) * routing.routed_scaling_factor

@@ -281,8 +281,8 @@ class ChannelHub:
 
     def _reserve(self, num_bytes: int) -> None:
         count, left, text = len(self.listed), self.settings.max_bytes - self.used_bytes, ""
-        if count + self._opening >= (most := self.settings.max_channels):
-            text = f"channels.max_channels: expected fewer than {most} open channels, got {count}"
+        if count + self._opening >= (max_channels := self.settings.max_channels):
+            text = f"channels.max_channels: expected fewer than {max_channels} open channels, got {count}"
         elif num_bytes > left:
             expected = f"a region of at most {left} bytes beside the open channels"
             text = f"channels.max_bytes: expected {expected}, got {num_bytes}"

@@ -24,7 +24,7 @@ _BACKLOG = 128
 _TOKEN_SECONDS = 10.0
 _MAX_STRANGERS = 64  # connections that have not sent a token
 _CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
-_MOST_GROUPS = 2**32 - 1  # which itself means: do not change it
+_MAX_GROUPS = 2**32 - 1  # which itself means: do not change it
 _RETRY_SECONDS = 0.1  # after an error such as too many open files
 
 
@@ -154,7 +154,7 @@ def group_number(group: str | None) -> int | None:
     try:
         return grp.getgrnam(group).gr_gid
     except (KeyError, ValueError):  # a name with a null character is none
-        if re.fullmatch("[0-9]{1,10}", group) and int(group) < _MOST_GROUPS:
+        if re.fullmatch("[0-9]{1,10}", group) and int(group) < _MAX_GROUPS:
             return int(group)
     got = shown(group)
     raise OSError(f"channels.group: expected the name of a group, or its number, got {got}")

@@ -50,12 +50,12 @@ class Opening:
 
     def geometry(self, specs: Sequence[LayerSpec]) -> Geometry:
         """The sizes of the channel, with the largest ones of its models. Raises ChannelRefusedError."""
-        for name, value, most in (
+        for name, value, limit in (
             ("num_slots", self.num_slots, MAX_SLOTS),
             ("max_tokens", self.max_tokens, min(spec.max_request_tokens for spec in specs)),
         ):
-            if not 1 <= value <= most:
-                raise ChannelRefusedError(f"{name}: expected 1 to {most}, got {value}")
+            if not 1 <= value <= limit:
+                raise ChannelRefusedError(f"{name}: expected 1 to {limit}, got {value}")
         sizes = (self.num_slots, self.max_tokens)
         largest = (max(spec.hidden_size for spec in specs), max(spec.top_k for spec in specs))
         widest = max(_ELEMENT_BYTES[self.datatype or spec.datatype] for spec in specs)

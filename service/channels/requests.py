@@ -18,7 +18,7 @@ from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
 from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import FP8, LayerRequest, Signal, row_bytes
 
-_MOST_LINES = 256  # that are kept
+_MAX_LINES = 256  # that are kept
 _NAMES = {code: name for name, code in DATATYPE_CODES.items()}
 
 
@@ -75,7 +75,7 @@ class RequestReader:
         line = self._lines.get(data)
         if line is None:
             line = self._parse(data)
-            if len(self._lines) >= _MOST_LINES:
+            if len(self._lines) >= _MAX_LINES:
                 self._lines.clear()
             self._lines[data] = line
         return line

@@ -91,11 +91,11 @@ def check_host_memory(settings: Settings, capabilities: Capabilities) -> HostMem
     a file of memory is larger than files may be.
     """
     memory = host_memory(settings, capabilities)
-    one, most = shares(settings), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    one, limit = shares(settings), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     largest = channel_sizes(one)[1] if settings.http_workers > 1 else one.buffered_bytes
-    if most != resource.RLIM_INFINITY and most < largest:
+    if limit != resource.RLIM_INFINITY and limit < largest:
         expected = f"files of up to {size(largest)} ({_BUFFERED})"
-        raise MemoryError(f"host memory: expected {expected}, got a limit of {size(most)} (ulimit -f)")
+        raise MemoryError(f"host memory: expected {expected}, got a limit of {size(limit)} (ulimit -f)")
     if (pinned := sum(memory.pinned.values())) > memory.free:
         listed = f"{size(pinned)} that a GPU needs pinned from the start ({_listed(memory.pinned)})"
         got = f"{size(memory.free)} free{_what_would_do(settings, capabilities, memory.free)}"

@@ -102,9 +102,9 @@ def _check(settings: "Settings", arguments: argparse.Namespace) -> None:
     """Raise ValueError for what cannot be recorded, UnwritableError for what cannot be written."""
     if not 1 <= (steps := arguments.steps) <= MAX_STEPS:
         raise ValueError(f"--steps: expected 1 to {MAX_STEPS}, got {steps}")
-    most = settings.limits.max_request_tokens
-    if not 1 <= (tokens := arguments.tokens) <= most:
-        raise ValueError(f"--tokens: expected 1 to limits.max_request_tokens ({most}), got {tokens}")
+    max_tokens = settings.limits.max_request_tokens
+    if not 1 <= (tokens := arguments.tokens) <= max_tokens:
+        raise ValueError(f"--tokens: expected 1 to limits.max_request_tokens ({max_tokens}), got {tokens}")
     if not 0 < (seconds := arguments.seconds) <= MAX_SECONDS:
         raise ValueError(f"--seconds: expected more than 0, at most {MAX_SECONDS:g}, got {seconds:g}")
     if settings.nnodes > 1:

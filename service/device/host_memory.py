@@ -29,11 +29,11 @@ def _rooms(proc: Path) -> Iterator[int]:
 def _room(folder: Path, limit: str, usage: str, droppable: str) -> int | None:
     """The bytes left in a cgroup; None if it has no limit."""
     try:
-        most = (folder / limit).read_text().strip()
+        maximum = (folder / limit).read_text().strip()
         used = int((folder / usage).read_text())
         files = re.search(rf"^{droppable} (\d+)", (folder / "memory.stat").read_text(), re.M)
     except (OSError, ValueError):
         return None
-    if not most.isdigit():
+    if not maximum.isdigit():
         return None
-    return max(0, int(most) - used + (int(files[1]) if files else 0))
+    return max(0, int(maximum) - used + (int(files[1]) if files else 0))

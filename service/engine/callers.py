@@ -91,8 +91,10 @@ class FairQueue(Generic[T]):
                 self._begin_round()
             caller = self._ready[0]
             waiting, before, begin = caller.waiting, room, len(taken)
-            most = caller.credit if len(self._ready) == 1 else 1  # others have their turn after one request
-            while waiting and (room == before or before - room < most):
+            max_tokens = (
+                caller.credit if len(self._ready) == 1 else 1
+            )  # others have their turn after one request
+            while waiting and (room == before or before - room < max_tokens):
                 left = waiting[0].left
                 fits = left <= room or (at_least_one and not taken)
                 if not fits:
@@ -148,11 +150,11 @@ class FairQueue(Generic[T]):
         for caller in self._callers.values():
             if caller is own or not caller.waiting:
                 continue
-            most = self._quantum + own.num_tokens
+            max_tokens = self._quantum + own.num_tokens
             if has_turns:  # a request for each of its own, and one before the new one
                 requests = min(len(own.waiting) + 1, len(caller.waiting))
-                most = min(most, math.ceil(caller.num_tokens * requests / len(caller.waiting)))
-            tokens += min(caller.num_tokens, most)
+                max_tokens = min(max_tokens, math.ceil(caller.num_tokens * requests / len(caller.waiting)))
+            tokens += min(caller.num_tokens, max_tokens)
         return tokens
 
     def all(self) -> list[T]:

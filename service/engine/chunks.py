@@ -10,11 +10,11 @@ from expertd.service.moe.request import LayerRequest, Output
 _STEP = 64  # tokens: chunks other than the last one are multiples, if they are that large
 
 
-def chunk_size(num_tokens: int, most: int) -> int:
-    """The tokens of the next chunk of `num_tokens`, in equal chunks of at most `most`."""
-    count = -(-num_tokens // most)
+def chunk_size(num_tokens: int, max_tokens: int) -> int:
+    """The tokens of the next chunk of `num_tokens`, in equal chunks of at most `max_tokens`."""
+    count = -(-num_tokens // max_tokens)
     size = -(-num_tokens // count)
-    return min(-(-size // _STEP) * _STEP, most, num_tokens)
+    return min(-(-size // _STEP) * _STEP, max_tokens, num_tokens)
 
 
 def begin_chunk(submission: Submission, num_tokens: int) -> Chunk:

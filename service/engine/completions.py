@@ -19,7 +19,7 @@ _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they 
 _REPORTS_IN_A_ROW = 8
 _PARTS = 16  # of those that wait, one in a row, if that is more
 _PAUSE_SECONDS = 1e-3
-_MOST_LEFT = 1024  # reports that are left to the thread of the steps
+_MAX_LEFT = 1024  # reports that are left to the thread of the steps
 _reporting_lock = threading.Lock()  # of the thread that runs a report: they share what they count
 
 
@@ -129,7 +129,7 @@ class Completions:
     def report_later(self, report: Callable[[], None]) -> None:
         """Call `report` on the event loop, with the next answers or at a `flush`, or in `report_one`."""
         self._reports.append(report)
-        if len(self._reports) % (_MOST_LEFT if self.leaves_reports else _MAX_REPORTS) == 0:
+        if len(self._reports) % (_MAX_LEFT if self.leaves_reports else _MAX_REPORTS) == 0:
             self.flush()
 
     def report_one(self) -> bool:

@@ -348,7 +348,7 @@ class Engine:
     async def _begin_serving(self, loaded: Loaded, arena: Arena, ids: dict[str, str]) -> None:
         weights = {model.name: model.weight for model in self.settings.models}
         self.executor.set_runners(*loaded.runners_of_lanes, weights=weights)
-        self.executor.set_max_running(loaded.most_running)
+        self.executor.set_max_running(loaded.max_running)
         self.executor.watch_device(loaded.failure, self._give_up)
         for lane in self.executor.lanes:
             await asyncio.wrap_future(lane.do_between_steps(loaded.prepare_thread))

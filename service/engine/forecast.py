@@ -8,7 +8,7 @@ _RECENT_SECONDS = 1.0  # older steps say nothing: else what they say would never
 _HALF_SECONDS = 0.25  # until a step counts half
 _DOUBTFUL_SECONDS = 0.1  # on an idle device: the next step may well take less than recent ones
 _STEADY_MARGIN = 1.5  # up to which `margin` shows that no single step took far longer than others
-_LEAST_MARGIN, _MOST_MARGIN = 1.1, 2.0
+_MIN_MARGIN, _MAX_MARGIN = 1.1, 2.0
 _SPREADS = 2.5  # by which few steps exceed what is forecast for them
 _BEYOND = 2.0  # of the largest recent step: what is larger may be the first of its kind
 
@@ -98,19 +98,19 @@ class Forecast:
         """How many times as long as `step` nearly all steps take, by how far recent ones exceeded it."""
         weight = self._sums[0]
         spread = math.sqrt(self._excess / weight) if weight else 0.0
-        return min(max(_LEAST_MARGIN, 1.0 + _SPREADS * spread), _MOST_MARGIN)
+        return min(max(_MIN_MARGIN, 1.0 + _SPREADS * spread), _MAX_MARGIN)
 
     def until_end(
-        self, num_tokens: int, most: int, wait: float = 0.0, behind: int = 0, arriving: float = 0.0
+        self, num_tokens: int, step_tokens: int, wait: float = 0.0, behind: int = 0, arriving: float = 0.0
     ) -> float:
-        """Seconds, after `wait`, of steps of at most `most` tokens each, until `num_tokens` are done.
+        """Seconds, after `wait`, of steps of at most `step_tokens` tokens each, until `num_tokens` are done.
 
         behind    tokens that wait, and are in the last step, too, if it has room
         arriving  the same, a second, until it begins
         """
-        full, rest = divmod(num_tokens - 1, most)
-        wait += full * self.step(most) if full else 0.0
-        return wait + self.step(min(most, rest + 1 + behind + arriving * wait))
+        full, rest = divmod(num_tokens - 1, step_tokens)
+        wait += full * self.step(step_tokens) if full else 0.0
+        return wait + self.step(min(step_tokens, rest + 1 + behind + arriving * wait))
 
 
 def _kept(age: float) -> float:

@@ -86,7 +86,7 @@ class Loaded:
     lanes have the same. Call prepare_thread on every thread that begins steps. use returns what steps have
     used, on any thread; gpus the UUIDs of the GPUs. route says what a model's router chooses for a request,
     on the worker thread; None: the routers are elsewhere. streams, on the worker thread, are those of steps
-    and their copies, with names. recordings are of the ranks, if steps run there. most_running steps may have
+    and their copies, with names. recordings are of the ranks, if steps run there. max_running steps may have
     begun at a time.
     """
 
@@ -112,7 +112,7 @@ class Loaded:
     route: Route | None = None
     streams: Callable[[], Sequence[tuple[str, Stream]]] = tuple
     recordings: Recordings | None = None
-    most_running: int = 2
+    max_running: int = 2
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:

@@ -81,20 +81,20 @@ class Queue:
         return sum(queue.tokens_before(submission.caller) for queue in queues)
 
     def until_end(
-        self, submission: Submission, room: int, most: int, joins: bool, wait: float = 0.0
+        self, submission: Submission, room: int, chunk_tokens: int, joins: bool, wait: float = 0.0
     ) -> float:
         """Seconds, after `wait`, until a new request is likely done; the others as for `take`."""
         before = self.tokens_before(submission)
         num_tokens = before + submission.request.num_tokens
         arriving = self._arrivals[False].per_second
-        keys = takewhile(lambda key: not (most and key & 1), self._order)
+        keys = takewhile(lambda key: not (chunk_tokens and key & 1), self._order)
         behind = max(0, sum(self._fair_queues[key].num_tokens for key in keys) - before)
         if submission.is_long:
             arriving += self._arrivals[True].per_second
-        elif most and (_key(submission) | 1) in self._order:
-            chunk = min(most, self._fair_queues[_key(submission) | 1].num_tokens)
+        elif chunk_tokens and (_key(submission) | 1) in self._order:
+            chunk = min(chunk_tokens, self._fair_queues[_key(submission) | 1].num_tokens)
             if joins:
-                num_tokens += math.ceil(num_tokens / (room - min(most, room // 2))) * chunk
+                num_tokens += math.ceil(num_tokens / (room - min(chunk_tokens, room // 2))) * chunk
             else:
                 turns = math.ceil(num_tokens / room) - 1 + self._chunk_is_due
                 wait += turns * self.forecast.step(chunk)
@@ -113,19 +113,19 @@ class Queue:
         """The next request; there must be one."""
         return self._fair_queues[self._order[0]].head()
 
-    def take(self, room: int, most: int, joins: bool = False) -> list[Chunk]:
+    def take(self, room: int, chunk_tokens: int, joins: bool = False) -> list[Chunk]:
         """What the next step computes, of at most `room` tokens, as much as the largest request.
 
-        most   the most tokens of a chunk; 0: long requests are computed whole, in their turn
-        joins  whether a step with a chunk has other requests, too
+        chunk_tokens  the most tokens of a chunk; 0: long requests are computed whole, in their turn
+        joins         whether a step with a chunk has other requests, too
         """
-        if self.num_requests == 1 and not most:  # as most often, when every microsecond counts
+        if self.num_requests == 1 and not chunk_tokens:  # as most often, when every microsecond counts
             fair = self._fair_queues[self._order.pop()]
             self.num_requests = self.num_tokens = 0
             return begin_rest(fair.take_whole(room, True)[0])
         step: list[Chunk] = []
         others = self._order.copy()
-        index = next((index for index, key in enumerate(others) if key & 1), -1) if most else -1
+        index = next((index for index, key in enumerate(others) if key & 1), -1) if chunk_tokens else -1
         if index < 0:
             self._fill(others, room, step)
         else:
@@ -134,7 +134,7 @@ class Queue:
             due = not others or (self._chunk_is_due and others == equal)
             self._chunk_is_due = not due
             if joins:
-                kept = min(most, room // 2) if equal else 0  # more urgent ones need not leave room
+                kept = min(chunk_tokens, room // 2) if equal else 0  # more urgent ones need not leave room
                 left, fits = self._fill(others, room - kept, step)
                 due, room = fits or kept > 0, left + kept
             elif not due:
@@ -143,7 +143,7 @@ class Queue:
                 fair = self._fair_queues[key]
                 self.num_chunks += 1
                 submission = fair.head()
-                num_tokens = min(chunk_size(submission.left, most), room)
+                num_tokens = min(chunk_size(submission.left, chunk_tokens), room)
                 fair.take(num_tokens)
                 step.append(begin_chunk(submission, num_tokens))
                 self.num_tokens -= num_tokens

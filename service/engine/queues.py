@@ -118,7 +118,7 @@ class Queues:
         """
         model, num_tokens = submission.model, submission.request.num_tokens
         queue = self.check_room(model, num_tokens, submission.caller)
-        submission.is_long = num_tokens > self._most_short()
+        submission.is_long = num_tokens > self._max_short_tokens()
         # Also if it is refused below: while long requests are computed whole, there is no time for any other.
         if self._num_short if submission.is_long else self.just_ended or self._long:
             self._competing_until = submission.arrived + _COMPETING_SECONDS
@@ -246,8 +246,8 @@ class Queues:
         num_tokens = submission.request.num_tokens
         if not busy and not self.waiting_models and self._of[model].forecast.is_doubtful(num_tokens):
             return
-        own, most = self._of[model], self._chunk_tokens()
-        alone = own.until_end(submission, limits.max_batch_tokens, most, limits.join_chunks)
+        own, chunk_tokens = self._of[model], self._chunk_tokens()
+        alone = own.until_end(submission, limits.max_batch_tokens, chunk_tokens, limits.join_chunks)
         for name in self.waiting_models:  # what other models get of the device meanwhile
             other = self._of[name]
             if other is not own and (tokens := other.tokens_before(submission)):
@@ -255,14 +255,16 @@ class Queues:
                 busy += min(seconds, alone * other.weight / own.weight)
         margin = max(_MARGIN, own.forecast.margin)
         given = submission.deadline - submission.arrived
-        least = own.forecast.until_end(num_tokens, limits.max_batch_tokens)
-        seconds = margin * own.until_end(submission, limits.max_batch_tokens, most, limits.join_chunks, busy)
+        own_seconds = own.forecast.until_end(num_tokens, limits.max_batch_tokens)
+        seconds = margin * own.until_end(
+            submission, limits.max_batch_tokens, chunk_tokens, limits.join_chunks, busy
+        )
         if seconds <= given:
             return
         retry: float | None = seconds
         why = f"given the queue of model {model} and {margin:.3g} times what recent steps took"
-        if least > given and own.forecast.is_steady:  # another try would be in vain, too
-            seconds, retry = least, None
+        if own_seconds > given and own.forecast.is_steady:  # another try would be in vain, too
+            seconds, retry = own_seconds, None
             why = "what recent steps take for this request alone"
         expected = f"expected about {round(1e6 * seconds)} microseconds"
         raise full_error(limits, f"timeout: {expected}, {why}, got {round(1e6 * given)}", retry)
@@ -272,7 +274,7 @@ class Queues:
         competing = self._long and self._competing_until > self._clock()
         return (self.limits.prefill_chunk_tokens or self.limits.max_request_tokens) if competing else 0
 
-    def _most_short(self) -> float:
+    def _max_short_tokens(self) -> float:
         """The most tokens of a request that is not long."""
         limits = self.limits
         if limits.prefill_chunk_tokens:

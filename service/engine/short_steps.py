@@ -12,7 +12,7 @@ from expertd.service.engine.stepping import Stepping
 from expertd.service.engine.steps import Chunk, Submission
 
 # A step here may take longer than is likely, and meanwhile no timeout can be answered.
-_LEAST_TIMEOUT_SECONDS = 50 * SHORT_SECONDS
+_MIN_TIMEOUT_SECONDS = 50 * SHORT_SECONDS
 # After a step, the event loop stays awake for as long, if the caller has been this quick before.
 _AWAKE_SECONDS = 0.2e-3
 
@@ -43,7 +43,7 @@ class ShortSteps:
 
     def fits(self, queue: Queue, timeout: float | None) -> bool:
         """Whether a step of all that is queued is likely short, and the timeout of its request is not."""
-        if timeout is not None and timeout < _LEAST_TIMEOUT_SECONDS:
+        if timeout is not None and timeout < _MIN_TIMEOUT_SECONDS:
             return False
         return 0.0 < queue.likely_seconds(queue.num_tokens) <= SHORT_SECONDS
 

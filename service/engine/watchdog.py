@@ -13,29 +13,27 @@ from expertd.service.engine.step_time import StepTime
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
-_LEAST_SECONDS = 10.0  # for any step: others may use the device, or the cores
+_MIN_SECONDS = 10.0  # for any step: others may use the device, or the cores
 _TIMES = 20  # as long as a step of its size took before
 _ANSWER_SECONDS = 5.0  # for the event loop, which may be the one that waits for the step
 
 
-def limit_of(most_seconds: float, likely_seconds: float) -> float:
+def limit_of(max_seconds: float, likely_seconds: float) -> float:
     """The seconds that a step may take which likely takes `likely_seconds`; 0: unknown."""
-    expected = max(_LEAST_SECONDS, _TIMES * likely_seconds) if likely_seconds else most_seconds
-    return min(most_seconds, expected)
+    expected = max(_MIN_SECONDS, _TIMES * likely_seconds) if likely_seconds else max_seconds
+    return min(max_seconds, expected)
 
 
 class Watchdog:
     """Looks at the steps of lanes, and at jobs between them, on a thread of its own, until `stop`.
 
-    most_seconds  that any step may take; a job may take as long, or what it says if that is more
+    max_seconds  that any step may take; a job may take as long, or what it says if that is more
     on_hang       is called with a sentence, once, on the event loop, which logs it; if that hangs, too, the
                   process exits
     """
 
-    def __init__(
-        self, lanes: Sequence[StepLane], most_seconds: float, on_hang: Callable[[str], None]
-    ) -> None:
-        self._lanes, self._most = lanes, most_seconds
+    def __init__(self, lanes: Sequence[StepLane], max_seconds: float, on_hang: Callable[[str], None]) -> None:
+        self._lanes, self._max_seconds = lanes, max_seconds
         self._on_hang = on_hang
         self._loop = asyncio.get_running_loop()
         self._stopped = threading.Event()
@@ -54,14 +52,14 @@ class Watchdog:
                     return
 
     def _times(self) -> tuple[StepTime, StepTime]:
-        job = StepTime("the device", self._most, what="what runs between two steps")
-        return StepTime("the device", self._most), job
+        job = StepTime("the device", self._max_seconds, what="what runs between two steps")
+        return StepTime("the device", self._max_seconds), job
 
     def _look(self, lane: StepLane, time_of_step: StepTime, time_of_job: StepTime) -> str | None:
         progress, likely = lane.step_in_flight()
         number, may_take = lane.job_in_flight()
-        late = time_of_step.why_late(progress, limit_of(self._most, likely))
-        return late or time_of_job.why_late(number, max(self._most, may_take))
+        late = time_of_step.why_late(progress, limit_of(self._max_seconds, likely))
+        return late or time_of_job.why_late(number, max(self._max_seconds, may_take))
 
     def _tell(self, why: str) -> None:
         told = threading.Event()

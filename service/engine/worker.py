@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # The other lane's next step is launched at the latest when the device has less than this to do.
 _LAUNCH_SECONDS = 0.4e-3
-_MOST_REPORTS = 64  # that wait for a step to run; more are called while the next request is awaited, too
+_MAX_REPORTS = 64  # that wait for a step to run; more are called while the next request is awaited, too
 _QUIET_SECONDS = 1e-3  # without a request, after which all are
 _PAUSE_SECONDS = 50e-6  # between two looks at steps, if no short request is expected at once
 _SET_TIMER_SLACK = 29  # of prctl
@@ -145,7 +145,7 @@ class Worker:
                     return True
                 if second is not None and not self._expects_more() and _go_on(second):
                     return False
-                if now >= quiet_from or sum([lane.num_reports for lane in self._lanes]) > _MOST_REPORTS:
+                if now >= quiet_from or sum([lane.num_reports for lane in self._lanes]) > _MAX_REPORTS:
                     self._report_one()
             # What was left to this thread while it was awake.
             if not self._rings_wake and self.poll(0):

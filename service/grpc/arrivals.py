@@ -7,19 +7,19 @@ from typing import Any
 
 from expertd.service.inference.errors import RequestError
 
-_LEAST_SECONDS = 2.0  # that a message may take to arrive while others wait for its place
+_MIN_SECONDS = 2.0  # that a message may take to arrive while others wait for its place
 
 
 class Arrivals:
-    """Receives messages of unary calls, `most` at a time; the bytes of others wait with their senders.
+    """Receives messages of unary calls, `max_messages` at a time; the bytes of others wait with their senders.
 
     seconds  in which a message must arrive; while others wait, the one that takes longest has less
     """
 
-    def __init__(self, most: int, seconds: float) -> None:
-        self.most = most
+    def __init__(self, max_messages: int, seconds: float) -> None:
+        self.max_messages = max_messages
         self._seconds = seconds
-        self._places = asyncio.Semaphore(most)
+        self._places = asyncio.Semaphore(max_messages)
         self._limits: dict[asyncio.Timeout, float] = {}  # of those that nobody waits for, and their beginning
         self._open: set[asyncio.Timeout] = set()
         self._is_stopped = False
@@ -48,7 +48,9 @@ class Arrivals:
 
     def full(self, subject: str, what: str) -> RequestError:
         """There is no room for one more."""
-        text = f"{subject}: expected at most {self.most} {what}, by limits.max_buffered_bytes, got more"
+        text = (
+            f"{subject}: expected at most {self.max_messages} {what}, by limits.max_buffered_bytes, got more"
+        )
         return RequestError(text, reason="memory_full", retry_after=1)
 
     def _hurry(self) -> None:
@@ -57,7 +59,7 @@ class Arrivals:
             del self._limits[limit]
             until = limit.when()
             if until is not None and not limit.expired():
-                limit.reschedule(min(until, began + _LEAST_SECONDS))
+                limit.reschedule(min(until, began + _MIN_SECONDS))
             return
 
     async def _received(self, messages: AsyncIterator[bytes]) -> bytes:

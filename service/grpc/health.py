@@ -24,12 +24,12 @@ _Response = health_pb2.HealthCheckResponse
 class Health:
     """Answers both calls; for the event loop.
 
-    most  watchers at a time: they need no key, and must leave open calls to others
+    max_watchers  watchers at a time: they need no key, and must leave open calls to others
     """
 
-    def __init__(self, engine: Engine, most: int) -> None:
+    def __init__(self, engine: Engine, max_watchers: int) -> None:
         self._engine = engine
-        self._most = most
+        self._max_watchers = max_watchers
         self._num_watchers = 0
         self._looking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # replaced by another one at each change
@@ -46,9 +46,9 @@ class Health:
     async def watch(self, data: bytes, write: Callable[[bytes], Awaitable[object]]) -> None:
         """Write the status, and again whenever it changes, until the server ends. Raises OipError."""
         service = _service(data)
-        if self._num_watchers >= self._most:
-            text = f"watchers: expected at most {self._most}, half of limits.max_connections, got one more"
-            raise OipError(503, text, retry_after=1)
+        if self._num_watchers >= self._max_watchers:
+            limit = f"{self._max_watchers}, half of limits.max_connections"
+            raise OipError(503, f"watchers: expected at most {limit}, got one more", retry_after=1)
         self._num_watchers += 1
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._look(self._statuses()))

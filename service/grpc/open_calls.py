@@ -18,7 +18,7 @@ class OpenCalls:
     """Counts calls; gRPC does not tell whose connections are open."""
 
     def __init__(self, limits: Limits) -> None:
-        self._most = {
+        self._limits = {
             "max_connections": limits.max_connections,
             "max_connections_per_address": limits.max_connections_per_address,
         }
@@ -59,13 +59,13 @@ class OpenCalls:
             self._all_sent.set()
 
     def _refusal(self, address: str) -> OipError | None:
-        for (name, most), place in zip(self._most.items(), (_ALL, address), strict=True):
-            if self._unanswered[place] > most:
-                text = f"limits.{name}: expected at most {most} open calls, got more"
+        for (name, limit), place in zip(self._limits.items(), (_ALL, address), strict=True):
+            if self._unanswered[place] > limit:
+                text = f"limits.{name}: expected at most {limit} open calls, got more"
             # Twice: a caller may have read its answer, and send its next call, before gRPC says so.
-            elif self._unsent[place] > 2 * most:
-                limit = f"expected at most {2 * most}, twice limits.{name}, got more"
-                text = f"open calls and unread answers: {limit}"
+            elif self._unsent[place] > 2 * limit:
+                expected = f"expected at most {2 * limit}, twice limits.{name}, got more"
+                text = f"open calls and unread answers: {expected}"
             else:
                 continue
             return OipError(503, text, retry_after=1)

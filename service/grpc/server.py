@@ -42,8 +42,8 @@ class GrpcServer:
         # In front of several HTTP processes, the application does not check keys itself.
         own = settings.http_workers > 1 and settings.keys is not None
         gate = Gate(KeyFile(settings.keys), app.metrics.keys) if own and settings.keys else app.gate
-        self._most_bytes = min(settings.limits.max_body_bytes + _FRAMING_BYTES, _MOST)
-        self._service = Service(app, gate, self._most_bytes)
+        self._max_bytes = min(settings.limits.max_body_bytes + _FRAMING_BYTES, _MOST)
+        self._service = Service(app, gate, self._max_bytes)
         self._settings = settings
         self._server: grpc.aio.Server | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -62,7 +62,7 @@ class GrpcServer:
         }
         options = [
             ("grpc.so_reuseport", 0),  # else two servers may share the port unnoticed
-            ("grpc.max_receive_message_length", self._most_bytes),
+            ("grpc.max_receive_message_length", self._max_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.http2.bdp_probe", 0),  # else megabytes of each call arrive that waits to be received
             *((name, min(value, _MOST)) for name, value in limited.items()),

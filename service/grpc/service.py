@@ -42,10 +42,10 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     Unary calls are handled as streams of one message, so that they are checked before it is received.
 
-    most_bytes  of a message
+    max_bytes  of a message
     """
 
-    def __init__(self, app: ExpertApp, gate: Gate, most_bytes: int) -> None:
+    def __init__(self, app: ExpertApp, gate: Gate, max_bytes: int) -> None:
         self._app = app
         self._gate = gate
         self._infer = Infer(InferEndpoint(app.engine, app.metrics, gate, app.status_of, tracing=app.tracing))
@@ -53,8 +53,8 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._access_log = settings.access_log
         self._logs_ends = app.infer.logs_requests
         self._calls = OpenCalls(settings.limits)
-        most = max(1, settings.buffered_bytes // most_bytes)
-        self._arrivals = Arrivals(most, settings.limits.body_timeout_seconds)
+        max_messages = max(1, settings.buffered_bytes // max_bytes)
+        self._arrivals = Arrivals(max_messages, settings.limits.body_timeout_seconds)
         # Whatever is sent to the server, a probe waits for none of it.
         self._probes = Arrivals(1, min(_HEALTH_SECONDS, settings.limits.body_timeout_seconds))
         self._health = Health(app.engine, max(1, settings.limits.max_connections // 2))
@@ -133,7 +133,7 @@ class Service(grpc.GenericRpcHandler):  # type: ignore[misc]
         authorization = _authorization(context)
         if (refusal := self._refusal("ModelInfer", authorization, crowded)) is not None:
             return refusal
-        if len(self._streams) >= self._arrivals.most:
+        if len(self._streams) >= self._arrivals.max_messages:
             raise self._arrivals.full("stream", "open streams")
         if self._is_ending:
             raise _ending()

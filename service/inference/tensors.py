@@ -83,12 +83,12 @@ def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
 
 def check_json_output(output: Output, num_tokens: int, spec: LayerSpec) -> None:
     """Raise RequestError if the output is wanted as JSON and may be too large for that."""
-    most = num_tokens * spec.hidden_size * _NUMBER_BYTES
-    if output.binary or output.place is not None or most <= spec.max_json_bytes:
+    max_bytes = num_tokens * spec.hidden_size * _NUMBER_BYTES
+    if output.binary or output.place is not None or max_bytes <= spec.max_json_bytes:
         return
     text = (
-        f"output hidden_states: expected at most {spec.max_json_bytes} bytes of JSON, got up to {most} for "
-        f"shape {[num_tokens, spec.hidden_size]}; set binary_data_output to get it in binary"
+        f"output hidden_states: expected at most {spec.max_json_bytes} bytes of JSON, got up to {max_bytes} "
+        f"for shape {[num_tokens, spec.hidden_size]}; set binary_data_output to get it in binary"
     )
     raise RequestError(text, reason="json_too_large")
 

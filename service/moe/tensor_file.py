@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, TypeGuard
 
 from expertd.service.util.files import check_readable, why_unreadable
 
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH_BYTES = 8  # of the header's length, in front of it
 _BITS = {
     "F4": 4,
@@ -108,7 +108,7 @@ class TensorFile:
             self._refuse(f"{self._num_bytes} bytes")
         length = int.from_bytes(self._bytes(0, _LENGTH_BYTES), "little")
         begin = _LENGTH_BYTES + length
-        if length > _MOST_HEADER_BYTES or begin > self._num_bytes:
+        if length > _MAX_HEADER_BYTES or begin > self._num_bytes:
             self._refuse(f"a header of {length} bytes in a file of {self._num_bytes}")
         try:
             header = json.loads(self._bytes(_LENGTH_BYTES, length))

@@ -10,7 +10,7 @@ from expertd.service.moe.tensor_file import TensorFile
 
 BIASES = ("gate_up_bias", "down_bias")
 OPTIONAL = frozenset({"router_bias", "shared_gate", *BIASES})
-_MOST_NAMES = 3
+_MAX_NAMES = 3
 
 
 class TensorSpec(NamedTuple):
@@ -81,5 +81,5 @@ def _found(missing: Collection[str], unknown: Collection[str]) -> Iterator[str]:
 
 def _some(names: Collection[str]) -> str:
     """The first few names, shortened and in ASCII, and the number of the others."""
-    named = ", ".join(f"{ascii(name)[1:-1]:.60}" for name in sorted(names)[:_MOST_NAMES])
-    return named if len(names) <= _MOST_NAMES else f"{named} and {len(names) - _MOST_NAMES} more"
+    named = ", ".join(f"{ascii(name)[1:-1]:.60}" for name in sorted(names)[:_MAX_NAMES])
+    return named if len(names) <= _MAX_NAMES else f"{named} and {len(names) - _MAX_NAMES} more"

@@ -112,9 +112,9 @@ class RingSizes(NamedTuple):
     def of(cls, settings: Settings) -> "RingSizes":
         """A step has at most a request for each token."""
         ranks = settings.num_ranks
-        most_experts = max(model.num_experts for model in settings.models)
-        most = max(step_bytes(settings.limits.max_batch_tokens), move_bytes(ranks))
-        return cls(most, end_bytes(most_experts))
+        max_experts = max(model.num_experts for model in settings.models)
+        num_bytes = max(step_bytes(settings.limits.max_batch_tokens), move_bytes(ranks))
+        return cls(num_bytes, end_bytes(max_experts))
 
     @property
     def total_bytes(self) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_KEPT = 2048  # requests, before their spans are made
+_MAX_KEPT = 2048  # requests, before their spans are made
 _LOOK_SECONDS = 0.1  # between looks for requests
 # Making the spans of a request takes a fraction of a millisecond, in which the event loop and the thread of
 # the steps may wait, so the thread makes few in a row, unless very many wait.
@@ -54,7 +54,7 @@ class Tracing:
 
     def add(self, request: TracedRequest) -> None:
         """Have spans made soon, unless too many requests wait for that."""
-        if len(self._requests) < _MOST_KEPT:
+        if len(self._requests) < _MAX_KEPT:
             self._requests.append(request)
         else:
             self.dropped += 1
@@ -86,8 +86,8 @@ class Tracing:
         self._make(spans, len(self._requests))
         spans.close()
 
-    def _make(self, spans: "Spans", most: int) -> None:
-        for _ in range(min(most, len(self._requests))):
+    def _make(self, spans: "Spans", max_spans: int) -> None:
+        for _ in range(min(max_spans, len(self._requests))):
             try:
                 spans.add(self._requests.popleft())
             except Exception:  # the next one may be fine

@@ -13,7 +13,7 @@ from pathlib import Path
 CASES = int(os.environ.get("CASES", "2000"))
 SENT: Counter[str] = Counter()  # "cases": all that were sent so far
 CORPUS = Path(__file__).parent / "corpus"
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 _NUMBERS = (0, 1, 3, 64, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
 Change = Callable[[random.Random, bytearray, int], None]
 
@@ -33,7 +33,7 @@ def cases(name: str, tokens: Sequence[bytes] = (), seed: int = 0) -> Iterator[by
         data = bytearray(chance.choice(pool))
         for _ in range(chance.choice((1, 1, 2, 4, 16))):
             _change(chance, data, chance.choice(pool), tokens)
-        made = bytes(data[:_MOST_BYTES])
+        made = bytes(data[:_MAX_BYTES])
         if chance.random() < 0.01:  # changes of changes
             pool[len(seeds) + chance.randrange(64) :] = [made]
         SENT["cases"] += 1

@@ -13,9 +13,9 @@ from expertd_client.places import aligned
 from expertd_client.transport import NotThisCallError
 
 _PLACE_ALIGNMENT = 4096
-_LEAST_BYTES = 64 << 10  # of a place: callers' sizes vary
-_LEAST_TOKENS = 16
-_LEAST_PLACES = 2
+_MIN_BYTES = 64 << 10  # of a place: callers' sizes vary
+_MIN_TOKENS = 16
+_MIN_PLACES = 2
 _MANY_BYTES = 128 << 20  # of an arena: beyond, it has only as many places as it must
 _PAUSE_SECONDS = 5.0  # after a refusal by the server
 _MORE_PLACES_SECONDS = 30.0  # after a refusal of places that calls can do without
@@ -47,7 +47,7 @@ class Sizes:
         return self.place_bytes * self.num_places
 
 
-def least_sizes(need: Need, num_places: int = 1) -> Sizes:
+def min_sizes(need: Need, num_places: int = 1) -> Sizes:
     """For so many calls at a time, of exactly this size."""
     return Sizes(max(1, need.tokens), aligned(max(1, need.num_bytes), _PLACE_ALIGNMENT), num_places)
 
@@ -187,7 +187,7 @@ class Holder(Generic[A]):
             if asked is not None and not asked.is_needed:
                 self._have_no_more(error)
             else:
-                self._refusal = least_sizes(need), error, time.monotonic() + _pause(error)
+                self._refusal = min_sizes(need), error, time.monotonic() + _pause(error)
 
     def give_back(self, lease: Lease[A], unanswered: int | None = None) -> None:
         """End the use of a place. `unanswered`: the request there, if it has no answer."""
@@ -246,23 +246,23 @@ class Holder(Generic[A]):
             self._granted = self._arena.sizes.num_places, time.monotonic() + seconds
 
     def _may_have_more(self, sizes: Sizes) -> bool:
-        return self._callers > sizes.num_places and sizes.num_places < self._most(sizes.place_bytes)
+        return self._callers > sizes.num_places and sizes.num_places < self._place_limit(sizes.place_bytes)
 
-    def _most(self, place_bytes: int) -> int:
-        places = min(self._max_places, max(_LEAST_PLACES, _MANY_BYTES // place_bytes))
+    def _place_limit(self, place_bytes: int) -> int:
+        places = min(self._max_places, max(_MIN_PLACES, _MANY_BYTES // place_bytes))
         if self._granted is not None and time.monotonic() < self._granted[1]:
             return min(places, self._granted[0])
         return places
 
     def _larger(self, need: Need, old: Sizes | None) -> Sizes:
         """Powers of two, so that it is replaced few times, and places never smaller than before."""
-        places = max(_LEAST_PLACES, _power(self._callers))
+        places = max(_MIN_PLACES, _power(self._callers))
         if old is not None and old.hold(need):
-            return replace(old, num_places=min(places, self._most(old.place_bytes)))
-        tokens = max(_LEAST_TOKENS, _power(need.tokens), old.max_tokens if old else 0)
+            return replace(old, num_places=min(places, self._place_limit(old.place_bytes)))
+        tokens = max(_MIN_TOKENS, _power(need.tokens), old.max_tokens if old else 0)
         num_bytes = max(need.num_bytes * tokens // max(1, need.tokens), old.place_bytes if old else 0)
-        place_bytes = aligned(max(_LEAST_BYTES, num_bytes), _PLACE_ALIGNMENT)
-        return Sizes(tokens, place_bytes, min(places, self._most(place_bytes)))
+        place_bytes = aligned(max(_MIN_BYTES, num_bytes), _PLACE_ALIGNMENT)
+        return Sizes(tokens, place_bytes, min(places, self._place_limit(place_bytes)))
 
     def _check_refusal(self, need: Need) -> None:
         if self._refusal is None:
@@ -303,7 +303,7 @@ def _opening(need: Need, sizes: Sizes, old: Sizes | None) -> Opening:
         return Opening(tuple(replace(sizes, num_places=number) for number in more), is_needed)
     exact = Need(max(need.tokens, old.max_tokens), max(need.num_bytes, old.place_bytes))
     numbers = [*more, min(sizes.num_places, old.num_places)]
-    tries = dict.fromkeys([sizes, *(least_sizes(exact, number) for number in numbers)])
+    tries = dict.fromkeys([sizes, *(min_sizes(exact, number) for number in numbers)])
     return Opening(tuple(tries), is_needed)
 
 

@@ -57,7 +57,7 @@ class BaseClient:
         check_limits(timeout, max_connections, max_retries, retry_seconds)
         address = parse_address(url, key, ca, certificate)
         self._timeout, self._retry_seconds = timeout, retry_seconds
-        self._most_tokens: dict[str, int] = {}  # of a request, where a call was larger
+        self._max_tokens: dict[str, int] = {}  # of a request, where a call was larger
         self._http = HttpTransport(address, max_connections, max_retries)
         channel = ChannelTransport(self._http, max_connections, max_retries)
         self._choice = Choice(transport, address, channel, self._http)
@@ -72,13 +72,13 @@ class BaseClient:
 
     def _whole(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have a call answered, in parts if it is larger than the server takes."""
-        if call.shape[0] <= self._most_tokens.get(call.model, call.shape[0]):
+        if call.shape[0] <= self._max_tokens.get(call.model, call.shape[0]):
             try:
                 return (yield from self._answer(call, deadline))
             except InvalidRequestError as error:
                 if not (yield from self._is_too_large(call, error, deadline)):
                     raise
-        for part in call.parts(self._most_tokens[call.model]):
+        for part in call.parts(self._max_tokens[call.model]):
             yield from self._whole(part, deadline)
             part.output.result()
 
@@ -87,13 +87,13 @@ class BaseClient:
         rows = call.shape[0]
         if error.status is None or rows < 2 or (error.status != 413 and "tokens" not in str(error)):
             return False
-        most: int | None = -(-rows // 2)
+        max_rows: int | None = -(-rows // 2)
         if error.status != 413:  # which is about bytes
             model = read_metadata((yield from self._http.request("GET", model_path(call.model), deadline)))
-            most = model.max_request_tokens
-        if most is None or rows <= most:
+            max_rows = model.max_request_tokens
+        if max_rows is None or rows <= max_rows:
             return False
-        self._most_tokens[call.model] = most
+        self._max_tokens[call.model] = max_rows
         return True
 
     def _answer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:

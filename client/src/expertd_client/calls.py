@@ -26,10 +26,10 @@ class LayerCall:
         """Of hidden_states and of the output."""
         return self.inputs[0].shape
 
-    def parts(self, most_tokens: int) -> "list[LayerCall]":
+    def parts(self, max_tokens: int) -> "list[LayerCall]":
         """Calls of equal size, as far as that goes, whose outputs are parts of this one's."""
         rows = self.shape[0]
-        count = -(-rows // most_tokens)
+        count = -(-rows // max_tokens)
         ends = [rows * number // count for number in range(count + 1)]
         return [
             LayerCall(

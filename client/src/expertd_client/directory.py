@@ -27,7 +27,7 @@ T = TypeVar("T")
 # What the server's error is about if it refuses memory of a GPU rather than the channel.
 _MEMORY = ("memory", "raw_handle", "device_id", "byte_size")
 _GROWTH_SECONDS = 0.5  # to open an arena that calls can do without; shorter than any Retry-After
-_LEAST_SECONDS = 1e-3  # a deadline has some
+_MIN_SECONDS = 1e-3  # a deadline has some
 _TOKENS = "max_tokens:"  # beyond the server's limit of a request, over any transport
 _ROUTING = "flags:"  # the layer needs routing in host memory
 
@@ -182,18 +182,18 @@ class Directory(Generic[A]):
 
 def largest(wanted: Wanted, make: Callable[[Sizes], Steps[T]]) -> Steps[T]:
     """What `make` makes with the first of the sizes that are not refused. Raises RefusedError."""
-    *larger, least = wanted.opening.sizes
+    *larger, smallest = wanted.opening.sizes
     for sizes in larger:
         with suppress(RefusedError, DeviceMemoryError):
             return (yield from make(sizes))
-    return (yield from make(least))
+    return (yield from make(smallest))
 
 
 def _opening_deadline(opening: Opening, deadline: Deadline) -> Deadline:
     """The time to open an arena for a call, which may get a place of the current one if that fails."""
     if opening.is_needed:
         return deadline
-    return Deadline(max(_LEAST_SECONDS, min(_GROWTH_SECONDS, deadline.remaining() / 2)))
+    return Deadline(max(_MIN_SECONDS, min(_GROWTH_SECONDS, deadline.remaining() / 2)))
 
 
 def gpu_of(call: LayerCall) -> int | None:

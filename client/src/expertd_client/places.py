@@ -79,9 +79,9 @@ def narrow_ids(ids: Tensor) -> npt.NDArray[Any]:
     """topk_ids in host memory, all within int32. Raises WideIdsError."""
     values = _on_host(ids)
     if ids.datatype == "INT64" and values.size:
-        least, most = int(values.min()), int(values.max())
-        if least < _INT32.min or most > _INT32.max:
-            got = least if least < _INT32.min else most
+        lowest, highest = int(values.min()), int(values.max())
+        if lowest < _INT32.min or highest > _INT32.max:
+            got = lowest if lowest < _INT32.min else highest
             raise WideIdsError(f"topk_ids: expected experts of 32 bits, got {got}")
     return values
 

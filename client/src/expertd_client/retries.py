@@ -58,8 +58,8 @@ def _delay(error: ExpertError, retries: int, max_retries: int, deadline: Deadlin
     if (retry_after is None or retries >= max_retries) and not (is_lost(error) and deadline.may_repeat()):
         raise error
     if retry_after is None:
-        most = min(_LAST_SECONDS, _FIRST_SECONDS * 2 ** min(retries, _DOUBLINGS))
-        delay = random.uniform(most / 2, most)
+        max_delay = min(_LAST_SECONDS, _FIRST_SECONDS * 2 ** min(retries, _DOUBLINGS))
+        delay = random.uniform(max_delay / 2, max_delay)
     else:
         delay = retry_after + random.uniform(0, _JITTER_SECONDS + _JITTER * retry_after)
     if delay >= deadline.remaining():

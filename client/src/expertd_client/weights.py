@@ -24,9 +24,9 @@ _PREFIXES = (
     "layers.",
 )
 _ROUTER_BIAS = "e_score_correction_bias"  # some families have it among the experts
-_MOST_WHOLE = 64 * 1024
+_MAX_WHOLE = 64 * 1024
 _PIECE = 1024
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class _Entry(NamedTuple):
@@ -84,7 +84,7 @@ def _pieces(entry: _Entry) -> Iterator[tuple[int, int]]:
     count = entry.shape[0] if len(entry.shape) > 2 else 1
     size = (entry.end - entry.begin) // count if count else 0
     for first in range(entry.begin, entry.begin + count * size, size or 1):
-        if size <= _MOST_WHOLE:
+        if size <= _MAX_WHOLE:
             yield first, size
         else:
             yield first, _PIECE
@@ -123,7 +123,7 @@ def _header(path: Path, changed: int) -> dict[str, _Entry]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(_read(file, 8), "little")
-            header = json.loads(_read(file, min(length, _MOST_HEADER_BYTES)))
+            header = json.loads(_read(file, min(length, _MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
         return {
             name: _Entry(

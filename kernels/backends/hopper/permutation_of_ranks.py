@@ -35,7 +35,7 @@ def _group_bytes(all_segment_bits: int) -> int:
     return 4 * ((1 << all_segment_bits) + 1)  # a number for each segment, and one more
 
 
-def _most_groups(num_ranks: int, num_experts: int) -> int:
+def _max_groups(num_ranks: int, num_experts: int) -> int:
     # With as many segments as a rank can have: a layer's calls do not depend on their tokens.
     all_segment_bits = _bits(num_ranks * MAX_SEGMENTS)
     return min(MAX_GROUPS, (_SM_BYTES - _expert_bytes(num_experts)) // _group_bytes(all_segment_bits))
@@ -45,7 +45,7 @@ def _bits(count: int) -> int:
     return (count - 1).bit_length()
 
 
-def _most_shared_bytes(num_experts: int) -> int:
+def _max_shared_bytes(num_experts: int) -> int:
     return _SM_BYTES
 
 
@@ -54,7 +54,7 @@ def _variant(pairs_of_lane: int) -> Variant:
         "permutation_of_ranks", f"{pairs_of_lane}",
         AT_ONCE=pairs_of_lane, MANY_PAIRS=_MANY_PAIRS, SEGMENTS=MAX_SEGMENTS,
     )  # fmt: skip
-    return Variant(source, THREADS, _most_shared_bytes)
+    return Variant(source, THREADS, _max_shared_bytes)
 
 
 _BY_PAIRS_OF_LANE = {pairs: _variant(pairs) for pairs in (1, 4)}
@@ -81,9 +81,9 @@ def permutation_of_ranks(
     top_k, places = topk_ids.shape[1], tokens.places
     permutation = DevicePermutation.empty((tokens.num_tokens, top_k), num_groups, places.device)
     num_pairs, num_own, num_experts = permutation.inverse.numel(), topk_ids.numel(), places.numel()
-    most_groups = _most_groups(memory.num_ranks, num_experts)
-    if not 1 <= num_groups <= most_groups:
-        expected = f"1 to {most_groups} with {num_experts} experts on {memory.num_ranks} ranks"
+    max_groups = _max_groups(memory.num_ranks, num_experts)
+    if not 1 <= num_groups <= max_groups:
+        expected = f"1 to {max_groups} with {num_experts} experts on {memory.num_ranks} ranks"
         raise ValueError(f"num_groups: expected {expected}, got {num_groups}")
     if num_pairs <= FEW_PAIRS:
         few_pairs_of_ranks(kernels, on, memory, tokens, topk_ids, topk_weights, permutation, offsets_copy)

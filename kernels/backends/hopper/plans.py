@@ -155,9 +155,10 @@ def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[G
         cuts = list(range(16 * config.steps - 4, 15, -4))
         if num_groups == 1:
             steps = math.ceil(rows / config.step)
-            least = math.ceil(steps / config.steps)
+            min_steps = math.ceil(steps / config.steps)
             cuts = [
-                math.ceil(16 * steps / tiles) for tiles in range(least + 1, min(least + _CUTS, steps + 1))
+                math.ceil(16 * steps / tiles)
+                for tiles in range(min_steps + 1, min(min_steps + _CUTS, steps + 1))
             ]
         for tile_steps in cuts:
             # Tall tiles first for a single group; with two, weights would just be read twice.

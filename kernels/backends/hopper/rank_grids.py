@@ -31,8 +31,8 @@ def ctas(
     A multiple of the parts, so that a CTA keeps to its columns.
     """
     each = math.ceil(columns / columns_at_once)
-    most = per_sm * multiprocessors(on.device, num_sms) // each
-    return min(max(1, len(tokens) * max(tokens)), max(1, most)) * each
+    max_ctas = per_sm * multiprocessors(on.device, num_sms) // each
+    return min(max(1, len(tokens) * max(tokens)), max(1, max_ctas)) * each
 
 
 def ctas_per_token(num_ctas: int, tokens: Sequence[int], columns: int, columns_at_once: int = COLUMNS) -> int:

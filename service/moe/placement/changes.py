@@ -10,7 +10,7 @@ from expertd.service.moe.placement.search import Search
 from expertd.service.moe.split import parts_of
 
 # A layer whose max/mean would fall by less stays as it is.
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ def require_alike(old: Placement, new: Placement) -> None:
 
 def _worthwhile(old: Placement, new: Placement, loads: Floats, before: float) -> Change:
     after = new.imbalance(loads)
-    if after > before * (1 - LEAST_GAIN):
+    if after > before * (1 - MIN_GAIN):
         return Change(old, 0, before, before)
     return Change(new, count_moves(old, new), before, after)
 

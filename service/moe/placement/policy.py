@@ -17,7 +17,7 @@ from expertd.service.moe.placement.search import Search
 from expertd.service.moe.split import parts_of
 
 # For experts without load, so small that it changes no decision: spares are spread evenly over them.
-LEAST_LOAD = 1e-12
+MIN_LOAD = 1e-12
 # max/mean below which a layer is not improved further, unless the greedy rules reach less.
 NEARLY_LEVEL = 1.001
 # max/mean that counts as perfect: 1.0000, to four decimals.
@@ -41,7 +41,7 @@ def global_placement(loads: ArrayLike, num_ranks: int, num_physical: int) -> Pla
     require("num_ranks", num_ranks >= 1, "at least 1", num_ranks)
     require_room(num_physical, len(checked))
     largest = checked.max()
-    relative = np.maximum(checked / largest if largest else np.ones_like(checked), LEAST_LOAD)
+    relative = np.maximum(checked / largest if largest else np.ones_like(checked), MIN_LOAD)
     greedy = _packed(relative, _replicas(relative, num_physical, num_physical), num_ranks)
     apart = _packed(relative, _replicas(relative, num_physical, num_ranks), num_ranks)
     mean = relative.sum() / num_ranks

@@ -8,7 +8,7 @@ import numpy as np
 from expertd.service.moe.placement.placement import Floats, Ints
 
 # A move must lower the measure by this part of the mean load.
-LEAST_GAIN = 3e-4
+MIN_GAIN = 3e-4
 # Exchanges of a placement that is being made cost nothing: they need gain no more than rounding.
 ROUNDING_GAIN = 1e-10
 MAX_EXCHANGES = 32
@@ -68,7 +68,7 @@ class Search:
         while left:
             steps = [self._replacement(), self._exchange(self._heavy()) if left >= 2 else None]
             best = max((step for step in steps if step), key=lambda step: step.gain, default=None)
-            if best is None or best.gain <= LEAST_GAIN * self.load.mean():
+            if best is None or best.gain <= MIN_GAIN * self.load.mean():
                 break
             self._apply(best)
             left -= len(best.slots)

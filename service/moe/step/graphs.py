@@ -35,16 +35,16 @@ class _Tensors:
     """
 
     def __init__(self, hidden_size: int, top_k: int, device: Device, copies: HostCopies) -> None:
-        most, where = TOKEN_COUNTS[-1], device.tensors
+        max_tokens, where = TOKEN_COUNTS[-1], device.tensors
         self.table = RequestTable()
-        self.hidden_states = torch.zeros(most, hidden_size, dtype=torch.bfloat16, device=where)
-        self.topk_ids = torch.full((most, top_k), -1, dtype=torch.int32, device=where)
-        self.topk_weights = torch.zeros(most, top_k, dtype=torch.float32, device=where)
-        self.out = torch.empty(most, hidden_size, dtype=torch.float32, device=where)
-        self.host_hidden_states = PinnedRows(most, hidden_size * 2, device, copies)
-        self.host_topk_ids = PinnedRows(most, top_k * 8, device, copies)
-        self.host_topk_weights = PinnedRows(most, top_k * 4, device, copies)
-        self.host_out = PinnedRows(most, hidden_size * 4, device, copies)
+        self.hidden_states = torch.zeros(max_tokens, hidden_size, dtype=torch.bfloat16, device=where)
+        self.topk_ids = torch.full((max_tokens, top_k), -1, dtype=torch.int32, device=where)
+        self.topk_weights = torch.zeros(max_tokens, top_k, dtype=torch.float32, device=where)
+        self.out = torch.empty(max_tokens, hidden_size, dtype=torch.float32, device=where)
+        self.host_hidden_states = PinnedRows(max_tokens, hidden_size * 2, device, copies)
+        self.host_topk_ids = PinnedRows(max_tokens, top_k * 8, device, copies)
+        self.host_topk_weights = PinnedRows(max_tokens, top_k * 4, device, copies)
+        self.host_out = PinnedRows(max_tokens, hidden_size * 4, device, copies)
         self.offsets = device.pinned(MAX_GROUPS + 2, dtype=torch.int32).zero_()  # see `count_named`
         self.host_offsets = self.offsets.numpy()
         self.are_free = True  # for the host to write: no step uses them

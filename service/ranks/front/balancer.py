@@ -31,13 +31,13 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 # Plans by themselves wait for as much load for each expert: with less, chance decides.
-_LEAST_LOAD = 16
+_MIN_LOAD = 16
 
-MOST_SECONDS = 1e-3
+MAX_SECONDS = 1e-3
 """What a step may wait for the slice before it."""
 
-_AIMED_SECONDS = 0.5 * MOST_SECONDS
-_FIRST_BYTES = _LEAST_BYTES = 64 * 1024
+_AIMED_SECONDS = 0.5 * MAX_SECONDS
+_FIRST_BYTES = _MIN_BYTES = 64 * 1024
 
 Job = Callable[[], None]
 
@@ -148,7 +148,7 @@ class Balancer:
         models = [
             model
             for model, loads in enumerate(self._loads)
-            if model not in self._pinned and loads.loads().sum() >= _LEAST_LOAD * len(loads.loads())
+            if model not in self._pinned and loads.loads().sum() >= _MIN_LOAD * len(loads.loads())
         ]
         self._rebalance(models)
 
@@ -206,7 +206,7 @@ class SliceSize:
     def note(self, num_bytes: int, seconds: float) -> None:
         """Aim at half of the time that is allowed; at most twice as many bytes as before."""
         fitting = int(num_bytes * _AIMED_SECONDS / max(seconds, 1e-9))
-        self.num_bytes = max(_LEAST_BYTES, min(fitting, 2 * self.num_bytes))
+        self.num_bytes = max(_MIN_BYTES, min(fitting, 2 * self.num_bytes))
 
 
 class Carrier:

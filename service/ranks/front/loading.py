@@ -36,8 +36,8 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         if about is None:
             raise LoadCancelledError
         tokens = settings.limits.max_batch_tokens
-        most = max(staging_bytes(tokens, model.hidden_size, model.top_k) for model in settings.models)
-        staging = [StagingRegion(most, supervisor.register) for _ in range(MAX_SENT)]
+        num_bytes = max(staging_bytes(tokens, model.hidden_size, model.top_k) for model in settings.models)
+        staging = [StagingRegion(num_bytes, supervisor.register) for _ in range(MAX_SENT)]
         stack.pop_all()
     backend, device, partitions = about
     logger.info("%d ranks are ready, each with its part of every layer", settings.num_ranks)
@@ -80,6 +80,6 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
         placements=balancer,
         gpus=lambda: [state.device.uuid for state in steps.states()],
         recordings=RankRecordings(supervisor.group),
-        most_running=MAX_SENT,
+        max_running=MAX_SENT,
         close=close,
     )

@@ -53,8 +53,8 @@ class RemoteSteps:
     def share(self, register: Register) -> None:
         """Make memory for steps that the device can access. Raises OSError, RuntimeError."""
         settings = self._setup.settings
-        most_rows = len(part_of(settings.limits.max_batch_tokens, 0, self._setup.num_ranks)) + 1
-        size = max(staging_bytes(most_rows, model.hidden_size, model.top_k) for model in settings.models)
+        max_rows = len(part_of(settings.limits.max_batch_tokens, 0, self._setup.num_ranks)) + 1
+        size = max(staging_bytes(max_rows, model.hidden_size, model.top_k) for model in settings.models)
         for region in _REGIONS:
             descriptor = os.memfd_create("expertd-staging", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)

@@ -166,8 +166,8 @@ class RankWorker:
     def _lanes(self, model: ModelSettings, device: torch.device) -> Overlap | None:
         """The lanes of a layer some of whose steps overlap; else None."""
         settings, num_ranks = self._setup.settings.overlap, self._setup.num_ranks
-        most = [max_rank_tokens(self._setup.settings)] * num_ranks
-        if model.partition is not None or not overlaps(settings.mode, most, model.hidden_size):
+        max_tokens = [max_rank_tokens(self._setup.settings)] * num_ranks
+        if model.partition is not None or not overlaps(settings.mode, max_tokens, model.hidden_size):
             return None
         if self._overlap is None:
             try:

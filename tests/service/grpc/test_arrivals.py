@@ -53,7 +53,7 @@ async def test_others_are_not_read_until_there_is_a_place() -> None:
 
 @in_virtual_time
 async def test_the_slowest_gives_way_to_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.service.grpc.arrivals._LEAST_SECONDS", 0.05)
+    monkeypatch.setattr("expertd.service.grpc.arrivals._MIN_SECONDS", 0.05)
     arrivals = Arrivals(2, 10)
     slowest, slow, new = Sender(), Sender(), Sender()
     receiving = [asyncio.ensure_future(arrivals.message(each.messages())) for each in (slowest, slow)]

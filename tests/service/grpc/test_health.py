@@ -161,8 +161,8 @@ async def test_wrong_messages_are_refused(path: str) -> None:
 async def test_a_probe_waits_for_no_other_message() -> None:
     """The one place for messages is taken, by callers that do not send theirs."""
     async with grpc_serving(EchoRunner()) as calls:
-        most = calls.server._service._arrivals.most
-        slow = [calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")() for _ in range(most + 2)]
+        max_messages = calls.server._service._arrivals.max_messages
+        slow = [calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")() for _ in range(max_messages + 2)]
         await until(lambda: calls.server._service._calls._unanswered[""] == len(slow))
         assert await asyncio.wait_for(check(calls), 1) == SERVING
         assert await seen(watch(calls)) == SERVING

@@ -199,10 +199,10 @@ def traced() -> TracedRequest:
 
 def test_requests_beyond_a_limit_are_dropped_and_counted() -> None:
     full = tracing(1.0)
-    for _ in range(module._MOST_KEPT + 3):
+    for _ in range(module._MAX_KEPT + 3):
         full.add(traced())
     assert full.dropped == 3
-    assert len(full._requests) == module._MOST_KEPT
+    assert len(full._requests) == module._MAX_KEPT
 
 
 @pytest.mark.parametrize(

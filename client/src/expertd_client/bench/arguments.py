@@ -107,8 +107,8 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 
 def _measure(target: Target, cases: list[Case], processes: int | None, results: list[Result]) -> None:
     """Append what is measured to `results`. Raises BenchError."""
-    most = max(case.connections for case in cases)
-    count = min(most, processes or max(1, num_cpus() // 2))
+    max_connections = max(case.connections for case in cases)
+    count = min(max_connections, processes or max(1, num_cpus() // 2))
     total = sum(case.seconds + case.warmup for case in cases)
     with Processes(target, count) as senders, progress_bar(total) as progress:
         progress.write(heading())

@@ -73,8 +73,8 @@ def open_channel(
         exported = yield Work(partial(DeviceMemory, device, sizes.num_bytes))
     if exported is not None:
         memory = {"cuda": exported.described()}
-    least = 0 if exported is None else _STREAM_SLOTS
-    num_slots = min(MAX_REQUESTS, max(least, _SLOTS_PER_PLACE * sizes.num_places))
+    min_slots = 0 if exported is None else _STREAM_SLOTS
+    num_slots = min(MAX_REQUESTS, max(min_slots, _SLOTS_PER_PLACE * sizes.num_places))
     body = {"num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
     body |= {"model": models[0]} if len(models) == 1 else {"models": models}
     place = lost.link.data if lost is not None else None
