@@ -50,8 +50,7 @@ class Limits(Frozen):
     )
     join_chunks: bool = Field(
         default=False,
-        description="whether chunks are computed together with the others: those then wait for one step "
-        "more, but weights are read once for both, which suits layers whose small steps take long",
+        description="whether a step has a chunk and other requests, not one or the other (docs/scheduling.md)",
     )
     max_queue_tokens: int = Field(default=65536, ge=1, description="maximum queued tokens per model")
     max_queue_requests: int = Field(default=4096, ge=1, description="maximum queued requests per model")
@@ -72,8 +71,7 @@ class Limits(Frozen):
         ge=1,
         le=2 * MIB,  # the longest waits: docs/internals/benchmarks-load.md
         description="maximum bytes of JSON in an infer request, decompressed, and of an output as JSON; "
-        "larger tensors have to be binary, because other requests wait while JSON is parsed or written: "
-        "beside one connection with 2 MiB of it for up to 0.1 s, with 8 MiB for more than half a second",
+        "larger tensors have to be binary, because other requests wait while JSON is parsed or written",
     )
     max_buffered_bytes: int | None = Field(
         default=None,
