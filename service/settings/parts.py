@@ -50,7 +50,7 @@ class Limits(Frozen):
     )
     join_chunks: bool = Field(
         default=False,
-        description="whether a step has a chunk and other requests, not one or the other (docs/scheduling.md)",
+        description="whether a step computes chunks together with other requests (docs/scheduling.md)",
     )
     max_queue_tokens: int = Field(default=65536, ge=1, description="maximum queued tokens per model")
     max_queue_requests: int = Field(default=4096, ge=1, description="maximum queued requests per model")
@@ -213,7 +213,7 @@ class ChannelSettings(Frozen):
         ge=0,
         le=1_000_000,
         description="microseconds after each step in which the server looks for requests of channels without "
-        "sleeping; it occupies a CPU core meanwhile; null: 1000 with GPUs, else 50",
+        "sleeping, which occupies a CPU core; null: 1000 with GPUs, else 50",
     )
 
 
@@ -224,7 +224,7 @@ class GrpcSettings(Frozen):
         default=None,
         ge=0,
         le=65535,
-        description="port of `host` for gRPC, beside HTTP; 0: any free one; null: no gRPC",
+        description="port of `host` for gRPC, in addition to HTTP; 0: any free one; null: no gRPC",
     )
 
 
@@ -288,7 +288,7 @@ class OverlapSettings(Frozen):
         "or more ranks",
     )
     communication_sms: int = Field(
-        default=40, ge=1, description="number of SMs that exchange them; the others compute meanwhile"
+        default=40, ge=1, description="number of SMs that exchange them; the others go on computing"
     )
 
 
@@ -328,8 +328,8 @@ class LaneSettings(Frozen):
     decode_max_tokens: int = Field(
         default=0,
         ge=0,
-        description="maximum tokens of a request on the decode lane, whose steps run beside those of the "
-        "prefill lane (docs/scheduling.md); 0: there are no lanes, and all steps take turns",
+        description="maximum tokens of a request on the decode lane, whose steps run at the same time as "
+        "those of the prefill lane (docs/scheduling.md); 0: no lanes",
     )
     decode_batch_tokens: int = Field(
         default=256, ge=1, description="maximum tokens of a step on the decode lane"
