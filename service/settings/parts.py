@@ -50,8 +50,7 @@ class Limits(Frozen):
     )
     join_chunks: bool = Field(
         default=False,
-        description="whether chunks are computed together with the others: those then wait for one step "
-        "more, but weights are read once for both, which suits layers whose small steps take long",
+        description="whether a step computes chunks together with other requests (docs/scheduling.md)",
     )
     max_queue_tokens: int = Field(default=65536, ge=1, description="maximum queued tokens per model")
     max_queue_requests: int = Field(default=4096, ge=1, description="maximum queued requests per model")
@@ -72,8 +71,7 @@ class Limits(Frozen):
         ge=1,
         le=2 * MIB,  # the longest waits: docs/internals/benchmarks-load.md
         description="maximum bytes of JSON in an infer request, decompressed, and of an output as JSON; "
-        "larger tensors have to be binary, because other requests wait while JSON is parsed or written: "
-        "beside one connection with 2 MiB of it for up to 0.1 s, with 8 MiB for more than half a second",
+        "larger tensors have to be binary, because other requests wait while JSON is parsed or written",
     )
     max_buffered_bytes: int | None = Field(
         default=None,
@@ -215,7 +213,7 @@ class ChannelSettings(Frozen):
         ge=0,
         le=1_000_000,
         description="microseconds after each step in which the server looks for requests of channels without "
-        "sleeping; it occupies a CPU core meanwhile; null: 1000 with GPUs, else 50",
+        "sleeping, which occupies a CPU core; null: 1000 with GPUs, else 50",
     )
 
 
@@ -226,7 +224,7 @@ class GrpcSettings(Frozen):
         default=None,
         ge=0,
         le=65535,
-        description="port of `host` for gRPC, beside HTTP; 0: any free one; null: no gRPC",
+        description="port of `host` for gRPC, in addition to HTTP; 0: any free one; null: no gRPC",
     )
 
 
@@ -290,7 +288,7 @@ class OverlapSettings(Frozen):
         "or more ranks",
     )
     communication_sms: int = Field(
-        default=40, ge=1, description="number of SMs that exchange them; the others compute meanwhile"
+        default=40, ge=1, description="number of SMs that exchange them; the others go on computing"
     )
 
 
@@ -330,8 +328,8 @@ class LaneSettings(Frozen):
     decode_max_tokens: int = Field(
         default=0,
         ge=0,
-        description="maximum tokens of a request on the decode lane, whose steps run beside those of the "
-        "prefill lane (docs/scheduling.md); 0: there are no lanes, and all steps take turns",
+        description="maximum tokens of a request on the decode lane, whose steps run at the same time as "
+        "those of the prefill lane (docs/scheduling.md); 0: no lanes",
     )
     decode_batch_tokens: int = Field(
         default=256, ge=1, description="maximum tokens of a step on the decode lane"

@@ -13,10 +13,10 @@ from expertd.service.settings.model import Settings
 from expertd.service.util import tables
 
 _BOUNDS = {
-    "minimum": "at least {}",
-    "exclusiveMinimum": "more than {}",
-    "maximum": "at most {}",
-    "exclusiveMaximum": "less than {}",
+    "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "≤ {}",
+    "exclusiveMaximum": "< {}",
     "multipleOf": "a multiple of {}",
 }
 _KINDS = {"array": "list", "string": "text", "boolean": "true or false", "path": "path"}

@@ -24,7 +24,7 @@ from expertd.service.engine.refusals import ConnectionReason, Reason
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.shape import LayerShape
 
-_RANKS_TOO = "with ranks it stays 0, and `expertd_rank_jit_*` count"
+_RANKS_TOO = "0 with ranks: see `expertd_rank_jit_*`"
 BUILD = MetricFamily("info", "build", "always 1; backend and device are empty until they are known", "",
                ("version", "backend", "device"))  # fmt: skip
 READY = MetricFamily(

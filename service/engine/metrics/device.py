@@ -71,7 +71,7 @@ def memory_metrics(memory: tuple[int, int] | None) -> Iterator[Metric]:
 
 logger = logging.getLogger(__name__)
 
-_WHEN = "on this node's GPUs, with the package nvidia-ml-py; gpu: the number of the rank, or 0"
+_WHEN = "with nvidia-ml-py"
 _LABELS = ("gpu",)
 _FLOPS_PER_CLOCK = 8192  # dense FP8 operations of a Hopper SM
 _CORES_PER_SM = 128

@@ -206,7 +206,7 @@ FAMILIES = (
     ACTIVATED, IMBALANCE, LOAD, EXPERT_TOKENS, EMPTY_SLOTS, FAILURES,
 )  # fmt: skip
 _STEP_FAMILIES = tuple(family for family in FAMILIES[3:] if family is not EXPERT_TOKENS)
-_LABELS, _WHEN = ("model", "lane"), "with `lanes`; lane: decode or prefill"
+_LABELS, _WHEN = ("model", "lane"), "with `lanes`"
 LANE_QUEUE = MetricFamily(
     "histogram",
     "lane_queue_seconds",

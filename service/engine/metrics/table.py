@@ -22,13 +22,13 @@ FAMILIES: tuple[MetricFamily, ...] = (
 
 
 def metric_table() -> str:
-    """A Markdown table with one row per metric: name, type, labels, unit, meaning, and when it exists."""
+    """A Markdown table with one row per metric: name, type, labels, meaning, and when it exists."""
     rows = "".join(
-        f"| `{family.shown_name}` | {family.kind} | {', '.join(family.labels)} | {family.unit} "
+        f"| `{family.shown_name}` | {family.kind} | {', '.join(family.labels)} "
         f"| {family.text}{f' ({family.when})' if family.when else ''} |\n"
         for family in FAMILIES
     )
-    return f"| metric | type | labels | unit | meaning |\n|---|---|---|---|---|\n{rows}"
+    return f"| metric | type | labels | meaning |\n|---|---|---|---|\n{rows}"
 
 
 def replaced(document: str) -> str:
