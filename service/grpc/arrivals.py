@@ -11,7 +11,7 @@ _MIN_SECONDS = 2.0  # that a message may take to arrive while others wait for it
 
 
 class Arrivals:
-    """Receives messages of unary calls, `max_messages` at a time; the bytes of others wait with their senders.
+    """Receives messages of unary calls, `max_messages` at a time; bytes of others wait with their senders.
 
     seconds  in which a message must arrive; while others wait, the one that takes longest has less
     """
