@@ -167,7 +167,10 @@ class InferCall:
         """
         self._received = Received(content, body)
         self._life = self._infer(time.perf_counter() if received_at is None else received_at, call_seconds)
-        self._resume()
+        try:
+            self._life.send(None)
+        except StopIteration:
+            return
 
     def _resume(self, result: Any = None) -> None:
         """Go on with the result of what the request waits for, up to where it waits again."""
@@ -226,7 +229,7 @@ class InferCall:
             await self._run(thread_from(16 * len(host_view(layer.topk_ids))), self._validate)
         computed: Output = b""
         if layer.num_tokens:  # expert-parallel callers send empty batches
-            self._submit(plan)
+            self._pending = self._endpoint.engine.submit(self._submission(plan))
             try:
                 done = await _RESUMED
             finally:
@@ -283,15 +286,15 @@ class InferCall:
         except ValueError as error:
             raise RequestError(str(error)) from error
 
-    def _submit(self, plan: RequestPlan) -> None:
-        """Have the engine resume the request with its output."""
+    def _submission(self, plan: RequestPlan) -> Submission:
+        """What the engine computes, to resume the request with its output."""
         endpoint, layer = self._endpoint, self._layer
         if (tracing := endpoint.tracing) is not None and self._is_sampled(tracing):
             layer.timed = self._timed = []
         left = None
         if self._deadline is not None and (left := self._deadline.left) <= 0:
             raise self._deadline.error(_BEFORE_QUEUE)
-        submission = Submission(
+        return Submission(
             self._head.model,
             layer,
             self._resume,
@@ -300,7 +303,6 @@ class InferCall:
             caller=self._caller_number,
             timeout=left,
         )
-        self._pending = endpoint.engine.submit(submission)
 
     def _note_stages(self) -> None:
         """Keep where its time went, up to the engine's answer."""
