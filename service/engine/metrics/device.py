@@ -71,7 +71,7 @@ def memory_metrics(memory: tuple[int, int] | None) -> Iterator[Metric]:
 
 logger = logging.getLogger(__name__)
 
-_WHEN = "with nvidia-ml-py"
+_WHEN = "on GPUs, with nvidia-ml-py; gpu: the rank, or 0"
 _LABELS = ("gpu",)
 _FLOPS_PER_CLOCK = 8192  # dense FP8 operations of a Hopper SM
 _CORES_PER_SM = 128
