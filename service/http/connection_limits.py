@@ -9,7 +9,7 @@ from expertd.service.http.responses import RefusedError
 from expertd.service.settings.parts import Limits
 
 MAX_REFUSED = 256
-"""Connections beyond the limits that are told so at the same time; more of them are cut off."""
+"""How many connections beyond the limits are answered with 503 at a time; further ones are aborted."""
 
 
 class CrowdedError(RefusedError):

@@ -1,9 +1,7 @@
 """Timeouts that pass while a GPU computes an output for a region of shared memory."""
 
-import re
 import statistics
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -45,19 +43,16 @@ async def test_no_region_is_written_after_its_answer(monkeypatch: pytest.MonkeyP
                 took.append(time.perf_counter() - began)
             usual = statistics.median(took)
             expected, marks = file.read(SIZE, SIZE), b"\x07" * SIZE
-            answers = Counter[str]()
+            late = 0
             for _ in range(REQUESTS):
                 answer = await server.infer(request(SIZE, random.uniform(0.3, 2.0) * usual))
-                answers[re.sub(r"\d+", "", answer.text[:100] if answer.status_code != 200 else "200")] += 1
                 if answer.status_code == 200:
                     assert file.read(SIZE, SIZE) == expected
                     continue
                 assert answer.status_code == 503, answer.text
+                late += "expired before its answer was ready" in answer.text
                 file.write(marks, SIZE)
                 assert (await server.infer(request(2 * SIZE, 0))).status_code == 200  # in a later step
                 assert file.read(SIZE, SIZE) == marks
                 assert file.read(SIZE, 2 * SIZE) == expected
-            late = sum(
-                count for text, count in answers.items() if "expired before its answer was ready" in text
-            )
-            assert REQUESTS // 20 < late < REQUESTS, (usual, answers)
+            assert REQUESTS // 20 < late < REQUESTS
