@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from tests.service.waiting import wait_for
+
 # Python runs it at the start of the server.
 _PROGRAM = """
 import time
@@ -15,6 +17,7 @@ begin = LayerRunner.begin
 
 def held(*arguments):
     while Path({file!r}).exists():
+        Path({waits!r}).touch()
         time.sleep(0.005)
     return begin(*arguments)
 
@@ -27,13 +30,18 @@ class HeldSteps:
     """Servers that start with this `environment` begin no step from `hold` to `release`."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = directory / "held"
-        (directory / "sitecustomize.py").write_text(_PROGRAM.format(file=str(self._file)))
+        self._file, self._waits = directory / "held", directory / "waits"
+        program = _PROGRAM.format(file=str(self._file), waits=str(self._waits))
+        (directory / "sitecustomize.py").write_text(program)
         paths = [str(directory), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         self.environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def hold(self) -> None:
         self._file.touch()
+
+    def wait_for_one(self) -> None:
+        """Return when a step is held."""
+        wait_for(self._waits.exists, "a step is held")
 
     def release(self) -> None:
         self._file.unlink()

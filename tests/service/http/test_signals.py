@@ -39,6 +39,7 @@ def in_a_step(
         socks = [stack.enter_context(connect(server.port)) for _ in range(4)]
         for sock in socks[:2]:
             sock.sendall(request)
+            steps.wait_for_one()
         socks[2].sendall(request[:1000])
         waiting = 'expertd_queue_requests{model="tiny"} 1.0'
         wait_for(lambda: waiting in server.get("/metrics").text, "one is in the step, one waits")

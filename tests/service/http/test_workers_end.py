@@ -101,6 +101,7 @@ def in_a_step(
     steps.hold()
     for sock in socks:
         sock.sendall(infer(*hidden_request(rows(TOKENS))))
+        steps.wait_for_one()
     wait_for(lambda: samples(server, "queue_requests").get(("tiny",)) == 4, "one is in the step, four wait")
     return server, socks, steps
 
