@@ -3,11 +3,10 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
-from expertd_client.arenas import Holder, Later, Lease, Need, Opening, Sizes
+from expertd_client.arenas import Holder, Later, Need, Opening, Sizes
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
@@ -33,18 +32,6 @@ def test_arenas_grow_to_powers_of_two_and_do_not_shrink() -> None:
     assert first.arena.is_closed
     holder.give_back(second)
     assert leased(holder, SMALL).arena is second.arena
-
-
-def test_an_arena_in_use_is_closed_after_its_last_call() -> None:
-    holder: Holder[Memory] = Holder(8)
-    first, other = leased(holder, SMALL), leased(holder, SMALL)
-    assert first.place != other.place
-    leased(holder, LARGE)
-    assert first.arena.retired
-    holder.give_back(first)
-    assert not first.arena.is_closed
-    holder.give_back(other)
-    assert first.arena.is_closed
 
 
 def test_there_are_more_places_if_more_calls_come_at_the_same_time() -> None:
@@ -142,17 +129,6 @@ def test_a_busy_server_is_asked_again_sooner(
     assert isinstance(holder.take(SMALL, never), Opening)
 
 
-def test_no_more_places_are_asked_for_after_a_refusal() -> None:
-    holder: Holder[Memory] = Holder(8)
-    for _ in range(2):
-        leased(holder, SMALL)
-    for _ in range(4):
-        holder.enter()
-    assert isinstance(holder.take(SMALL, never), Opening)
-    holder.failed(SMALL, ServerBusyError("limit: expected room, got none", 503))
-    assert holder.take(SMALL, lambda: None) == Later(None)
-
-
 def test_a_closed_holder() -> None:
     holder: Holder[Memory] = Holder(4)
     lease = leased(holder, SMALL)
@@ -198,15 +174,6 @@ def test_places_are_never_shared_by_threads() -> None:
     assert all(memory.is_closed for memory in made)
 
 
-def test_waiting_for_a_place_ends_at_the_deadline() -> None:
-    holder: Holder[Memory] = Holder(1)
-    lease = leased(holder, SMALL)
-    with pytest.raises(DeadlineError):
-        run(take_place(holder, SMALL, Deadline(0.02), never))  # type: ignore[arg-type]
-    holder.give_back(lease)
-    assert run(take_place(holder, SMALL, Deadline(1), never)) == lease  # type: ignore[arg-type]
-
-
 async def test_a_call_that_gives_up_does_not_keep_an_abandoned_place_from_the_next() -> None:
     holder: Holder[Memory] = Holder(1)
     lease = leased(holder, SMALL)
@@ -229,53 +196,6 @@ async def test_a_call_that_is_cancelled_when_it_has_just_been_woken_wakes_the_ne
     holder.give_back(lease)
     first.cancel()
     assert await second == lease
-
-
-def test_a_freed_place_is_used_while_a_larger_arena_is_opened() -> None:
-    holder: Holder[Memory] = Holder(8)
-    leases = [leased(holder, SMALL), leased(holder, SMALL)]
-    assert isinstance(holder.take(LARGE, never), Opening)
-    woken: list[Need] = []
-    for need in (LARGE, SMALL):
-        assert isinstance(holder.take(need, lambda need=need: woken.append(need)), Later)  # type: ignore[misc]
-    holder.give_back(leases[0])
-    assert woken == [LARGE, SMALL], "the first one has to wait for the larger arena"
-    assert isinstance(holder.take(SMALL, never), Lease)
-
-
-def test_a_new_arena_may_have_more_places_than_the_lost_one() -> None:
-    holder: Holder[Memory] = Holder(8)
-    for _ in range(8):
-        holder.enter()
-    wanted = holder.take(SMALL, never)
-    assert isinstance(wanted, Opening)
-    holder.opened(Memory(replace(wanted.sizes[0], num_places=2)))
-    lease = leased(holder, SMALL)
-    lease.arena.is_alive = False
-    holder.give_back(lease)
-    assert holder.take(SMALL, never) == wanted
-
-
-@pytest.mark.parametrize("room", [64, 5, 2])
-def test_as_many_places_are_had_as_a_server_gives(room: int) -> None:
-    holder: Holder[Memory] = Holder(256)
-    first = leased(holder, SMALL)
-    leased(holder, SMALL)
-    for _ in range(100):
-        holder.enter()
-    wanted = holder.take(SMALL, never)
-    assert isinstance(wanted, Opening)
-    assert not wanted.is_needed
-    assert {sizes.max_tokens for sizes in wanted.sizes} == {16}
-    assert [sizes.num_places for sizes in wanted.sizes] == [128, 64, 32, 16, 8, 4]
-    given = [sizes for sizes in wanted.sizes if sizes.num_places <= room]
-    if given:
-        holder.opened(Memory(given[0]))
-    else:
-        holder.failed(SMALL, ServerBusyError("no room", 503))
-        assert isinstance(holder.take(SMALL, lambda: None), Later), "and not again at once"
-        holder.give_back(first)
-    assert leased(holder, SMALL).arena.sizes.num_places == {64: 64, 5: 4, 2: 2}[room]
 
 
 @pytest.mark.parametrize("error", [DeadlineError("late"), ServerBusyError("no room", 503)])

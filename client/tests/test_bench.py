@@ -3,7 +3,6 @@
 import argparse
 import itertools
 import json
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,6 @@ from expertd_client.__main__ import main
 from expertd_client.bench.arguments import add_arguments
 from expertd_client.bench.case import Case, Sample, summarize
 from expertd_client.bench.load import Load, hidden_states
-from expertd_client.bench.processes import _shares
 from tests.expertd import HIDDEN, MODEL, RunningServer
 from tests.fakes import Peer, answer, echo, fake_server, refusal
 
@@ -66,19 +64,6 @@ def test_every_combination_is_measured(server: RunningServer, tmp_path: Path, ca
         assert result["processes"] == min(2, result["connections"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["channel", "http"])
-def test_every_transport_can_be_measured(
-    sharing_server: RunningServer, tmp_path: Path, capsys: Captured, transport: str
-) -> None:
-    file = tmp_path / "results.json"
-    arguments = ["--tokens", "1,16", "--connections", "2", "--transport", transport, "--json", str(file)]
-    assert bench("--url", sharing_server.url, *arguments) == 0
-    assert f"FP32, transport {transport}" in capsys.readouterr().out
-    assert json.loads(file.read_text())["client"]["transport"] == transport
-    assert [result["errors"] for result in figures(file)] == [{}, {}]
-
-
 @pytest.mark.timing
 @pytest.mark.slow
 def test_an_open_loop_keeps_its_rate(server: RunningServer, tmp_path: Path, capsys: Captured) -> None:
@@ -107,24 +92,11 @@ def test_latency_of_an_open_loop_counts_from_when_a_request_was_due() -> None:
     assert sample.late.max() >= 0.18
 
 
-def test_latency_of_a_closed_loop_counts_from_sending() -> None:
-    sample = load(2, lambda: time.sleep(0.02), Case(1, 2, None, 0.1, 0)).run(time.monotonic(), None, 60)
-    assert 2 <= len(sample.latencies) <= 10
-    assert sample.latencies.min() >= 0.02
-    assert sample.seconds >= 0.1
-
-
 def test_an_open_loop_gives_up_in_the_end() -> None:
     slow = load(1, lambda: time.sleep(0.05), Case(1, 1, 1.0, 0.1, 0))
     sample = slow.run(time.monotonic(), np.zeros(1000), patience=0.1)
     assert 1 <= len(sample.latencies) <= 4
     assert sample.unsent == 1000 - len(sample.latencies)
-
-
-def test_connections_work_at_the_same_time() -> None:
-    together = threading.Barrier(4, timeout=20)
-    sample = load(4, together.wait, Case(1, 4, None, 1e-9, 0)).run(time.monotonic(), None, 60)
-    assert len(sample.latencies) == 4
 
 
 def test_the_warm_up_does_not_count() -> None:
@@ -157,18 +129,8 @@ def test_errors_are_counted_by_their_kind(tmp_path: Path, capsys: Captured) -> N
 
     file = tmp_path / "results.json"
     with fake_server(handle) as server:
-        code = bench(
-            "--url",
-            server.url,
-            "--tokens",
-            "2",
-            "--connections",
-            "1",
-            "--transport",
-            "http",
-            "--json",
-            str(file),
-        )
+        options = ["--tokens", "2", "--connections", "1", "--transport", "http"]
+        code = bench("--url", server.url, *options, "--json", str(file))
     assert code == 1
     (result,) = figures(file)
     assert set(result["errors"]) == {"ServerBusyError", "InvalidAnswerError"}
@@ -206,27 +168,10 @@ def test_there_may_be_no_warmup(given: str, expected: float) -> None:
     assert parser.parse_args(["--warmup", given]).warmup == expected
 
 
-def test_abbreviated_flags_are_refused(capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", "--token", "1"])
-    assert caught.value.code == 2
-    assert "unrecognized arguments: --token 1" in capsys.readouterr().err
-
-
-def test_errors_begin_with_the_command(capsys: Captured) -> None:
-    assert main(["bench", "--json", "/dev"], prog="expertd") == 2
-    assert capsys.readouterr().err.startswith("expertd bench: --json: expected a file")
-
-
 def test_the_version(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"expertd-client {__version__}\n"
-
-
-def test_connections_are_shared_evenly() -> None:
-    assert _shares(7, 3) == [3, 2, 2]
-    assert _shares(2, 5) == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.waiting import wait_for
 
 X = np.random.default_rng(13).standard_normal((5, HIDDEN), dtype=np.float32)
 slow = pytest.mark.slow  # a server process
+one_client = pytest.mark.parametrize("connect", ["sync"], indirect=True)  # both share the code
 
 
 @slow
@@ -75,6 +76,7 @@ def test_a_channel_that_is_closed_during_a_call(tmp_path: Path) -> None:
 
 
 @slow
+@one_client
 def test_limits_that_are_no_powers_of_two(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,6 +95,7 @@ def test_limits_that_are_no_powers_of_two(
 
 
 @slow
+@one_client
 def test_calls_beyond_the_servers_memory_go_over_http(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +115,7 @@ def test_calls_beyond_the_servers_memory_go_over_http(
 
 
 @slow
+@one_client
 def test_a_client_beyond_the_servers_number_of_channels(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

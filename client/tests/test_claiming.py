@@ -1,9 +1,9 @@
 """Claiming a channel by hand: the connection that it lives as long as."""
 
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import running
 
 FORK = """
 import os, sys, threading, time
@@ -37,25 +37,11 @@ def test_a_fork_during_a_claim_does_not_keep_the_connection_open(tmp_path: Path)
         server.bind(str(path))
         server.listen()
         server.settimeout(30)
-        entries = ":".join(entry for entry in sys.path if entry)
-        program = [sys.executable, "-c", FORK, str(path)]
-        with subprocess.Popen(
-            program,
-            env={"PYTHONPATH": entries},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        ) as parent:
-            try:
-                connection, _ = server.accept()
+        with running(FORK, str(path)) as parent:
+            connection, _ = server.accept()
+            with connection:
                 assert len(connection.recv(16)) == 16
-                assert parent.stdin is not None
-                assert parent.stdout is not None
-                parent.stdin.write(b"fork\n")
-                parent.stdin.flush()
-                assert parent.stdout.readline() == b"late\n"
-                with connection:
-                    connection.settimeout(10)
-                    assert connection.recv(1) == b"", "the server sees that the claim has ended"
-            finally:
-                subprocess.run(["kill", "-9", "--", f"-{parent.pid}"], check=False)
+                parent.tell("fork")
+                assert parent.says("late")
+                connection.settimeout(10)
+                assert connection.recv(1) == b"", "the server sees that the claim has ended"
