@@ -9,10 +9,8 @@ import pytest
 
 from benchmarks.gemm import compare, grouped_gemm
 from benchmarks.gemm.shapes import all_shapes
-from tests.paths import ROOT
 
 Row = dict[str, Any]
-RESULT = ROOT / "benchmarks" / "results" / "grouped_gemm-h200.json"
 
 
 def row(us: float, theirs: float | None = None, shape: str = "a", rows: tuple[int, ...] = (3, 4)) -> Row:
@@ -42,10 +40,6 @@ def test_slower_is_more_than_noise_in_time_and_speed(now: Row, before: Row, expe
     assert compare.is_slower(now, before) == expected
 
 
-def never(index: int) -> Row:
-    raise AssertionError(f"measured row {index} again")
-
-
 def sequence(*rows: Row) -> tuple[Callable[[int], Row], list[int]]:
     """A function that measures again with these results, and the indices it was asked for."""
     left, asked = list(rows), []
@@ -65,12 +59,6 @@ def test_a_shape_is_slower_if_every_measurement_is(tmp_path: Path) -> None:
     assert asked == [1, 1]
 
 
-def test_one_good_measurement_clears_a_shape(tmp_path: Path) -> None:
-    again, asked = sequence(row(101))
-    assert compare.slower_rows([row(110)], committed(tmp_path, [row(100)]), again) == []
-    assert asked == [0]
-
-
 def test_the_better_time_of_each_side_counts(tmp_path: Path) -> None:
     """Ours is slower in both; DeepGEMM was slow too only the first time."""
     again, _ = sequence(row(112, 100), row(112, 104))
@@ -81,21 +69,6 @@ def test_the_better_time_of_each_side_counts(tmp_path: Path) -> None:
     assert (now["us"], now["deep_gemm_us"], now["speed"]) == (109, 100, 100 / 109)
 
 
-def test_other_shapes_and_loads_are_not_compared(tmp_path: Path) -> None:
-    before = committed(tmp_path, [row(10, shape="b"), row(10, rows=(3, 5))])
-    assert compare.slower_rows([row(100)], before, never) == []
-    assert compare.count_compared([row(100), row(9, shape="b")], before) == 1
-
-
-def test_the_comparison_as_text() -> None:
-    text = compare.describe([(row(110, 99), row(100, 100))], 7, 2, Path("old.json"))
-    first, second = text.splitlines()
-    assert first == "7 shapes compared with old.json; 2 shapes are not in it. Slower by more than 5%:"
-    assert second.startswith("  a  ")
-    assert second.endswith("  100.0 -> 110.0 us, x1.100; speed over DeepGEMM 1.000 -> 0.900")
-    assert compare.describe([], 7, 0, Path("old.json")).endswith("old.json. Slower by more than 5%: none")
-
-
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": [1]}'])
 def test_another_file_is_refused_in_a_sentence(content: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
@@ -104,9 +77,3 @@ def test_another_file_is_refused_in_a_sentence(content: str, tmp_path: Path) -> 
         grouped_gemm.committed_rows(file, all_shapes())
     with pytest.raises(SystemExit, match=r"--compare: .*No such file"):
         grouped_gemm.committed_rows(tmp_path / "none.json", all_shapes())
-
-
-def test_another_seeds_result_is_refused() -> None:
-    assert len(grouped_gemm.committed_rows(RESULT, all_shapes())) == len(all_shapes())
-    with pytest.raises(SystemExit, match="expected shapes of this run in"):
-        grouped_gemm.committed_rows(RESULT, all_shapes(7))

@@ -1,10 +1,8 @@
 """The peers of the layer benchmark, as far as they can be tried without a GPU and their packages."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,47 +40,6 @@ def problem() -> LayerProblem:
     return LayerProblem(LAYER, weights, hidden_states, topk_ids, topk_weights, out)
 
 
-def package(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
-    """Install modules with these attributes, by name with `__` for a dot; their parents are empty."""
-    for name, attributes in modules.items():
-        parts = name.split("__")
-        for length in range(1, len(parts) + 1):
-            full = ".".join(parts[:length])
-            if not isinstance(sys.modules.get(full), ModuleType):
-                module = ModuleType(full)
-                module.__path__ = []
-                monkeypatch.setitem(sys.modules, full, module)
-        for key, value in attributes.items():
-            monkeypatch.setattr(sys.modules[".".join(parts)], key, value, raising=False)
-
-
-@pytest.fixture
-def sglang(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """SGLang's functions that only note what they get."""
-    given: dict[str, Any] = {}
-
-    def note(*arguments: Any, **options: Any) -> str:
-        given.update(arguments=arguments, options=options)
-        return "out"
-
-    def configs(*key: object) -> dict[int, Any] | None:
-        return {1: {}} if key == (4, 128, "fp8_w8a8", 128, 128) else None
-
-    triton = {"fused_experts": note}
-    package(
-        monkeypatch,
-        sglang__srt__server_args={"set_global_server_args_for_scheduler": lambda a: given.update(server=a)},
-        sglang__srt__layers__moe__moe_runner={"MoeRunnerConfig": dict},
-        sglang__srt__layers__moe__moe_runner__triton_utils=triton,
-        sglang__srt__layers__moe__moe_runner__triton_utils__fused_moe_triton_config={
-            "get_moe_configs": configs
-        },
-        sglang__srt__layers__moe__cutlass_moe={"cutlass_fused_experts_fp8": note},
-    )
-    sglang_peers.set_up.cache_clear()
-    return given
-
-
 def test_torch_computes_the_layer(problem: LayerProblem) -> None:
     def dequantized(weights: Quantized) -> Tensor:
         return weights.data.double() * weights.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
@@ -94,53 +51,6 @@ def test_torch_computes_the_layer(problem: LayerProblem) -> None:
             gate, up = (gate_up[expert] @ problem.hidden_states[token].double()).chunk(2)
             wanted[token] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
     assert difference(torch_layer.prepare(problem)(), wanted) < 1e-4
-
-
-def test_sglangs_triton_layer_gets_its_arguments(problem: LayerProblem, sglang: dict[str, Any]) -> None:
-    assert sglang_peers.prepare_triton(problem)() == "out"
-    hidden_states, w1, w2, routing, config = sglang["arguments"]
-    assert hidden_states is problem.hidden_states
-    assert (w1.shape, w2.shape) == ((4, 256, 256), (4, 256, 128))
-    assert routing[0] is problem.topk_weights
-    assert routing[1] is problem.topk_ids
-    assert config == {"num_experts": 4, "num_local_experts": 4, "inplace": False}
-    assert sglang["options"]["w2_scale"].shape == (4, 2, 1)
-    assert not sglang["server"].enable_deterministic_inference
-    assert sglang_peers.tuned(LAYER)
-    assert not sglang_peers.tuned(Layer("other", 256, 256, 4, 2))
-
-
-def test_sglangs_cutlass_layer_gets_its_arguments(problem: LayerProblem, sglang: dict[str, Any]) -> None:
-    assert sglang_peers.prepare_cutlass(problem)() == "out"
-    hidden_states, w1, w2, w1_scales, w2_scales, topk_weights, topk_ids, *buffers = sglang["arguments"]
-    assert hidden_states is problem.hidden_states
-    assert (w1.shape, w2.shape) == ((4, 256, 256), (4, 128, 256))
-    assert (w1_scales.shape, w2_scales.shape) == ((4, 2, 2), (4, 1, 2))
-    assert (topk_weights.dtype, topk_ids.dtype) == (torch.float32, torch.int32)
-    ab1, c1, ab2, c2, _, *pointers, offsets, sizes1, sizes2 = buffers
-    assert [strides[0].item() for strides in (ab1, c1, ab2, c2)] == [256, 256, 128, 256]
-    assert [pointer.shape for pointer in pointers] == [(4,)] * 5
-    assert (offsets.shape, sizes1.shape, sizes2.shape) == ((5,), (4, 3), (4, 3))
-
-
-def test_vllms_layer_gets_its_arguments(problem: LayerProblem, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "0")
-    package(
-        monkeypatch,
-        vllm__model_executor__layers__fused_moe={
-            "fused_experts": lambda *a, quant_config: given.extend((a, quant_config))
-        },
-        vllm__model_executor__layers__fused_moe__config={"fp8_w8a8_moe_quant_config": lambda **k: k},
-    )
-    vllm_triton.prepare(problem)()
-    (hidden_states, w1, w2, topk_weights, topk_ids), config = given
-    assert hidden_states is problem.hidden_states
-    assert (w1.shape, w2.shape) == ((4, 256, 256), (4, 256, 128))
-    assert topk_weights is problem.topk_weights
-    assert topk_ids is problem.topk_ids
-    assert config["block_shape"] == [128, 128]
-    assert config["w1_scale"] is problem.weights.gate_up.scales
 
 
 def test_layers_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,23 +83,6 @@ def test_a_layer_that_fails_does_not_end_the_run(
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("wrong: output: expected less than 0.005 from ours, got 2.0e-01")
     assert said[1].endswith("5 tokens no: no such shape")
-
-
-def test_the_header_names_versions_and_tuned_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    def broken(layer: Layer) -> bool:
-        raise ImportError("no library")
-
-    others = [
-        peer("A", torch_layer.prepare),
-        peer("B", torch_layer.prepare, lambda layer: layer.top_k == 2),
-        peer("C", torch_layer.prepare, broken),
-    ]
-    assert moe_layer.about_peers(others, [LAYER, Layer("other", 256, 128, 4, 1)]) == {
-        "A": {"version": "A 1.0"},
-        "B": {"version": "B 1.0", "tuned": ["invented"]},
-        "C": {"version": "C 1.0"},
-    }
-    assert capsys.readouterr().out == "C: no library\n"
 
 
 def test_layers_in_the_documents(tmp_path: Path) -> None:

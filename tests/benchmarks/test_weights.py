@@ -1,7 +1,6 @@
 """`benchmarks weights` on a small file: every way reads it, and the document has its rows."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -44,17 +43,3 @@ def test_each_way_is_measured(
     shown = SECTIONS["weights"](tmp_path)
     assert len(shown.splitlines()) == 2 + len(ways - {"around the page cache", "dd iflag=direct"})
     assert content["about"]["machine"] in SECTIONS["weights-machine"](tmp_path).replace("\n", " ")
-
-
-def test_a_way_that_the_file_system_refuses_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = weights.make(tmp_path, SMALL)
-    (tmp_path / "dd").write_text('#!/bin/sh\ncase "$*" in *direct*) exit 1 ;; esac\n')
-    (tmp_path / "dd").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = weights.working(weights.ways_of(file, torch.device("cpu")))
-    assert "dd" in found
-    assert "dd iflag=direct" not in found
-    assert "dd iflag=direct: iflag=direct: refused by the file system" in capsys.readouterr().out
-    assert shutil.which("dd") == str(tmp_path / "dd")
