@@ -25,6 +25,8 @@ from tests.callers import Connect
 from tests.fakes import Peer, answer, answering, echoing, fake_server, refusal
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
     [

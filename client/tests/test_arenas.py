@@ -34,22 +34,6 @@ def test_arenas_grow_to_powers_of_two_and_do_not_shrink() -> None:
     assert leased(holder, SMALL).arena is second.arena
 
 
-def test_there_are_more_places_if_more_calls_come_at_the_same_time() -> None:
-    holder: Holder[Memory] = Holder(6)
-    for _ in range(5):
-        holder.enter()
-    assert leased(holder, SMALL).arena.sizes.num_places == 6  # not 8
-    lone: Holder[Memory] = Holder(6)
-    lone.enter()
-    places = [leased(lone, SMALL), leased(lone, SMALL)]
-    lone.enter()
-    lone.enter()
-    assert leased(lone, SMALL).arena.sizes.num_places == 4
-    for lease in places:
-        lone.give_back(lease)
-    assert places[0].arena.is_closed
-
-
 def test_large_arenas_have_few_places() -> None:
     holder: Holder[Memory] = Holder(64)
     for _ in range(64):

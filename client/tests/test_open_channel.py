@@ -128,14 +128,6 @@ def test_tensors_in_the_same_memory(client: AnyCaller) -> None:
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bits_of_bfloat16(client: AnyCaller) -> None:
-    bits = (X.view(np.uint32) >> 16).astype(np.uint16)
-    with client.open_channel(MODEL, max_tokens=40, datatype="BF16") as channel:
-        slot = channel.slots[0]
-        slot.hidden_states[:] = bits
-        np.testing.assert_array_equal(channel.wait(channel.submit(slot, 40)), client.infer(MODEL, bits))
-
-
 def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
     first, second = channel.slots
     assert channel.infer(first, 0).shape == (0, HIDDEN)
