@@ -1,7 +1,10 @@
-"""The lock files fit pyproject.toml and each other, on every supported Python."""
+"""The lock files and the bill of materials fit pyproject.toml and each other, on every supported Python."""
 
+import json
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -129,3 +132,26 @@ def test_a_changed_requirement_makes_the_locks_stale(tmp_path: Path, path: str, 
     (tmp_path / path).write_text(text.replace(old, new))
 
     assert lock.stale(tmp_path) == (["dev.txt"] if path.endswith("dev.txt") else list(lock.LOCKS))
+
+
+FILES = {"cpu": ("torch-cpu.txt", "cpu.txt"), "cuda": ("cuda.txt",)}
+
+
+@pytest.mark.parametrize("variant", FILES)
+def test_it_has_every_package_with_its_hashes(variant: str) -> None:
+    command = [sys.executable, "-m", "requirements.sbom", variant]
+    done = subprocess.run(command, cwd=lock.ROOT, capture_output=True, text=True, check=True)
+    bill = json.loads(done.stdout)
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "expertd")
+    expected = {
+        (requirement.name, str(requirement.specifier).removeprefix("=="))
+        for name in FILES[variant]
+        for requirement in locked(name)
+    }
+    assert {(each["name"], each["version"]) for each in bill["components"]} == expected
+    texts = [(lock.ROOT / "requirements" / name).read_text() for name in FILES[variant]]
+    listed = {digest for text in texts for digest in re.findall(r"sha256:([0-9a-f]{64})", text)}
+    hashes = {digest["content"] for each in bill["components"] for digest in each.get("hashes", ())}
+    assert hashes == listed
+    names = [each["bom-ref"] for each in bill["components"]]
+    assert len(names) == len(set(names))

@@ -1,4 +1,4 @@
-"""What is checked before anything is sent."""
+"""What is checked before anything is sent: arguments, limits, and URLs of servers."""
 
 import pickle
 import sys
@@ -17,6 +17,7 @@ from expertd_client import (
     ServerBusyError,
     ServerUnreachableError,
 )
+from expertd_client.address import parse_address
 from expertd_client.calls import layer_call
 from tests.fakes import echoing, fake_server
 
@@ -226,3 +227,55 @@ def test_a_device_where_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     text = r"^device: expected None where torch is missing, got cpu$"
     with ExpertClient("http://127.0.0.1:1") as client, pytest.raises(InvalidRequestError, match=text):
         client.open_channel("m", max_tokens=1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port", "path", "authority", "local"),
+    [
+        ("http://localhost:8000", "localhost", 8000, None, "localhost:8000", True),
+        ("http://127.0.0.2:1", "127.0.0.2", 1, None, "127.0.0.2:1", True),
+        ("http://[::1]:8000/", "::1", 8000, None, "[::1]:8000", True),
+        ("http://experts", "experts", 80, None, "experts", False),
+        ("http://10.0.0.1:8000", "10.0.0.1", 8000, None, "10.0.0.1:8000", False),
+        ("unix:/run/e.sock", "localhost", 80, "/run/e.sock", "localhost", True),
+        ("unix:///run/e.sock", "localhost", 80, "/run/e.sock", "localhost", True),
+    ],
+)
+def test_addresses(url: str, host: str, port: int, path: str | None, authority: str, local: bool) -> None:
+    address = parse_address(url)
+    assert (address.host, address.port, address.path) == (host, port, path)
+    assert (address.authority, address.is_local, address.base) == (authority, local, "")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "https://",
+        "ftp://localhost:8000",
+        "http://",
+        "http://:80",
+        "http://a:b",
+        "http://a:99999",
+        "http://[::1",
+        "http://user@a",
+        "http://a..b",
+        f"http://{64 * 'a'}",
+        "http://a?x=1",
+        "http://a#x",
+        "http://a b",
+        "http://a\r\nX: y",
+        "http://ü",
+        "unix:",
+        "unix:relative",
+        "unix://",
+        None,
+        b"http://a",
+    ],
+)
+def test_addresses_that_are_none(url: Any) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"^url: expected http://host:port, https://host:port or unix:/path, got "
+    ):
+        ExpertClient(url)

@@ -215,16 +215,6 @@ def test_backends_are_found_by_name_and_shared() -> None:
     assert resolve_backend("auto", torch.device("cpu")) is reference
 
 
-def test_auto_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.kernels.backends._auto_choices", {})
-    with caplog.at_level("INFO", logger="expertd.kernels.backends"):
-        resolve_backend("auto", "cpu")
-        resolve_backend("auto", "cpu")
-    assert [record.getMessage() for record in caplog.records] == [
-        "backend auto: reference for device cpu (hopper: a cpu device)"
-    ]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_hopper_by_name_without_a_gpu_raises_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match="expected a device that it can run on, got no CUDA device"):

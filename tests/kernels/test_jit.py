@@ -320,6 +320,7 @@ def _build_at_once(csrc: Path, ready: Barrier, results: "Queue[tuple[int, int]]"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -> None:
     (csrc / "scale.cuh").write_text(_HEADER + _slow_to_compile())
     context = multiprocessing.get_context("spawn")

@@ -116,10 +116,3 @@ def test_hardly_any_cut_would_finish_earlier(n: int, k: int, num_groups: int, mo
         for tile_steps in range(16, 16 * config.steps + 1)
     ]
     assert plans._time(planned, *sizes) <= most * min(plans._time(cut, *sizes) for cut in cuts)
-
-
-def test_tiles_are_cut_as_on_the_device() -> None:
-    """600 rows in tiles of at most three steps, then in tiles of two and a half steps on average."""
-    assert plans._tiles(GemmPlan(NORMAL, 48), 600, 1) == [(3, 2), (2, 2)]
-    assert plans._tiles(GemmPlan(NORMAL, 40), 600, 5) == [(3, 10), (2, 10)]
-    assert plans._tiles(GemmPlan(NORMAL, 40), 100, 5) == [(2, 5)]

@@ -1,4 +1,4 @@
-"""The peers of the layer benchmark, as far as they can be tried without a GPU and their packages."""
+"""The benchmarks of layers without a GPU: the peers, and `benchmarks weights` on a small file."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.layer import moe_layer
+from benchmarks.layer import moe_layer, weights
 from benchmarks.layer.moe_layer import difference
 from benchmarks.layer.problem import LAYERS, Layer, LayerProblem, LayerWeights
 from benchmarks.lib.markdown import NOT_MEASURED
@@ -18,6 +18,9 @@ from benchmarks.peers import LayerPeer, torch_layer, vllm_triton
 from benchmarks.peers import sglang as sglang_peers
 from benchmarks.report import SECTIONS
 from expertd.kernels import Quantized
+from expertd.service.checkpoints import models_of
+from expertd.service.checkpoints.weights import read_layer
+from expertd.service.settings.served import CheckpointSettings
 
 LAYER = Layer("invented", 256, 128, 4, 2)
 TOKENS = 5
@@ -46,8 +49,8 @@ def test_torch_computes_the_layer(problem: LayerProblem) -> None:
 
     gate_up, down = dequantized(problem.weights.gate_up), dequantized(problem.weights.down)
     wanted = torch.zeros(TOKENS, LAYER.hidden_size, dtype=torch.float64)
-    for token, (experts, weights) in enumerate(zip(problem.topk_ids, problem.topk_weights, strict=True)):
-        for expert, weight in zip(experts.tolist(), weights.tolist(), strict=True):
+    for token, (experts, shares) in enumerate(zip(problem.topk_ids, problem.topk_weights, strict=True)):
+        for expert, weight in zip(experts.tolist(), shares.tolist(), strict=True):
             gate, up = (gate_up[expert] @ problem.hidden_states[token].double()).chunk(2)
             wanted[token] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
     assert difference(torch_layer.prepare(problem)(), wanted) < 1e-4
@@ -111,3 +114,36 @@ def test_layers_in_the_documents(tmp_path: Path) -> None:
     assert (empty, versions) == ("", "A: a 1, tuned for a; B: b 2, tuned for none of these layers.")
     result.write_text(json.dumps({"about": {}, "rows": rows[2:]}))
     assert SECTIONS["layer-peers"](tmp_path) == NOT_MEASURED
+
+
+SMALL = (256, 128, 8)
+
+
+def test_the_checkpoint_is_a_layer_without_nans(tmp_path: Path) -> None:
+    file = weights.make(tmp_path, SMALL)
+    (model,) = models_of(CheckpointSettings(path=tmp_path, layers="1"))
+    read = read_layer(model.source, "cpu", lambda _: None)
+    assert len(read.gate_up.data) == 8 + 1
+    assert read.gate_up.data.view(torch.uint8).flatten().bincount().count_nonzero() > 100, (
+        "random numbers, which no storage shortens"
+    )
+    assert file.stat().st_size > 3 * 9 * 256 * 128
+
+
+def test_each_way_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(weights.SIZES, "deepseek-v3", SMALL)
+    file = tmp_path / "weights-cpu.json"
+    options = ["--sizes", "deepseek-v3", "--rounds", "2", "--directory", str(tmp_path), "--json", str(file)]
+    assert weights.main(options) == 0
+    content = json.loads(file.read_text())
+    ways = {row["way"] for row in content["rows"]}
+    assert {"expertd", "safetensors", "dd"} <= ways
+    assert len(content["rows"]) == 2 * len(ways), "cold and warm"
+    assert all(0 < row["low"] <= row["GB/s"] <= row["high"] for row in content["rows"])
+    assert "sizes deepseek-v3  cache cold  way expertd  GB/s " in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == [file.name], "the checkpoint is removed"
+    shown = SECTIONS["weights"](tmp_path)
+    assert len(shown.splitlines()) == 2 + len(ways - {"around the page cache", "dd iflag=direct"})
+    assert content["about"]["machine"] in SECTIONS["weights-machine"](tmp_path).replace("\n", " ")
