@@ -34,17 +34,6 @@ def test_arenas_grow_to_powers_of_two_and_do_not_shrink() -> None:
     assert leased(holder, SMALL).arena is second.arena
 
 
-def test_large_arenas_have_few_places() -> None:
-    holder: Holder[Memory] = Holder(64)
-    for _ in range(64):
-        holder.enter()
-    assert leased(holder, Need(4096, 100 << 20)).arena.sizes == Sizes(4096, 100 << 20, 2)
-    woken: list[int] = []
-    leased(holder, SMALL)
-    assert holder.take(SMALL, lambda: woken.append(1)) == Later(None)
-    assert woken == []
-
-
 def test_a_place_that_is_given_back_wakes_one_that_waits() -> None:
     holder: Holder[Memory] = Holder(1)
     lease = leased(holder, SMALL)
@@ -77,17 +66,6 @@ def test_an_arena_that_is_gone_is_replaced() -> None:
     assert leased(holder, SMALL).arena is not lease.arena
     holder.give_back(lease)
     assert lease.arena.is_closed
-
-
-def test_a_refusal_lasts_a_while_for_calls_of_that_size() -> None:
-    holder: Holder[Memory] = Holder(4)
-    lease = leased(holder, SMALL)
-    assert isinstance(holder.take(LARGE, never), Opening)
-    assert isinstance(holder.take(LARGE, lambda: None), Later)  # another thread is opening it
-    holder.failed(LARGE, ServerBusyError("limit: expected room, got none", 503))
-    with pytest.raises(NotThisCallError, match="expected room"):
-        holder.take(LARGE, never)
-    assert leased(holder, SMALL).arena is lease.arena
 
 
 @pytest.mark.parametrize(

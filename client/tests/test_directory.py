@@ -92,17 +92,6 @@ def test_what_a_server_accepts_is_not_asked_for_again(max_tokens: int, max_place
     assert max(memory.sizes.num_places for memory in server.made) == min(4, max_places)
 
 
-@pytest.mark.parametrize("num_tokens", [16, 600])
-def test_an_arena_is_not_replaced_by_a_smaller_one(num_tokens: int) -> None:
-    server = Limited(max_tokens=1000, max_places=4)
-    server.call(16, num_threads=4, times=60)
-    server.call(num_tokens, num_threads=8, times=60)  # 8 places are refused, and 1024 tokens
-    assert server.made[-1].sizes.num_places == 4
-    assert server.made[-1].sizes.max_tokens == num_tokens
-    server.call(20, num_threads=4, times=60)
-    assert server.made[-1].sizes.max_tokens >= num_tokens
-
-
 def test_more_places_are_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "_MORE_PLACES_SECONDS", 0.2)
     server = Limited(max_tokens=1000, max_places=2)
