@@ -86,7 +86,7 @@ def directory(made: Path, tmp_path: Path) -> Path:
     ],
 )
 def test_it_is_the_documents(family: str, scales: torch.dtype | None, mxfp4: bool, tmp_path: Path) -> None:
-    sizes = Sizes(384, 256)
+    sizes = Sizes() if family == "mixtral" else Sizes(384, 256)  # 64 KiB, the largest that is read whole
     checkpoint = Checkpoint(family, tmp_path / "model", scales, mxfp4=mxfp4, sizes=sizes)
     ids = [identity(checkpoint.directory, layer) for layer in (1, 2)]
     assert ids == [by_the_document(checkpoint.directory, layer) for layer in (1, 2)]

@@ -41,7 +41,7 @@ def failed(about: dict[str, Any]) -> dict[str, str]:
 def test_check_prints_what_each_rank_holds(
     checkpoint: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["--port", "0", "--backend", "reference", "--model", checkpoint, "--layers", "all", "--ranks"]
+    arguments = ("--port", "0", "--backend", "reference", "--model", checkpoint, "--layers", "all", "--ranks")
     code, about = check(capsys, *arguments, "2")
     assert (code, failed(about)) == (0, {})
     first, second = (
@@ -61,8 +61,8 @@ def test_check_prints_what_each_rank_holds(
 
 
 def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output) -> None:
-    arguments = ["--port", "0", "--backend", "hopper", "--model", checkpoint, "--layers", "all"]
-    arguments += ["--devices", "0-3"]
+    served = ("--model", checkpoint, "--layers", "all")
+    arguments = ("--port", "0", "--backend", "hopper", "--devices", "0-3", *served)
     _, about = check(capsys, *arguments)
     details = [result["detail"] for result in about["checks"] if result["name"].startswith("memory, rank ")]
     assert len(details) == 4
@@ -103,8 +103,8 @@ def test_only_what_differs_from_the_defaults_is_printed(
 ) -> None:
     """Not what is given as it is by default."""
     monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
-    arguments = ["--config", config, "--port", "0"]
-    arguments += ["--set", "limits.max_headers=100", "--set", "partitions={}"]
+    given = ("--set", "limits.max_headers=100", "--set", "partitions={}")
+    arguments = ("--config", config, "--port", "0", *given)
     code, about = check(capsys, "--changed", *arguments)
     assert code == 0
     changed = {row["key"]: row["value"] for row in about["settings"] if not row["key"].startswith("models.")}
@@ -258,9 +258,9 @@ def test_check_looks_at_the_rendezvous(config: Path, capsys: Output, tmp_path: P
         details = {result["name"]: result["detail"] for result in about["checks"]}
         assert (code, details["rendezvous"]) == (0, f"{place}, from 127.0.0.1 on lo")
         assert details["address"] == "none: node 0 has the front end"
-        taken = ("--set", f"channels.socket={tmp_path}")
-        assert "channels" in failed(check(capsys, *given, *taken)[1])
-        assert failed(check(capsys, *given, *taken, "--node-rank", "1")[1]) == {}
+        unusable = ("--set", f"channels.socket={tmp_path}")
+        assert "channels" in failed(check(capsys, *given, *unusable)[1])
+        assert failed(check(capsys, *given, *unusable, "--node-rank", "1")[1]) == {}
     assert check(capsys, *given)[0] == 0
 
 
@@ -272,7 +272,7 @@ def test_a_rendezvous_where_the_server_listens_is_refused(
         port = free.getsockname()[1]
     place, nodes = f"127.0.0.1:{port}", ("--nnodes", "2", "--rendezvous")
     for host in ("localhost", "127.0.0.1", "0.0.0.0"):
-        given = ["--config", config, "--insecure", "--host", host, "--port", str(port), *nodes]
+        given = ("--config", config, "--insecure", "--host", host, "--port", str(port), *nodes)
         code, about = check(capsys, *given, place)
         expected = f"another port than the server's own, {host}:{port}"
         assert code == 2
@@ -286,7 +286,7 @@ def test_a_rendezvous_where_the_server_listens_is_refused(
         expected = f"another port than the server's own, 127.0.0.1:{port}"
         assert failed(about) == {"rendezvous": f"rendezvous: expected {expected}, got {place}"}
         assert main(["serve", *map(str, [*of_grpc, *more])]) == 2
-    given = ["--config", config, "--insecure", "--host", "127.0.0.1", "--port", str(port), *nodes]
+    given = ("--config", config, "--insecure", "--host", "127.0.0.1", "--port", str(port), *nodes)
     assert check(capsys, *given, f"127.0.0.2:{port}")[0] == 0, "another address"
 
 
