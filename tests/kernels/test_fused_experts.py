@@ -12,7 +12,6 @@ from expertd.kernels import (
     Backend,
     Quantized,
     compute_permutation,
-    dequantize_blocks,
     dequantize_rows,
     fused_experts,
     quantize_blocks,
@@ -22,7 +21,7 @@ from expertd.kernels.backends.reference import cpu_ffn, matrices
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
-from tests.kernels.helpers import diff, fresh_generator, random_rows, random_weights
+from tests.kernels.helpers import diff, expected_experts, fresh_generator, random_rows, random_weights
 
 # The `diff` from rounding hidden states, activations and rows in 10662 draws of 1 to 1025 rows: to bf16
 # 1.2e-5 on average and 4.7e-5 at most, to FP8 1.0e-3 and 4.3e-3.
@@ -69,30 +68,8 @@ class Case:
         return fused_experts(*arguments, activation=activation, biases=self.biases, backend=backend)
 
     def expected(self, activation: Activation = SILU) -> Tensor:
-        """float64 [T, H], one expert at a time."""
-        out = torch.zeros(self.hidden_states.shape, dtype=torch.float64)
-        for group in range(self.down.data.shape[0]):
-            tokens, slots = (self.topk_ids == group).nonzero(as_tuple=True)
-            rows = (
-                self._expert(group, tokens, activation) * self.topk_weights[tokens, slots].double()[:, None]
-            )
-            out.index_add_(0, tokens, rows)
-        return out
-
-    def _expert(self, group: int, tokens: Tensor, activation: Activation) -> Tensor:
-        gate_up, down = (
-            dequantize_blocks(w.data[group], w.scales[group]).double() for w in (self.gate_up, self.down)
-        )
-        products = self.hidden_states[tokens].double() @ gate_up.t()
-        if self.biases is not None:
-            products += self.biases.gate_up[group].double()
-        gate, up = products.chunk(2, dim=1)
-        alpha, limit, *_ = activation
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        if isinstance(activation, OtherGlu):
-            up = up + activation.up_offset
-        rows = (gate / (1 + torch.exp(-alpha * gate)) * up) @ down.t()
-        return rows if self.biases is None else rows + self.biases.down[group].double()
+        arguments = self.hidden_states, self.topk_ids, self.topk_weights, self.gate_up, self.down
+        return expected_experts(*arguments, activation, self.biases)
 
 
 def _case(

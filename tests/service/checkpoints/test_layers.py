@@ -2,6 +2,9 @@
 
 import os
 import re
+import shutil
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from tests.more_families import ALL_FAMILIES, EACH_FAMILY
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors, shard_of
 from tests.short import few_of
 
+Made = Callable[[str, str | None], Path]
 TOKENS = 64
 SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.float8_e8m0fnu}
 
@@ -192,6 +196,18 @@ def test_fp8_weights_are_used_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(weights.router_bias, bias.float())
 
 
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Copies a family's checkpoint, which is made once, to be damaged; with scales of this kind."""
+
+    @cache
+    def made(family: str, scales: str | None) -> Path:
+        directory = tmp_path_factory.mktemp(family) / "model"
+        return Checkpoint(family, directory, SCALES.get(scales or "")).directory
+
+    return lambda *kind: Path(shutil.copytree(made(*kind), tmp_path_factory.mktemp("copy") / "model"))
+
+
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
@@ -243,8 +259,8 @@ def test_shared_experts_that_are_left_out_are_not_read(
         ("model.layers.1.mlp.gate.e_score_correction_bias", -torch.inf),
     ],
 )
-def test_numbers_that_are_not_finite_are_refused(name: str, bad: float, tmp_path: Path) -> None:
-    directory = Checkpoint("deepseek-v3", tmp_path / "model", torch.float32).directory
+def test_numbers_that_are_not_finite_are_refused(name: str, bad: float, copied: Made) -> None:
+    directory = copied("deepseek-v3", "fp32")
     file = shard_of(directory, name)
     values = load_file(file)[name]
     values.view(-1)[0:1] = torch.tensor([bad]).to(values.dtype)
@@ -272,9 +288,14 @@ def test_numbers_that_are_not_finite_are_refused(name: str, bad: float, tmp_path
     ],
 )
 def test_numbers_that_give_others_than_numbers_are_refused(
-    family: str, scales: str | None, name: str, factor: float, expected: str, tmp_path: Path
+    family: str,
+    scales: str | None,
+    name: str,
+    factor: float,
+    expected: str,
+    copied: Made,
 ) -> None:
-    directory = Checkpoint(family, tmp_path / "model", SCALES[scales] if scales else None).directory
+    directory = copied(family, scales)
     name = f"model.layers.1.{name}"
     file = shard_of(directory, name)
     edit_tensors(file, **{name: load_file(file)[name] * factor})
@@ -289,17 +310,17 @@ def test_other_float_types_are_accepted(dtype: torch.dtype, tmp_path: Path) -> N
     check_layer(checkpoint, 1, layer, 2e-3)
 
 
-def test_loading_can_be_cancelled(tmp_path: Path) -> None:
-    directory = Checkpoint("mixtral", tmp_path / "model").directory
+def test_loading_can_be_cancelled(copied: Made) -> None:
+    directory = copied("mixtral", None)
     (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
     with pytest.raises(LoadCancelledError):
         layer_of(model, resolve_backend("reference"), torch.device("cpu"), lambda: True)
 
 
 def test_a_file_truncated_during_reading_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = Checkpoint("mixtral", tmp_path / "model").directory
+    directory = copied("mixtral", None)
     (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
     files = {matrix.encoded.weight.file for group in model.source.groups for matrix in group}
     sizes = {file: file.stat().st_size for file in files}
@@ -323,10 +344,8 @@ def test_a_file_truncated_during_reading_is_one_sentence(
 
 
 @pytest.mark.parametrize("change", [None, torch.zeros(3, 5), torch.zeros(EXPERTS, HIDDEN, dtype=torch.int32)])
-def test_a_tensor_that_is_another_than_the_one_found_is_refused(
-    change: Tensor | None, tmp_path: Path
-) -> None:
-    directory = Checkpoint("mixtral", tmp_path / "model").directory
+def test_a_tensor_that_is_another_than_the_one_found_is_refused(change: Tensor | None, copied: Made) -> None:
+    directory = copied("mixtral", None)
     (model,) = models_of(CheckpointSettings(path=directory, layers="0"))
     router = model.source.router
     edit_tensors(router.file, **{router.name: change})
