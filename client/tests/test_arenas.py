@@ -6,32 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from expertd_client.arenas import Holder, Later, Need, Opening, Sizes
+from expertd_client.arenas import Holder, Later, Need, Opening
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
     ExpertError,
     InvalidRequestError,
     ServerBusyError,
-    TransportUnavailableError,
 )
 from expertd_client.leasing import take_place
 from expertd_client.steps import Steps, Work, run, run_async
 from expertd_client.transport import NotThisCallError
-from tests.arenas import LARGE, SMALL, Memory, leased, never
-
-
-def test_arenas_grow_to_powers_of_two_and_do_not_shrink() -> None:
-    holder: Holder[Memory] = Holder(8)
-    holder.enter()
-    first = leased(holder, SMALL)
-    assert first.arena.sizes == Sizes(16, 65536, 2)
-    holder.give_back(first)
-    second = leased(holder, LARGE)
-    assert second.arena.sizes == Sizes(512, 512 * 2048, 2)
-    assert first.arena.is_closed
-    holder.give_back(second)
-    assert leased(holder, SMALL).arena is second.arena
+from tests.arenas import SMALL, Memory, leased, never
 
 
 def test_a_place_that_is_given_back_wakes_one_that_waits() -> None:
@@ -46,26 +32,6 @@ def test_a_place_that_is_given_back_wakes_one_that_waits() -> None:
     assert woken == ["b"]
     holder.forget(calls[1])  # it had been woken, but has gone
     assert woken == ["b", "c"]
-
-
-def test_an_abandoned_place_is_free_once_it_is_answered() -> None:
-    holder: Holder[Memory] = Holder(1)
-    lease = leased(holder, SMALL)
-    holder.give_back(lease, 17)
-    waits = holder.take(SMALL, lambda: None)
-    assert isinstance(waits, Later)
-    assert waits.seconds is not None  # nobody may be there to wake it
-    lease.arena.answered.add(lease.place)
-    assert holder.take(SMALL, never) == lease
-
-
-def test_an_arena_that_is_gone_is_replaced() -> None:
-    holder: Holder[Memory] = Holder(4)
-    lease = leased(holder, SMALL)
-    lease.arena.is_alive = False
-    assert leased(holder, SMALL).arena is not lease.arena
-    holder.give_back(lease)
-    assert lease.arena.is_closed
 
 
 @pytest.mark.parametrize(
@@ -89,18 +55,6 @@ def test_a_busy_server_is_asked_again_sooner(
         holder.take(SMALL, never)
     monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + seconds)
     assert isinstance(holder.take(SMALL, never), Opening)
-
-
-def test_a_closed_holder() -> None:
-    holder: Holder[Memory] = Holder(4)
-    lease = leased(holder, SMALL)
-    woken: list[int] = []
-    holder.close()
-    assert not lease.arena.is_closed
-    holder.give_back(lease)
-    assert lease.arena.is_closed
-    with pytest.raises(TransportUnavailableError):
-        holder.take(SMALL, lambda: woken.append(1))
 
 
 def test_places_are_never_shared_by_threads() -> None:

@@ -13,14 +13,13 @@ from expertd_client import (
     ServerUnreachableError,
     TransportUnavailableError,
 )
-from tests.callers import Connect
+from tests.callers import Connect, one_client
 from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.fakes import Peer, answer, echo, fake_server
 from tests.waiting import wait_for
 
 X = np.random.default_rng(13).standard_normal((5, HIDDEN), dtype=np.float32)
 slow = pytest.mark.slow  # a server process
-one_client = pytest.mark.parametrize("connect", ["sync"], indirect=True)  # both share the code
 
 
 @slow

@@ -16,7 +16,7 @@ from expertd_client import (
     UnknownModelError,
 )
 from expertd_client.channel import layout, link
-from tests.callers import AnyCaller, AnyChannel, Connect
+from tests.callers import AnyCaller, AnyChannel, Connect, one_client
 from tests.expertd import (
     HIDDEN,
     LAYER,
@@ -155,6 +155,7 @@ def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
         assert other.wait(foreign).shape == (1, HIDDEN)
 
 
+@one_client
 def test_a_channel_of_several_models(connect: Connect, tmp_path: Path) -> None:
     names = ["one", "two", "three"]
     layers = [{**LAYER, "name": name, "weights": {"seed": seed}} for seed, name in enumerate(names)]

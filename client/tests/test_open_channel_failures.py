@@ -15,7 +15,7 @@ from expertd_client import (
     TransportUnavailableError,
 )
 from expertd_client.device_memory import DeviceMemoryError
-from tests.callers import Connect
+from tests.callers import Connect, one_client
 from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.rounding import assert_rounded
 from tests.waiting import wait_for
@@ -26,6 +26,7 @@ CLOSED = r"^channel: expected an open one, got a closed one$"
 X = np.random.default_rng(15).standard_normal((8, HIDDEN), dtype=np.float32)
 
 
+@one_client
 def test_places_of_channels_that_are_never_claimed(connect: Connect, tmp_path: Path) -> None:
     with running_server(tmp_path, channels_in(tmp_path), "channels.max_channels=1") as server:
         body = json.dumps({"model": MODEL, "num_slots": 1, "max_tokens": 1}).encode()

@@ -82,23 +82,6 @@ def test_the_readme_has_no_other_figures() -> None:
     assert re.findall(r"\d[\d.]*\s*(?:%|µs|ms|TFLOPS|TB/s|times\b)", text) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "<!-- report:speed -->\n<!-- /report -->",
-            "report section: expected one of headline, .*, got 'speed'",
-        ),
-        ("<!-- report:headline -->\n", "report markers: expected"),
-        ("<!-- report:headline -->\n<!-- report:router -->\n<!-- /report -->", "report markers: expected"),
-        ("<!-- /report -->", "report markers: expected"),
-    ],
-)
-def test_unmatched_markers_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        report.render(text)
-
-
 def layer_result(tmp_path: Path, name: str = "moe_layer-h200.json", **more: object) -> Path:
     """Two rows of a layer, with round figures."""
     about = {"gpu": "GPU, 1.2, x", "nvrtc": "13.0", "torch": "2", "copy_tbps": 4.0, "deep_gemm": "0.1"} | more
