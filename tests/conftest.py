@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Tests of tools, and of the documents' site.
-THOROUGH = ("tests/benchmarks/", "tests/site/", "tests/soak/", "tests/test_grafana_picture.py")
+THOROUGH = ("tests/benchmarks/", "tests/site/", "tests/soak/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,10 +58,6 @@ def test_the_workflows_actions_are_pinned() -> None:
     assert [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)] == []
 
 
-def test_contributing_names_chores_that_exist() -> None:
-    assert chores_run_by((ROOT / "CONTRIBUTING.md").read_text()) <= set(CHORES)
-
-
 def test_contributing_names_paths_that_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Layout")[2]
     named = [name for name in re.findall(r"`((?:\w+/)+[\w.]*)`", text) if "NAME" not in name]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +100,8 @@ def test_only_compose_goes_without_keys_and_publishes_on_loopback() -> None:
     assert all(port.startswith("${BIND:-127.0.0.1}:") for port in published)
 
 
-def test_version_label_is_the_projects() -> None:
+def test_base_image_and_label_are_the_projects() -> None:
     assert build_defaults()["VERSION"] == PROJECT["version"]
-
-
-def test_base_image_has_a_supported_python() -> None:
     version = build_defaults()["PYTHON_IMAGE"].partition(":")[2].partition("-")[0]
     assert version.count(".") == 2, f"expected a patch version, got {version}"
     assert version in SpecifierSet(PROJECT["requires-python"])
@@ -210,48 +206,26 @@ class _Health(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def health_port() -> Iterator[int]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Health) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
-
-
-@pytest.fixture
-def secure_health_port() -> Iterator[int]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Health) as server:
-        server.socket = load_tls(TlsSettings.model_validate(TLS)).wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
-
-
-def test_healthcheck_speaks_tls(secure_health_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    (rest,) = arguments_of("HEALTHCHECK")
-    _, *arguments = json.loads(rest.partition("CMD ")[2])
-    _Health.statuses = {"/v2/health/ready": 200}
-    monkeypatch.setenv("EXPERTD_PORT", str(secure_health_port))
-    monkeypatch.setenv("EXPERTD_TLS__CERTIFICATE", "server.pem")
-    assert subprocess.run([sys.executable, *arguments], timeout=30, check=False).returncode == 0
-
-
 @pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+@pytest.mark.parametrize("has_tls", [False, True])
 def test_healthcheck_follows_readiness(
-    status: int, healthy: bool, health_port: int, monkeypatch: pytest.MonkeyPatch
+    has_tls: bool, status: int, healthy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (rest,) = arguments_of("HEALTHCHECK")
     interpreter, *arguments = json.loads(rest.partition("CMD ")[2])
     assert interpreter == "/opt/expertd/bin/python"
     _Health.statuses = {"/v2/health/ready": status}
-    monkeypatch.setenv("EXPERTD_PORT", str(health_port))
     # It must not go through a proxy: port 9 refuses connections.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-
-    done = subprocess.run([sys.executable, *arguments], timeout=30, check=False)
-
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Health) as server:
+        if has_tls:
+            context = load_tls(TlsSettings.model_validate(TLS))
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+            monkeypatch.setenv("EXPERTD_TLS__CERTIFICATE", "server.pem")
+        monkeypatch.setenv("EXPERTD_PORT", str(server.server_address[1]))
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        done = subprocess.run([sys.executable, *arguments], timeout=30, check=False)
+        server.shutdown()
+        thread.join()
     assert (done.returncode == 0) is healthy

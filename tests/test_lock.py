@@ -1,7 +1,10 @@
-"""The lock files fit pyproject.toml and each other, on every supported Python."""
+"""The lock files and the bill of materials fit pyproject.toml and each other, on every supported Python."""
 
+import json
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -88,6 +91,8 @@ def test_a_package_has_one_version_in_all_locks(python: str) -> None:
     assert cpu.items() <= cuda.items()
     assert {name: cuda[name] for name in dev.keys() & cuda.keys()}.items() <= dev.items()
     assert cuda["torch"] == lock.torch_version()
+    assert [name for name in cpu if re.match(r"nvidia|cuda|triton", name)] == []
+    assert "nvidia-cuda-nvrtc" in cuda
 
 
 def test_python_versions_match_the_projects() -> None:
@@ -104,12 +109,6 @@ def test_every_package_has_hashes_and_no_url(name: str) -> None:
     assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
     assert "://" not in text
     assert str(lock.ROOT) not in text
-
-
-def test_a_cpu_needs_no_cuda_package() -> None:
-    names = pins("cpu.txt", "3.11")
-    assert [name for name in names if re.match(r"nvidia|cuda|triton", name)] == []
-    assert "nvidia-cuda-nvrtc" in pins("cuda.txt", "3.11")
 
 
 @pytest.mark.parametrize(
@@ -135,8 +134,24 @@ def test_a_changed_requirement_makes_the_locks_stale(tmp_path: Path, path: str, 
     assert lock.stale(tmp_path) == (["dev.txt"] if path.endswith("dev.txt") else list(lock.LOCKS))
 
 
-def test_check_says_what_to_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lock.main(["--check"]) == 0
-    monkeypatch.setattr(lock, "fingerprint", lambda root: "another")
-    assert lock.main(["--check"]) == 1
-    assert capsys.readouterr().out.endswith("do not fit pyproject.toml: run `make lock`\n")
+FILES = {"cpu": ("torch-cpu.txt", "cpu.txt"), "cuda": ("cuda.txt",)}
+
+
+@pytest.mark.parametrize("variant", FILES)
+def test_it_has_every_package_with_its_hashes(variant: str) -> None:
+    command = [sys.executable, "-m", "requirements.sbom", variant]
+    done = subprocess.run(command, cwd=lock.ROOT, capture_output=True, text=True, check=True)
+    bill = json.loads(done.stdout)
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "expertd")
+    expected = {
+        (requirement.name, str(requirement.specifier).removeprefix("=="))
+        for name in FILES[variant]
+        for requirement in locked(name)
+    }
+    assert {(each["name"], each["version"]) for each in bill["components"]} == expected
+    texts = [(lock.ROOT / "requirements" / name).read_text() for name in FILES[variant]]
+    listed = {digest for text in texts for digest in re.findall(r"sha256:([0-9a-f]{64})", text)}
+    hashes = {digest["content"] for each in bill["components"] for digest in each.get("hashes", ())}
+    assert hashes == listed
+    names = [each["bom-ref"] for each in bill["components"]]
+    assert len(names) == len(set(names))

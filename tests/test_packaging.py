@@ -126,13 +126,9 @@ def test_the_clients_tests_run_against_an_installed_server(site: Path, tmp_path:
     assert (tmp_path / "log").read_text() == "started\n"
 
 
-def test_the_command_runs_from_the_wheel(site: Path, tmp_path: Path) -> None:
-    command = site / "bin" / "expertd"
-    assert run(command, "--version", cwd=tmp_path, PYTHONPATH=str(site)) == f"expertd {VERSION}\n"
-
-
 def test_the_wheel_has_a_demo_to_serve_without_settings(site: Path, tmp_path: Path) -> None:
     command = site / "bin" / "expertd"
+    assert run(command, "--version", cwd=tmp_path, PYTHONPATH=str(site)) == f"expertd {VERSION}\n"
     told = run(command, "check", "--port", "0", "--backend", "reference", cwd=tmp_path, PYTHONPATH=str(site))
     assert f"{site}/expertd/service/settings/demo.yaml:" in told
     assert "no --model or --config: serving a demo layer of random weights" in told

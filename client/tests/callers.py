@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import pytest
+
 from expertd_client import (
     AsyncChannel,
     AsyncExpertClient,
@@ -161,3 +163,6 @@ class AsyncChannelCaller:
 AnyChannel: TypeAlias = Channel | AsyncChannelCaller
 AnyCaller: TypeAlias = Caller | AsyncCaller
 Connect: TypeAlias = Callable[..., AnyCaller]
+
+one_client = pytest.mark.parametrize("connect", ["sync"], indirect=True)
+"""For a test with a server of its own, of what both kinds do by the same code."""

@@ -25,7 +25,6 @@ from tests.callers import Connect
 from tests.fakes import Peer, answer, answering, echoing, fake_server, refusal
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
-BYTES = X.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -76,16 +75,6 @@ def test_errors_that_are_not_the_protocols(connect: Connect, body: bytes, text: 
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_a_busy_server_is_asked_again(connect: Connect, status: int) -> None:
-    busy = refusal(status, "full", "Retry-After: 0")
-    with fake_server(answering(busy, busy)) as server:
-        client = connect(server.url)
-        np.testing.assert_array_equal(client.infer("m", X), X)
-        client.close()
-    assert len(server.requests) == 3
-
-
 def test_it_is_asked_again_max_retries_times(connect: Connect) -> None:
     with fake_server(answering(*[refusal(503, "full", "Retry-After: 0")] * 9)) as server:
         client = connect(server.url, max_retries=2)
@@ -96,30 +85,26 @@ def test_it_is_asked_again_max_retries_times(connect: Connect) -> None:
     assert len(server.requests) == 3
 
 
-def test_it_is_not_asked_again_after_the_deadline(connect: Connect) -> None:
-    with fake_server(answering(refusal(503, "full", "Retry-After: 3000"))) as server:
+@pytest.mark.parametrize(
+    ("headers", "seconds"), [(["Retry-After: 3000"], 3000), ([], None)], ids=["too late", "for good"]
+)
+def test_it_is_asked_again_only_if_that_helps(
+    connect: Connect, headers: list[str], seconds: float | None
+) -> None:
+    with fake_server(answering(refusal(503, "full", *headers))) as server:
         client = connect(server.url)
         with pytest.raises(ServerBusyError) as caught:
             client.infer("m", X, timeout=2000)
         client.close()
-    assert caught.value.retry_after == 3000
+    assert caught.value.retry_after == seconds
     assert len(server.requests) == 1
 
 
-def test_without_retry_after_it_is_not_asked_again(connect: Connect) -> None:
-    with fake_server(answering(refusal(503, "shutting down"))) as server:
+@pytest.mark.parametrize("status", [429, 503])
+def test_the_timeout_of_a_second_attempt_is_what_is_left(connect: Connect, status: int) -> None:
+    with fake_server(answering(refusal(status, "full", "Retry-After: 0"))) as server:
         client = connect(server.url)
-        with pytest.raises(ServerBusyError, match="shutting down") as caught:
-            client.infer("m", X)
-        client.close()
-    assert caught.value.retry_after is None
-    assert len(server.requests) == 1
-
-
-def test_the_timeout_of_a_second_attempt_is_what_is_left(connect: Connect) -> None:
-    with fake_server(answering(refusal(503, "full", "Retry-After: 0"))) as server:
-        client = connect(server.url)
-        client.infer("m", X, timeout=20)
+        np.testing.assert_array_equal(client.infer("m", X, timeout=20), X)
         client.close()
     first, second = (request.json["parameters"]["timeout"] for request in server.requests)
     assert second < first

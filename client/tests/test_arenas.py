@@ -3,75 +3,21 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 
-from expertd_client.arenas import Holder, Later, Lease, Need, Opening, Sizes
+from expertd_client.arenas import Holder, Later, Need, Opening
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
     ExpertError,
     InvalidRequestError,
     ServerBusyError,
-    TransportUnavailableError,
 )
 from expertd_client.leasing import take_place
 from expertd_client.steps import Steps, Work, run, run_async
 from expertd_client.transport import NotThisCallError
-from tests.arenas import LARGE, SMALL, Memory, leased, never
-
-
-def test_arenas_grow_to_powers_of_two_and_do_not_shrink() -> None:
-    holder: Holder[Memory] = Holder(8)
-    holder.enter()
-    first = leased(holder, SMALL)
-    assert first.arena.sizes == Sizes(16, 65536, 2)
-    holder.give_back(first)
-    second = leased(holder, LARGE)
-    assert second.arena.sizes == Sizes(512, 512 * 2048, 2)
-    assert first.arena.is_closed
-    holder.give_back(second)
-    assert leased(holder, SMALL).arena is second.arena
-
-
-def test_an_arena_in_use_is_closed_after_its_last_call() -> None:
-    holder: Holder[Memory] = Holder(8)
-    first, other = leased(holder, SMALL), leased(holder, SMALL)
-    assert first.place != other.place
-    leased(holder, LARGE)
-    assert first.arena.retired
-    holder.give_back(first)
-    assert not first.arena.is_closed
-    holder.give_back(other)
-    assert first.arena.is_closed
-
-
-def test_there_are_more_places_if_more_calls_come_at_the_same_time() -> None:
-    holder: Holder[Memory] = Holder(6)
-    for _ in range(5):
-        holder.enter()
-    assert leased(holder, SMALL).arena.sizes.num_places == 6  # not 8
-    lone: Holder[Memory] = Holder(6)
-    lone.enter()
-    places = [leased(lone, SMALL), leased(lone, SMALL)]
-    lone.enter()
-    lone.enter()
-    assert leased(lone, SMALL).arena.sizes.num_places == 4
-    for lease in places:
-        lone.give_back(lease)
-    assert places[0].arena.is_closed
-
-
-def test_large_arenas_have_few_places() -> None:
-    holder: Holder[Memory] = Holder(64)
-    for _ in range(64):
-        holder.enter()
-    assert leased(holder, Need(4096, 100 << 20)).arena.sizes == Sizes(4096, 100 << 20, 2)
-    woken: list[int] = []
-    leased(holder, SMALL)
-    assert holder.take(SMALL, lambda: woken.append(1)) == Later(None)
-    assert woken == []
+from tests.arenas import SMALL, Memory, leased, never
 
 
 def test_a_place_that_is_given_back_wakes_one_that_waits() -> None:
@@ -86,37 +32,6 @@ def test_a_place_that_is_given_back_wakes_one_that_waits() -> None:
     assert woken == ["b"]
     holder.forget(calls[1])  # it had been woken, but has gone
     assert woken == ["b", "c"]
-
-
-def test_an_abandoned_place_is_free_once_it_is_answered() -> None:
-    holder: Holder[Memory] = Holder(1)
-    lease = leased(holder, SMALL)
-    holder.give_back(lease, 17)
-    waits = holder.take(SMALL, lambda: None)
-    assert isinstance(waits, Later)
-    assert waits.seconds is not None  # nobody may be there to wake it
-    lease.arena.answered.add(lease.place)
-    assert holder.take(SMALL, never) == lease
-
-
-def test_an_arena_that_is_gone_is_replaced() -> None:
-    holder: Holder[Memory] = Holder(4)
-    lease = leased(holder, SMALL)
-    lease.arena.is_alive = False
-    assert leased(holder, SMALL).arena is not lease.arena
-    holder.give_back(lease)
-    assert lease.arena.is_closed
-
-
-def test_a_refusal_lasts_a_while_for_calls_of_that_size() -> None:
-    holder: Holder[Memory] = Holder(4)
-    lease = leased(holder, SMALL)
-    assert isinstance(holder.take(LARGE, never), Opening)
-    assert isinstance(holder.take(LARGE, lambda: None), Later)  # another thread is opening it
-    holder.failed(LARGE, ServerBusyError("limit: expected room, got none", 503))
-    with pytest.raises(NotThisCallError, match="expected room"):
-        holder.take(LARGE, never)
-    assert leased(holder, SMALL).arena is lease.arena
 
 
 @pytest.mark.parametrize(
@@ -140,29 +55,6 @@ def test_a_busy_server_is_asked_again_sooner(
         holder.take(SMALL, never)
     monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + seconds)
     assert isinstance(holder.take(SMALL, never), Opening)
-
-
-def test_no_more_places_are_asked_for_after_a_refusal() -> None:
-    holder: Holder[Memory] = Holder(8)
-    for _ in range(2):
-        leased(holder, SMALL)
-    for _ in range(4):
-        holder.enter()
-    assert isinstance(holder.take(SMALL, never), Opening)
-    holder.failed(SMALL, ServerBusyError("limit: expected room, got none", 503))
-    assert holder.take(SMALL, lambda: None) == Later(None)
-
-
-def test_a_closed_holder() -> None:
-    holder: Holder[Memory] = Holder(4)
-    lease = leased(holder, SMALL)
-    woken: list[int] = []
-    holder.close()
-    assert not lease.arena.is_closed
-    holder.give_back(lease)
-    assert lease.arena.is_closed
-    with pytest.raises(TransportUnavailableError):
-        holder.take(SMALL, lambda: woken.append(1))
 
 
 def test_places_are_never_shared_by_threads() -> None:
@@ -198,15 +90,6 @@ def test_places_are_never_shared_by_threads() -> None:
     assert all(memory.is_closed for memory in made)
 
 
-def test_waiting_for_a_place_ends_at_the_deadline() -> None:
-    holder: Holder[Memory] = Holder(1)
-    lease = leased(holder, SMALL)
-    with pytest.raises(DeadlineError):
-        run(take_place(holder, SMALL, Deadline(0.02), never))  # type: ignore[arg-type]
-    holder.give_back(lease)
-    assert run(take_place(holder, SMALL, Deadline(1), never)) == lease  # type: ignore[arg-type]
-
-
 async def test_a_call_that_gives_up_does_not_keep_an_abandoned_place_from_the_next() -> None:
     holder: Holder[Memory] = Holder(1)
     lease = leased(holder, SMALL)
@@ -229,53 +112,6 @@ async def test_a_call_that_is_cancelled_when_it_has_just_been_woken_wakes_the_ne
     holder.give_back(lease)
     first.cancel()
     assert await second == lease
-
-
-def test_a_freed_place_is_used_while_a_larger_arena_is_opened() -> None:
-    holder: Holder[Memory] = Holder(8)
-    leases = [leased(holder, SMALL), leased(holder, SMALL)]
-    assert isinstance(holder.take(LARGE, never), Opening)
-    woken: list[Need] = []
-    for need in (LARGE, SMALL):
-        assert isinstance(holder.take(need, lambda need=need: woken.append(need)), Later)  # type: ignore[misc]
-    holder.give_back(leases[0])
-    assert woken == [LARGE, SMALL], "the first one has to wait for the larger arena"
-    assert isinstance(holder.take(SMALL, never), Lease)
-
-
-def test_a_new_arena_may_have_more_places_than_the_lost_one() -> None:
-    holder: Holder[Memory] = Holder(8)
-    for _ in range(8):
-        holder.enter()
-    wanted = holder.take(SMALL, never)
-    assert isinstance(wanted, Opening)
-    holder.opened(Memory(replace(wanted.sizes[0], num_places=2)))
-    lease = leased(holder, SMALL)
-    lease.arena.is_alive = False
-    holder.give_back(lease)
-    assert holder.take(SMALL, never) == wanted
-
-
-@pytest.mark.parametrize("room", [64, 5, 2])
-def test_as_many_places_are_had_as_a_server_gives(room: int) -> None:
-    holder: Holder[Memory] = Holder(256)
-    first = leased(holder, SMALL)
-    leased(holder, SMALL)
-    for _ in range(100):
-        holder.enter()
-    wanted = holder.take(SMALL, never)
-    assert isinstance(wanted, Opening)
-    assert not wanted.is_needed
-    assert {sizes.max_tokens for sizes in wanted.sizes} == {16}
-    assert [sizes.num_places for sizes in wanted.sizes] == [128, 64, 32, 16, 8, 4]
-    given = [sizes for sizes in wanted.sizes if sizes.num_places <= room]
-    if given:
-        holder.opened(Memory(given[0]))
-    else:
-        holder.failed(SMALL, ServerBusyError("no room", 503))
-        assert isinstance(holder.take(SMALL, lambda: None), Later), "and not again at once"
-        holder.give_back(first)
-    assert leased(holder, SMALL).arena.sizes.num_places == {64: 64, 5: 4, 2: 2}[room]
 
 
 @pytest.mark.parametrize("error", [DeadlineError("late"), ServerBusyError("no room", 503)])

@@ -1,4 +1,4 @@
-"""What is checked before anything is sent."""
+"""What is checked before anything is sent: arguments, limits, and URLs of servers."""
 
 import pickle
 import sys
@@ -17,6 +17,7 @@ from expertd_client import (
     ServerBusyError,
     ServerUnreachableError,
 )
+from expertd_client.address import parse_address
 from expertd_client.calls import layer_call
 from tests.fakes import echoing, fake_server
 
@@ -133,17 +134,6 @@ def test_output_dtypes_of_tensors(given: object, dtype: torch.dtype) -> None:
     assert len(output.memory()) == output.result().nbytes
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.uint16])
-def test_bfloat16_arrays_come_back_as_they_went(dtype: Any) -> None:
-    values = np.arange(16, dtype=np.uint16).reshape(2, 8).view(dtype)
-    with fake_server(echoing) as server:
-        with ExpertClient(server.url, transport="http") as client:
-            answer = client.infer("m", values, output_dtype="BF16")
-        assert server.requests[0].json["inputs"][0]["datatype"] == "BF16"
-    assert answer.dtype == dtype
-    np.testing.assert_array_equal(answer.view(np.uint16), values.view(np.uint16))
-
-
 def test_bfloat16_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     text = r"^output_dtype: expected uint16 \(the bits\) where ml_dtypes is not installed, got bfloat16$"
@@ -170,15 +160,6 @@ def test_memory_of_any_layout(values: Any) -> None:
     assert type(answer) is type(values)
     assert (answer.dtype, answer.shape) == (values.dtype, values.shape)
     assert bool((answer == values).all())
-
-
-@pytest.mark.parametrize("out", [np.empty((2, 8), np.float32), torch.empty(2, 8)])
-def test_out_is_written_and_returned(out: Any) -> None:
-    ones = np.ones((2, 8), np.float32)
-    values = ones if isinstance(out, np.ndarray) else torch.from_numpy(ones)
-    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
-        assert client.infer("m", values, out=out) is out
-    assert bool((out == 1).all())
 
 
 def test_outs_dtype_is_the_outputs() -> None:
@@ -246,3 +227,55 @@ def test_a_device_where_torch_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     text = r"^device: expected None where torch is missing, got cpu$"
     with ExpertClient("http://127.0.0.1:1") as client, pytest.raises(InvalidRequestError, match=text):
         client.open_channel("m", max_tokens=1, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port", "path", "authority", "local"),
+    [
+        ("http://localhost:8000", "localhost", 8000, None, "localhost:8000", True),
+        ("http://127.0.0.2:1", "127.0.0.2", 1, None, "127.0.0.2:1", True),
+        ("http://[::1]:8000/", "::1", 8000, None, "[::1]:8000", True),
+        ("http://experts", "experts", 80, None, "experts", False),
+        ("http://10.0.0.1:8000", "10.0.0.1", 8000, None, "10.0.0.1:8000", False),
+        ("unix:/run/e.sock", "localhost", 80, "/run/e.sock", "localhost", True),
+        ("unix:///run/e.sock", "localhost", 80, "/run/e.sock", "localhost", True),
+    ],
+)
+def test_addresses(url: str, host: str, port: int, path: str | None, authority: str, local: bool) -> None:
+    address = parse_address(url)
+    assert (address.host, address.port, address.path) == (host, port, path)
+    assert (address.authority, address.is_local, address.base) == (authority, local, "")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "https://",
+        "ftp://localhost:8000",
+        "http://",
+        "http://:80",
+        "http://a:b",
+        "http://a:99999",
+        "http://[::1",
+        "http://user@a",
+        "http://a..b",
+        f"http://{64 * 'a'}",
+        "http://a?x=1",
+        "http://a#x",
+        "http://a b",
+        "http://a\r\nX: y",
+        "http://ü",
+        "unix:",
+        "unix:relative",
+        "unix://",
+        None,
+        b"http://a",
+    ],
+)
+def test_addresses_that_are_none(url: Any) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"^url: expected http://host:port, https://host:port or unix:/path, got "
+    ):
+        ExpertClient(url)

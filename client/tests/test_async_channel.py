@@ -59,16 +59,6 @@ async def test_tasks_with_a_slot_each(sharing_server: RunningServer) -> None:
         await asyncio.gather(*(work(channel, slot) for slot in channel.slots))
 
 
-async def test_the_event_loop_goes_on_while_a_task_waits(sharing_server: RunningServer) -> None:
-    async with opened(sharing_server) as channel:
-        with sharing_server.stopped():
-            task = await stop_of(sharing_server, channel)
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert not task.done()
-        await asyncio.wait_for(task, 20)
-
-
 async def test_a_cancelled_wait_leaves_the_slot_until_the_server_is_done(
     sharing_server: RunningServer,
 ) -> None:

@@ -1,9 +1,10 @@
-"""`expertd-client bench`."""
+"""`expertd-client bench`: what it measures, and what it says when it cannot."""
 
 import argparse
 import itertools
 import json
-import threading
+import os
+import resource
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd_client import ExpertError, __version__
+from expertd_client import ServerUnreachableError, __version__
 from expertd_client.__main__ import main
 from expertd_client.bench.arguments import add_arguments
-from expertd_client.bench.case import Case, Sample, summarize
-from expertd_client.bench.load import Load, hidden_states
-from expertd_client.bench.processes import _shares
-from tests.expertd import HIDDEN, MODEL, RunningServer
+from expertd_client.bench.case import BenchError, Case, Result, Sample, Target, summarize
+from expertd_client.bench.load import Load
+from expertd_client.bench.processes import Processes
+from expertd_client.bench.report import num_cpus, row, write_json
+from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.fakes import Peer, answer, echo, fake_server, refusal
 
 Captured = pytest.CaptureFixture[str]
@@ -66,19 +68,6 @@ def test_every_combination_is_measured(server: RunningServer, tmp_path: Path, ca
         assert result["processes"] == min(2, result["connections"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["channel", "http"])
-def test_every_transport_can_be_measured(
-    sharing_server: RunningServer, tmp_path: Path, capsys: Captured, transport: str
-) -> None:
-    file = tmp_path / "results.json"
-    arguments = ["--tokens", "1,16", "--connections", "2", "--transport", transport, "--json", str(file)]
-    assert bench("--url", sharing_server.url, *arguments) == 0
-    assert f"FP32, transport {transport}" in capsys.readouterr().out
-    assert json.loads(file.read_text())["client"]["transport"] == transport
-    assert [result["errors"] for result in figures(file)] == [{}, {}]
-
-
 @pytest.mark.timing
 @pytest.mark.slow
 def test_an_open_loop_keeps_its_rate(server: RunningServer, tmp_path: Path, capsys: Captured) -> None:
@@ -107,39 +96,6 @@ def test_latency_of_an_open_loop_counts_from_when_a_request_was_due() -> None:
     assert sample.late.max() >= 0.18
 
 
-def test_latency_of_a_closed_loop_counts_from_sending() -> None:
-    sample = load(2, lambda: time.sleep(0.02), Case(1, 2, None, 0.1, 0)).run(time.monotonic(), None, 60)
-    assert 2 <= len(sample.latencies) <= 10
-    assert sample.latencies.min() >= 0.02
-    assert sample.seconds >= 0.1
-
-
-def test_an_open_loop_gives_up_in_the_end() -> None:
-    slow = load(1, lambda: time.sleep(0.05), Case(1, 1, 1.0, 0.1, 0))
-    sample = slow.run(time.monotonic(), np.zeros(1000), patience=0.1)
-    assert 1 <= len(sample.latencies) <= 4
-    assert sample.unsent == 1000 - len(sample.latencies)
-
-
-def test_connections_work_at_the_same_time() -> None:
-    together = threading.Barrier(4, timeout=20)
-    sample = load(4, together.wait, Case(1, 4, None, 1e-9, 0)).run(time.monotonic(), None, 60)
-    assert len(sample.latencies) == 4
-
-
-def test_the_warm_up_does_not_count() -> None:
-    numbers = itertools.count()
-
-    def request() -> None:
-        if next(numbers) == 0:
-            raise ExpertError("cold")
-
-    made = load(1, request, Case(1, 1, None, 1e-9, 1e-9))
-    made.warm_up()
-    sample = made.run(time.monotonic(), None, 60)
-    assert (len(sample.latencies), dict(sample.errors), next(numbers)) == (1, {}, 2)
-
-
 def test_errors_are_counted_by_their_kind(tmp_path: Path, capsys: Captured) -> None:
     """A server that is busy after the first requests of the warm-up: each wrong answer is found."""
     numbers = itertools.count()
@@ -157,18 +113,8 @@ def test_errors_are_counted_by_their_kind(tmp_path: Path, capsys: Captured) -> N
 
     file = tmp_path / "results.json"
     with fake_server(handle) as server:
-        code = bench(
-            "--url",
-            server.url,
-            "--tokens",
-            "2",
-            "--connections",
-            "1",
-            "--transport",
-            "http",
-            "--json",
-            str(file),
-        )
+        options = ["--tokens", "2", "--connections", "1", "--transport", "http"]
+        code = bench("--url", server.url, *options, "--json", str(file))
     assert code == 1
     (result,) = figures(file)
     assert set(result["errors"]) == {"ServerBusyError", "InvalidAnswerError"}
@@ -206,37 +152,10 @@ def test_there_may_be_no_warmup(given: str, expected: float) -> None:
     assert parser.parse_args(["--warmup", given]).warmup == expected
 
 
-def test_abbreviated_flags_are_refused(capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", "--token", "1"])
-    assert caught.value.code == 2
-    assert "unrecognized arguments: --token 1" in capsys.readouterr().err
-
-
-def test_errors_begin_with_the_command(capsys: Captured) -> None:
-    assert main(["bench", "--json", "/dev"], prog="expertd") == 2
-    assert capsys.readouterr().err.startswith("expertd bench: --json: expected a file")
-
-
 def test_the_version(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"expertd-client {__version__}\n"
-
-
-def test_connections_are_shared_evenly() -> None:
-    assert _shares(7, 3) == [3, 2, 2]
-    assert _shares(2, 5) == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("datatype", "dtype"), [("FP32", np.float32), ("FP16", np.float16), ("BF16", np.uint16)]
-)
-def test_hidden_states_of_each_datatype(datatype: str, dtype: Any) -> None:
-    values = hidden_states(64, 32, datatype, np.random.default_rng(0))
-    assert (values.shape, values.dtype) == ((64, 32), dtype)
-    floats = (values.astype(np.uint32) << 16).view(np.float32) if datatype == "BF16" else values
-    assert floats.astype(np.float64).std() == pytest.approx(1, abs=0.1)
 
 
 def test_a_summary_of_nothing() -> None:
@@ -245,3 +164,128 @@ def test_a_summary_of_nothing() -> None:
     assert (result.requests, result.failed, result.errors) == (0, 10, {"ServerBusyError": 6})
     assert result.as_json()["p99_us"] is None
     json.dumps(result.as_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"), [("/no/such/x.json", "No such file or directory"), ("/dev", "Is a directory")]
+)
+def test_a_file_that_cannot_be_written_to(capsys: Captured, file: str, reason: str) -> None:
+    assert bench("--url", "http://127.0.0.1:1", "--json", file) == 2
+    text = f"expertd-client bench: --json: expected a file that can be written to, got {file}: {reason}\n"
+    assert capsys.readouterr().err == text
+
+
+@pytest.mark.slow
+def test_what_cannot_be_measured(capsys: Captured, tmp_path: Path) -> None:
+    with running_server(tmp_path, "channels.socket=null") as server:
+        for arguments, text in (
+            (["--model", "other"], "model: expected demo, got 'other'"),
+            (["--transport", "channel"], "channels: expected the setting channels.socket, got null"),
+        ):
+            assert bench("--url", server.url, *arguments) == 2
+            assert capsys.readouterr().err.startswith(f"expertd-client bench: {text}")
+
+
+def test_a_process_that_dies_is_reported() -> None:
+    target = Target("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
+    with Processes(target, 1) as made:
+        made._processes[0].kill()
+        with pytest.raises(BenchError, match="expected it to go on, got its end"):
+            made.measure(Case(1, 1, None, 0.1, 0.1), lambda seconds: None)
+
+
+class Flaky:
+    """A request that finds no server, except for each tenth of those that are made while it `recovers`."""
+
+    def __init__(self, recovers: bool) -> None:
+        self.count = 0
+        self._recovers = recovers
+
+    def __call__(self) -> None:
+        self.count += 1
+        if not (self._recovers and self.count % 10 == 0):
+            raise ServerUnreachableError("server http://x: expected a connection, got none")
+
+
+@pytest.mark.parametrize("due", [None, np.linspace(0, 3600, 6_000_000)])
+def test_a_load_ends_a_second_after_its_server(due: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> None:
+    request, began = Flaky(recovers=False), time.monotonic()
+    with pytest.raises(BenchError, match=r"^server http://x: expected a connection, got none \(for 1 s\)$"):
+        Load(Case(1, 4, None, 3600, 0), [request] * 4).run(began, due, 3600)
+    assert time.monotonic() - began >= 1
+    assert request.count <= 404  # it does not spin
+
+
+def test_a_warm_up_ends_too() -> None:
+    with pytest.raises(BenchError, match=r"\(for 1 s\)$"):
+        Load(Case(1, 1, None, 60, 60), [Flaky(recovers=False)]).warm_up()
+
+
+def test_a_server_that_comes_back_is_measured_on() -> None:
+    request = Flaky(recovers=True)
+    sample = Load(Case(1, 1, None, 1.3, 0), [request]).run(time.monotonic(), None, 60)
+    assert len(sample.latencies) >= 1
+    assert sample.errors["ServerUnreachableError"] + len(sample.latencies) == request.count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["http", "channel"])
+def test_a_server_that_goes_away(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Also if each case takes less than a second. What was measured before is kept."""
+    results: list[Result] = []
+
+    def row_then_kill(result: Result) -> str:
+        results.append(result)
+        if len(results) == 2:
+            server.process.kill()
+        return row(result)
+
+    monkeypatch.setattr("expertd_client.bench.arguments.row", row_then_kill)
+    file = tmp_path / "results.json"
+    sizes = ",".join(["1"] * 50)
+    arguments = ["--transport", transport, "--connections", "4", "--tokens", sizes, "--processes", "2"]
+    with running_server(tmp_path, channels_in(tmp_path)) as server:
+        assert bench("--url", server.url, *arguments, "--json", str(file)) == 2
+    kept = json.loads(file.read_text())["results"]
+    assert kept == [result.as_json() for result in results]
+    assert 2 <= len(kept) < 20
+    (error,) = capfd.readouterr().err.splitlines()  # and none of the processes that send
+    assert error.startswith("expertd-client bench: ")
+    assert error.endswith(" (for 1 s)")
+
+
+def test_a_file_is_not_made_before_there_is_something_to_write(capsys: Captured, tmp_path: Path) -> None:
+    (old := tmp_path / "old.json").write_text("old")
+    for file in (tmp_path / "new.json", old):
+        assert bench("--url", "http://127.0.0.1:1", "--json", str(file)) == 2
+        assert "expected a connection" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [old]
+    assert old.read_text() == "old"
+
+
+def test_no_part_of_a_file_is_left(tmp_path: Path) -> None:
+    target = Target("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
+    (tmp_path / "link.json").symlink_to("/dev/full")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, reason in (("new.json", "File too large"), ("link.json", "No space left on device")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        try:
+            with pytest.raises(BenchError) as caught:
+                write_json(tmp_path / name, target, {}, [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert str(caught.value) == f"--json: expected room for {tmp_path / name}, got an error: {reason}"
+    assert [path.name for path in tmp_path.iterdir()] == ["link.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs an affinity mask")
+def test_only_the_cpus_of_this_process_count() -> None:
+    before = os.sched_getaffinity(0)
+    assert num_cpus() == len(before)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        assert num_cpus() == 1
+    finally:
+        os.sched_setaffinity(0, before)

@@ -13,7 +13,7 @@ from expertd_client import (
     ServerUnreachableError,
     TransportUnavailableError,
 )
-from tests.callers import Connect
+from tests.callers import Connect, one_client
 from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.fakes import Peer, answer, echo, fake_server
 from tests.waiting import wait_for
@@ -75,6 +75,7 @@ def test_a_channel_that_is_closed_during_a_call(tmp_path: Path) -> None:
 
 
 @slow
+@one_client
 def test_limits_that_are_no_powers_of_two(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,6 +94,7 @@ def test_limits_that_are_no_powers_of_two(
 
 
 @slow
+@one_client
 def test_calls_beyond_the_servers_memory_go_over_http(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,6 +114,7 @@ def test_calls_beyond_the_servers_memory_go_over_http(
 
 
 @slow
+@one_client
 def test_a_client_beyond_the_servers_number_of_channels(
     connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

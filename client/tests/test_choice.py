@@ -7,83 +7,27 @@ import numpy as np
 import pytest
 
 from expertd_client import ExpertClient, ExpertError, InvalidRequestError, TransportUnavailableError
-from expertd_client.address import Address, parse_address
-from expertd_client.calls import LayerCall
-from expertd_client.deadline import Deadline
-from expertd_client.steps import Steps, run
-from expertd_client.transport import Choice, Transport, TransportName
 from tests.callers import Connect
-from tests.fakes import Peer, answer, echo, echoing, fake_server, refusal
-
-HERE = parse_address("http://localhost:1")
-THERE = parse_address("http://experts:1")
-
-
-class Fake:
-    """A transport that cannot be used."""
-
-    def __init__(self, name: TransportName) -> None:
-        self.name = name
-        self.closed = False
-
-    def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
-        raise TransportUnavailableError(f"{self.name}: expected shared memory, got none")
-
-    def close(self) -> Steps[None]:
-        self.closed = True
-        yield from ()
-
-
-def choice(wanted: str, address: Address = HERE, http: Transport | None = None) -> Choice:
-    return Choice(wanted, address, Fake("channel"), http or Fake("http"))
+from tests.fakes import Peer, answer, echo, fake_server, refusal
 
 
 @pytest.mark.parametrize(
-    ("wanted", "address", "name"),
+    ("wanted", "url", "name"),
     [
-        ("auto", HERE, "channel"),
-        ("auto", THERE, "http"),
-        ("channel", THERE, "channel"),
-        ("http", HERE, "http"),
+        ("auto", "http://localhost:1", "channel"),
+        ("auto", "http://experts:1", "http"),
+        ("channel", "http://experts:1", "channel"),
+        ("http", "http://localhost:1", "http"),
     ],
 )
 def test_auto_takes_the_faster_for_a_server_on_this_machine(
-    caplog: pytest.LogCaptureFixture, wanted: str, address: Address, name: str
+    connect: Connect, caplog: pytest.LogCaptureFixture, wanted: str, url: str, name: str
 ) -> None:
     with caplog.at_level(logging.INFO, "expertd_client"):
-        assert choice(wanted, address).current.name == name
-    assert caplog.messages == [f"transport {name}: server {address.url}"]
-
-
-def test_it_falls_back_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    made = choice("auto")
-    first = made.current
-    assert isinstance(first, Fake)
-    error = TransportUnavailableError("socket: expected permission, got none")
-    run(made.fall_back(first, error))
-    run(made.fall_back(first, error))  # of another thread's call, which failed at the same time
-    assert (made.current.name, first.closed) == ("http", True)
-    assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "transport channel: socket: expected permission, got none; taking http",
-    ]
-    with pytest.raises(TransportUnavailableError, match="expected permission"):
-        run(made.fall_back(made.current, error))
-
-
-def test_the_same_call_is_made_over_http() -> None:
-    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
-        client._choice = choice("auto", http=client._choice.current)
-        before = client.transport
-        x = np.ones((2, 3), np.float32)
-        np.testing.assert_array_equal(client.infer("m", x), x)
-        assert (before, client.transport) == ("channel", "http")
-    assert len(server.requests) == 1
-
-
-def test_a_transport_that_was_asked_for_is_not_replaced() -> None:
-    made = choice("channel")
-    with pytest.raises(TransportUnavailableError, match="expected memory"):
-        run(made.fall_back(made.current, TransportUnavailableError("x: expected memory, got none")))
+        assert connect(url, transport=wanted).client.transport == name
+    assert caplog.messages == [f"transport {name}: server {url}"]
+    with pytest.raises(InvalidRequestError, match=r"^transport: expected auto, channel, http, got"):
+        connect(url, transport="carrier pigeon")
 
 
 class WithoutChannels:
@@ -174,12 +118,3 @@ def test_a_closed_client_takes_no_other_transport(connect: Connect) -> None:
         with pytest.raises(ExpertError, match=r"^client: expected an open one, got a closed one$"):
             client.infer("m", np.ones((2, 3), np.float32))
     assert server.requests == []
-
-
-def test_one_of_another_machine_is_asked_for_http_only(connect: Connect) -> None:
-    assert connect("http://experts:1", transport="auto").client.transport == "http"
-
-
-def test_unknown_transports(connect: Connect) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^transport: expected auto, channel, http, got"):
-        connect("http://localhost:1", transport="carrier pigeon")

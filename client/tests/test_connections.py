@@ -1,13 +1,10 @@
-"""Connections: kept, found stale, broken at every point, and the answers that come early or late."""
+"""Connections: kept, found stale, broken at every point, forked, and the answers that come early or late."""
 
 import asyncio
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +13,13 @@ import pytest
 from expertd_client import (
     AsyncExpertClient,
     ExpertClient,
-    ExpertError,
     InvalidRequestError,
     ServerUnreachableError,
 )
 from tests.callers import Connect
 from tests.expertd import RunningServer
 from tests.fakes import Peer, echo, echoing, fake_server, output, refusal
+from tests.programs import run, running
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 LARGE = np.zeros((4096, 2048), np.float32)  # 32 MiB: more than any socket buffer
@@ -114,12 +111,8 @@ def test_no_server(connect: Connect) -> None:
         client.infer("m", X)
     assert not client.live()
     assert not client.ready()
-
-
-def test_a_host_that_does_not_exist(connect: Connect) -> None:
-    client = connect("http://no-such-host.invalid:1")
     with pytest.raises(ServerUnreachableError, match="expected a connection"):
-        client.infer("m", X)
+        connect("http://no-such-host.invalid:1").infer("m", X)
 
 
 def test_unix_sockets(connect: Connect, tmp_path: Path) -> None:
@@ -160,27 +153,6 @@ def test_interim_answers_are_skipped(connect: Connect) -> None:
 
     with fake_server(handle) as server:
         np.testing.assert_array_equal(connect(server.url).infer("m", LARGE), LARGE)
-
-
-def test_a_closed_client_says_so(connect: Connect) -> None:
-    with fake_server(echoing) as server:
-        client = connect(server.url)
-        client.infer("m", X)
-        client.close()
-        with pytest.raises(ExpertError, match="expected an open one, got a closed one"):
-            client.infer("m", X)
-
-
-def test_at_most_max_connections_are_open() -> None:
-    with fake_server(echoing) as server:
-        with (
-            ExpertClient(server.url, max_connections=2, transport="http") as client,
-            ThreadPoolExecutor(8) as pool,
-        ):
-            results = list(pool.map(lambda n: client.infer("m", X + n), range(40)))
-        for number, result in enumerate(results):
-            np.testing.assert_array_equal(result, X + number)
-    assert server.num_connections <= 2
 
 
 async def test_at_most_max_connections_are_open_in_an_event_loop() -> None:
@@ -254,8 +226,7 @@ if child:
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", program, server.url], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
+    run(program, server.url)
 
 
 HELD = """
@@ -292,28 +263,56 @@ thread.join()
 def test_a_fork_during_a_call_does_not_keep_its_connection_open(scheme: str, waits_in: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(30)
-        entries = ":".join(entry for entry in sys.path if entry)
         url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
-        program = [sys.executable, "-c", HELD, url, waits_in]
-        with subprocess.Popen(
-            program,
-            env={"PYTHONPATH": entries, "OPENBLAS_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        ) as parent:
-            try:
-                connection, _ = server.accept()
-                with connection:
-                    assert connection.recv(1 << 16)
-                    assert parent.stdin is not None
-                    assert parent.stdout is not None
-                    parent.stdin.write(b"fork\n")
-                    parent.stdin.flush()
-                    assert parent.stdout.readline() == b"forked\n"
-                    assert parent.stdout.readline() == b"late\n"
-                    connection.settimeout(10)
-                    while connection.recv(1 << 16):
-                        pass  # the end, which tells the server that nobody waits
-            finally:
-                subprocess.run(["kill", "-9", "--", f"-{parent.pid}"], check=False)
+        with running(HELD, url, waits_in) as parent:
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(1 << 16)
+                parent.tell("fork")
+                assert parent.says("forked")
+                assert parent.says("late")
+                connection.settimeout(10)
+                while connection.recv(1 << 16):
+                    pass  # the end, which tells the server that nobody waits
+
+
+FORK = """
+import os, sys, threading, time
+from expertd_client.channel.claiming import claim
+from expertd_client.channel.layout import VERSION
+from expertd_client.deadline import Deadline
+from expertd_client.errors import DeadlineError
+
+geometry = {"num_slots": 1, "control_bytes": 4096, "data_bytes": 4096}
+opened = {"version": VERSION, "socket": sys.argv[1], "token": "00" * 16, "geometry": geometry}
+
+def claiming():
+    try:
+        claim(opened, Deadline(2))
+    except DeadlineError:
+        print("late", flush=True)
+
+thread = threading.Thread(target=claiming)
+thread.start()
+sys.stdin.readline()
+if not os.fork():
+    time.sleep(60)
+    os._exit(0)
+thread.join()
+"""
+
+
+def test_a_fork_during_a_claim_does_not_keep_the_connection_open(tmp_path: Path) -> None:
+    path = tmp_path / "channels"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        server.settimeout(30)
+        with running(FORK, str(path)) as parent:
+            connection, _ = server.accept()
+            with connection:
+                assert len(connection.recv(16)) == 16
+                parent.tell("fork")
+                assert parent.says("late")
+                connection.settimeout(10)
+                assert connection.recv(1) == b"", "the server sees that the claim has ended"

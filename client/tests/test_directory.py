@@ -15,11 +15,9 @@ from expertd_client.directory import Directory, RefusedError, Wanted, largest
 from expertd_client.errors import (
     DeadlineError,
     InvalidRequestError,
-    ServerBusyError,
     TransportUnavailableError,
 )
 from expertd_client.steps import Steps, Work, run
-from expertd_client.transport import NotThisCallError
 from tests.arenas import SMALL, Memory, never
 
 
@@ -47,18 +45,6 @@ def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixtu
     assert directory.gpu_for(call) is None
     text = "memory of GPU 3: cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2; taking host memory"
     assert caplog.messages == [f"transport channel: {text}"]
-
-
-def test_a_refused_arena_concerns_this_call() -> None:
-    def make(wanted: Wanted, holder: Holder[Memory]) -> Steps[Memory]:
-        yield Work(lambda: None)
-        raise RefusedError(ServerBusyError("limit: expected room, got none", 503))
-
-    directory = Directory(4, make)
-    wanted = Wanted("m", SMALL, Opening((Sizes(1, 4096, 1),)), None, Deadline(1))
-    with pytest.raises(NotThisCallError) as caught:
-        run(directory.open(wanted))
-    assert isinstance(caught.value.error, ServerBusyError)
 
 
 class Limited:
@@ -104,17 +90,6 @@ def test_what_a_server_accepts_is_not_asked_for_again(max_tokens: int, max_place
     assert len(server.made) <= 2 if max_places > 1 else len(server.made) == 1
     assert len(server.asked) <= 6
     assert max(memory.sizes.num_places for memory in server.made) == min(4, max_places)
-
-
-@pytest.mark.parametrize("num_tokens", [16, 600])
-def test_an_arena_is_not_replaced_by_a_smaller_one(num_tokens: int) -> None:
-    server = Limited(max_tokens=1000, max_places=4)
-    server.call(16, num_threads=4, times=60)
-    server.call(num_tokens, num_threads=8, times=60)  # 8 places are refused, and 1024 tokens
-    assert server.made[-1].sizes.num_places == 4
-    assert server.made[-1].sizes.max_tokens == num_tokens
-    server.call(20, num_threads=4, times=60)
-    assert server.made[-1].sizes.max_tokens >= num_tokens
 
 
 def test_more_places_are_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,17 +140,6 @@ def test_calls_do_without_more_places(error: Exception) -> None:
     assert directory.gpu_for(call) == 3, "its memory is used"
     assert len(deadlines) == 1
     assert deadlines[0] <= 1, "calls wait for places, not for the server"
-
-
-def test_smaller_memory_of_a_gpu_is_taken_if_there_is_no_more() -> None:
-    def one(sizes: Sizes) -> Steps[Memory]:
-        if sizes.num_places > 1:
-            raise DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2")
-        return Memory(sizes)
-        yield
-
-    wanted = Wanted("m", SMALL, Opening((Sizes(16, 4096, 2), Sizes(1, 4096, 1))), 3, Deadline(1))
-    assert run(largest(wanted, one)).sizes.num_places == 1
 
 
 def test_a_call_that_asks_for_more_places_has_its_own_deadline() -> None:

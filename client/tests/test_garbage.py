@@ -1,10 +1,12 @@
 """Answers that are not what the protocol says."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from expertd_client import InvalidAnswerError
-from tests.callers import Connect
+from tests.callers import AnyCaller, Connect
 from tests.fakes import Peer, answer, answering, echo, fake_server, output
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -75,29 +77,33 @@ def test_heads_in_small_pieces(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["{}", '{"inputs": []}', "[]", '"x"', "null", '{"name": "m", "inputs": [1]}']
+    ("call", "expected", "values"),
+    [
+        (
+            lambda client: client.metadata("m"),
+            "a MoE layer's metadata",
+            ["{}", '{"inputs": []}', "[]", '"x"', "null", '{"name": "m", "inputs": [1]}'],
+        ),
+        (
+            lambda client: client.server(),
+            "a server's metadata",
+            ["{}", "[]", "null", '{"name": "x", "version": "1", "extensions": 1}'],
+        ),
+        (
+            lambda client: client.models(),
+            "a list of models",
+            ['{"error": 1}', "[1]", "null", '[{"name": "m"}]'],
+        ),
+    ],
+    ids=["metadata", "server", "models"],
 )
-def test_metadata_of_something_else(connect: Connect, value: str) -> None:
-    with fake_server(answering(answer(200, value.encode()))) as server:
+def test_answers_of_something_else(
+    connect: Connect, call: Callable[[AnyCaller], object], expected: str, values: list[str]
+) -> None:
+    with fake_server(answering(*(answer(200, value.encode()) for value in values))) as server:
         client = connect(server.url)
-        with pytest.raises(InvalidAnswerError, match="expected a MoE layer's metadata, got"):
-            client.metadata("m")
+        for _ in values:
+            with pytest.raises(InvalidAnswerError, match=f"expected {expected}, got"):
+                call(client)
         client.close()
-
-
-@pytest.mark.parametrize("value", ["{}", "[]", "null", '{"name": "x", "version": "1", "extensions": 1}'])
-def test_a_server_that_is_something_else(connect: Connect, value: str) -> None:
-    with fake_server(answering(answer(200, value.encode()))) as server:
-        client = connect(server.url)
-        with pytest.raises(InvalidAnswerError, match="expected a server's metadata, got"):
-            client.server()
-        client.close()
-
-
-@pytest.mark.parametrize("value", ['{"error": 1}', "[1]", "null", '[{"name": "m"}]'])
-def test_an_index_of_something_else(connect: Connect, value: str) -> None:
-    with fake_server(answering(answer(200, value.encode()))) as server:
-        client = connect(server.url)
-        with pytest.raises(InvalidAnswerError, match="expected a list of models, got"):
-            client.models()
-        client.close()
+    assert len(server.requests) == len(values)

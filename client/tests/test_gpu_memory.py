@@ -1,4 +1,4 @@
-"""Tensors of a GPU through memory that client and server share, on the server's GPU and on another one."""
+"""Tensors of a GPU in and out: over HTTP, and through memory that client and server share."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +8,7 @@ import torch
 
 from expertd_client import AsyncExpertClient, ExpertClient, device_memory
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
+from tests.fakes import echoing, fake_server
 from tests.late import check_late_requests
 from tests.waiting import wait_for
 
@@ -184,3 +185,31 @@ def test_memory_outlives_its_channel(over_http: ExpertClient) -> None:
     num_bytes = 16 * 2 * slot.hidden_states.nbytes
     del channel, slot
     wait_for(lambda: torch.cuda.mem_get_info(0)[0] > free - num_bytes // 4, "it is freed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_stay_on_their_device_over_http(dtype: torch.dtype) -> None:
+    values = torch.randn(300, 64, device="cuda").to(dtype)
+    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
+        for given in (values, values[::3], values[:0], values.T):
+            answer = client.infer("m", given)
+            assert (answer.device, answer.dtype) == (values.device, dtype)
+            assert torch.equal(answer, given)
+
+
+def test_out_on_either_device() -> None:
+    values = torch.randn(300, 64, device="cuda")
+    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
+        for out in (torch.empty_like(values), torch.empty(300, 64)):
+            assert client.infer("m", values, out=out) is out
+            assert torch.equal(out.cpu(), values.cpu())
+        on_device = torch.empty_like(values)
+        client.infer("m", values.cpu(), out=on_device)
+        assert torch.equal(on_device, values)
+
+
+def test_calls_in_turn_do_not_share_memory() -> None:
+    with fake_server(echoing) as server, ExpertClient(server.url, transport="http") as client:
+        answers = [client.infer("m", torch.full((64, 64), float(n), device="cuda")) for n in range(50)]
+    for number, answer in enumerate(answers):
+        assert bool((answer == number).all())

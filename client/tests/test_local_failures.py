@@ -1,11 +1,10 @@
 """Calls over channels when servers stop, die or are full, and when callers leave or fork."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from expertd_client import (
 )
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
+from tests.programs import run, running
 from tests.rounding import assert_rounded
 from tests.waiting import wait_for
 
@@ -52,16 +52,9 @@ async def test_many_tasks_get_their_own_answers(sharing_server: RunningServer) -
         assert_rounded(answer, expected[number % 35])
 
 
-def test_few_places_are_used_in_turn(sharing_server: RunningServer) -> None:
-    with ExpertClient(sharing_server.url, transport="http") as client:
-        expected = client.infer(MODEL, X)
-    limited = ExpertClient(sharing_server.url, transport="channel", max_connections=1)
-    with limited as client, ThreadPoolExecutor(6) as pool:
-        for answer in pool.map(lambda _: client.infer(MODEL, X), range(60)):
-            assert_rounded(answer, expected)
-
-
-def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["channel", "http"])
+def test_a_full_queue_is_waited_for(tmp_path: Path, transport: Any) -> None:
+    """Callers that together ask for more than the queue holds are all answered, if they may retry."""
     limits = ["limits.max_request_tokens=512", "limits.max_batch_tokens=512", "limits.max_queue_tokens=512"]
     tokens = np.zeros((512, HIDDEN), np.float32)
     refusals: list[ServerBusyError] = []
@@ -74,11 +67,11 @@ def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
                 refusals.append(busy)
 
     with running_server(tmp_path, *limits, channels_in(tmp_path)) as server, ThreadPoolExecutor(8) as pool:
-        with ExpertClient(server.url, transport="channel", max_retries=0) as hasty:
+        with ExpertClient(server.url, transport=transport, max_retries=0) as hasty:
             for done in [pool.submit(impatient, hasty) for _ in range(8)]:
                 done.result()
         assert all(busy.retry_after is not None and busy.status == 503 for busy in refusals)
-        with ExpertClient(server.url, transport="channel", max_retries=20) as patient:
+        with ExpertClient(server.url, transport=transport, max_retries=20) as patient:
             for answered in [pool.submit(patient.infer, MODEL, tokens) for _ in range(8)]:
                 assert answered.result().shape == tokens.shape
 
@@ -120,15 +113,19 @@ async def test_a_cancelled_call_leaves_its_place(sharing_server: RunningServer) 
             np.testing.assert_array_equal(await client.infer(MODEL, X), expected)
 
 
-def test_a_killed_server_ends_all_calls(connect: Connect, own_server: RunningServer) -> None:
+def test_a_killed_server_ends_all_calls_until_it_is_started_again(
+    connect: Connect, own_server: RunningServer
+) -> None:
     client = connect(own_server.url, transport="channel")
-    client.infer(MODEL, X)
+    expected = client.infer(MODEL, X)
     own_server.stop()  # so that the call is in progress
     threading.Timer(0.1, own_server.process.kill).start()
-    with pytest.raises(ServerUnreachableError):
-        client.infer(MODEL, X)
-    with pytest.raises(ServerUnreachableError):
-        client.infer(MODEL, X)
+    for _ in range(2):
+        with pytest.raises(ServerUnreachableError):
+            client.infer(MODEL, X)
+    own_server.start_again()
+    np.testing.assert_array_equal(client.infer(MODEL, X), expected)
+    assert client.client.transport == "channel"
 
 
 def test_a_killed_server_wakes_every_thread(own_server: RunningServer) -> None:
@@ -140,16 +137,6 @@ def test_a_killed_server_wakes_every_thread(own_server: RunningServer) -> None:
         for call in calls:
             with pytest.raises(ServerUnreachableError):
                 call.result()
-
-
-def test_a_server_that_was_restarted_is_used_again(connect: Connect, tmp_path: Path) -> None:
-    with running_server(tmp_path, channels_in(tmp_path)) as first:
-        client = connect(first.url, transport="channel")
-        expected = client.infer(MODEL, X)
-        port = first.url.rpartition(":")[2]
-    with running_server(tmp_path, channels_in(tmp_path), f"port={port}"):
-        np.testing.assert_array_equal(client.infer(MODEL, X), expected)
-        assert client.client.transport == "channel"
 
 
 FORK = """
@@ -172,16 +159,7 @@ client.close()
 
 
 def test_both_sides_of_a_fork_have_their_own(sharing_server: RunningServer) -> None:
-    path = ":".join(entry for entry in sys.path if entry)
-    program = [sys.executable, "-c", FORK, sharing_server.url]
-    done = subprocess.run(
-        program,
-        env={"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run(FORK, sharing_server.url)
     wait_for(lambda: not sharing_server.channels(), "no channel stays open")
 
 
@@ -200,17 +178,6 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_forked_child_does_not_keep_a_channel_open(sharing_server: RunningServer) -> None:
-    path = ":".join(entry for entry in sys.path if entry)
-    program = [sys.executable, "-c", ORPHAN, sharing_server.url]
-    with subprocess.Popen(
-        program,
-        env={"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as parent:
-        try:
-            assert parent.stdout is not None
-            assert parent.stdout.readline() == b"child\n"
-            wait_for(lambda: not sharing_server.channels(), "the channel of a dead parent is closed")
-        finally:
-            subprocess.run(["kill", "-9", "--", f"-{parent.pid}"], check=False)
+    with running(ORPHAN, sharing_server.url) as parent:
+        assert parent.says("child")
+        wait_for(lambda: not sharing_server.channels(), "the channel of a dead parent is closed")

@@ -16,7 +16,7 @@ from expertd_client import (
     UnknownModelError,
 )
 from expertd_client.channel import layout, link
-from tests.callers import AnyCaller, AnyChannel, Connect
+from tests.callers import AnyCaller, AnyChannel, Connect, one_client
 from tests.expertd import (
     HIDDEN,
     LAYER,
@@ -60,9 +60,6 @@ def test_slots_are_arrays_of_the_models_datatype(channel: AnyChannel) -> None:
         ):
             assert (array.shape, array.dtype) == (shape, dtype)
             assert array.ctypes.data % 64 == 0
-
-
-def test_slots_do_not_overlap(channel: AnyChannel) -> None:
     arrays = [
         array
         for slot in channel.slots
@@ -70,8 +67,7 @@ def test_slots_do_not_overlap(channel: AnyChannel) -> None:
     ]
     for number, array in enumerate(arrays):
         array[:] = number
-    for number, array in enumerate(arrays):
-        assert (array == number).all()
+    assert all((array == number).all() for number, array in enumerate(arrays)), "they do not overlap"
 
 
 def test_requests_in_any_order(client: AnyCaller, channel: AnyChannel) -> None:
@@ -132,39 +128,10 @@ def test_tensors_in_the_same_memory(client: AnyCaller) -> None:
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bits_of_bfloat16(client: AnyCaller) -> None:
-    bits = (X.view(np.uint32) >> 16).astype(np.uint16)
-    with client.open_channel(MODEL, max_tokens=40, datatype="BF16") as channel:
-        slot = channel.slots[0]
-        slot.hidden_states[:] = bits
-        np.testing.assert_array_equal(channel.wait(channel.submit(slot, 40)), client.infer(MODEL, bits))
-
-
-def test_slots_and_tickets_are_printed_without_their_arrays(channel: AnyChannel) -> None:
-    slot = channel.slots[1]
-    assert repr(slot) == f"Slot(1, max_tokens=16, hidden_size={HIDDEN})"
-    ticket = channel.submit(slot, 5)
-    assert repr(ticket) == "Ticket(slot=1, num_tokens=5, in flight)"
-    channel.wait(ticket)
-    assert repr(ticket) == "Ticket(slot=1, num_tokens=5, answered)"
-    slot.topk_ids[:5] = 99
-    wrong = channel.submit(slot, 5, routed=True)
-    with pytest.raises(InvalidRequestError):
-        channel.wait(wrong)
-    assert repr(wrong) == "Ticket(slot=1, num_tokens=5, failed)"
-
-
-def test_no_tokens(channel: AnyChannel) -> None:
-    assert channel.infer(channel.slots[0], 0).shape == (0, HIDDEN)
-
-
-def test_a_priority(channel: AnyChannel) -> None:
-    for priority in (1, 255):
-        assert channel.infer(channel.slots[0], 2, priority=priority).shape == (2, HIDDEN)
-
-
 def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
     first, second = channel.slots
+    assert channel.infer(first, 0).shape == (0, HIDDEN)
+    assert channel.infer(first, 2, priority=255).shape == (2, HIDDEN)
     for number in (-1, 17):
         with pytest.raises(InvalidRequestError, match=rf"^num_tokens: expected 0 to 16, got {number}$"):
             channel.submit(first, number)
@@ -188,6 +155,7 @@ def test_misuse(client: AnyCaller, channel: AnyChannel) -> None:
         assert other.wait(foreign).shape == (1, HIDDEN)
 
 
+@one_client
 def test_a_channel_of_several_models(connect: Connect, tmp_path: Path) -> None:
     names = ["one", "two", "three"]
     layers = [{**LAYER, "name": name, "weights": {"seed": seed}} for seed, name in enumerate(names)]

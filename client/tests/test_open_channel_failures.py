@@ -15,7 +15,7 @@ from expertd_client import (
     TransportUnavailableError,
 )
 from expertd_client.device_memory import DeviceMemoryError
-from tests.callers import Connect
+from tests.callers import Connect, one_client
 from tests.expertd import HIDDEN, MODEL, RunningServer, channels_in, running_server
 from tests.rounding import assert_rounded
 from tests.waiting import wait_for
@@ -26,6 +26,7 @@ CLOSED = r"^channel: expected an open one, got a closed one$"
 X = np.random.default_rng(15).standard_normal((8, HIDDEN), dtype=np.float32)
 
 
+@one_client
 def test_places_of_channels_that_are_never_claimed(connect: Connect, tmp_path: Path) -> None:
     with running_server(tmp_path, channels_in(tmp_path), "channels.max_channels=1") as server:
         body = json.dumps({"model": MODEL, "num_slots": 1, "max_tokens": 1}).encode()
@@ -54,61 +55,42 @@ def test_a_deadline_and_the_slot_afterwards(connect: Connect, sharing_server: Ru
         np.testing.assert_allclose(output, client.infer(MODEL, X[:4]), rtol=1e-4, atol=1e-5)
 
 
-def test_a_killed_server_and_a_slot_whose_request_is_late(
-    connect: Connect, own_server: RunningServer
-) -> None:
-    with connect(own_server.url).open_channel(MODEL, max_tokens=4) as channel:
-        slot = channel.slots[0]
-        with own_server.stopped():
-            with pytest.raises(DeadlineError):
-                channel.infer(slot, 4, timeout=0.05)
-            own_server.process.kill()
-            with pytest.raises(ServerUnreachableError, match=GONE):
-                channel.submit(slot, 4)
-
-
 def test_a_killed_server(connect: Connect, own_server: RunningServer) -> None:
     with connect(own_server.url).open_channel(MODEL, max_tokens=4) as channel:
         channel.slots[0].hidden_states[:] = 1
+        late, *others = channel.slots
         with own_server.stopped():
-            tickets = [channel.submit(slot, 4) for slot in channel.slots]
+            with pytest.raises(DeadlineError):
+                channel.infer(late, 4, timeout=0.05)
+            tickets = [channel.submit(slot, 4) for slot in others]
             own_server.process.kill()
+        with pytest.raises(ServerUnreachableError, match=GONE):
+            channel.submit(late, 4)
         for ticket in tickets:
             with pytest.raises(ServerUnreachableError, match=GONE):
                 channel.wait(ticket)
         assert channel.slots[0].hidden_states.sum() == 4 * HIDDEN  # still ours
         with pytest.raises(ServerUnreachableError, match=GONE):
-            channel.submit(channel.slots[0], 4)
+            channel.submit(others[0], 4)
 
 
 def test_a_closed_channel(connect: Connect, sharing_server: RunningServer) -> None:
     channel = connect(sharing_server.url).open_channel(MODEL, max_tokens=4)
     slot = channel.slots[0]
     channel.wait(channel.submit(slot, 1))
-    channel.close()
-    channel.close()
+    with sharing_server.stopped():
+        late = channel.submit(slot, 4, timeout=0.05)
+        with pytest.raises(DeadlineError):
+            channel.wait(late)
+        channel.close()
+        channel.close()
     for _ in range(2):  # the failed request leaves its slot
+        with pytest.raises(ServerUnreachableError, match=CLOSED):
+            channel.wait(late)
         with pytest.raises(ServerUnreachableError, match=CLOSED):
             channel.submit(slot, 1)
     slot.hidden_states[:] = 0  # memory that is still mapped
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")
-
-
-def test_a_channel_that_is_closed_with_a_late_request(
-    connect: Connect, sharing_server: RunningServer
-) -> None:
-    channel = connect(sharing_server.url).open_channel(MODEL, max_tokens=4)
-    slot = channel.slots[0]
-    with sharing_server.stopped():
-        ticket = channel.submit(slot, 4, timeout=0.05)
-        with pytest.raises(DeadlineError):
-            channel.wait(ticket)
-        channel.close()
-        for _ in range(2):
-            with pytest.raises(ServerUnreachableError, match=CLOSED):
-                channel.wait(ticket)
-            with pytest.raises(ServerUnreachableError, match=CLOSED):
-                channel.submit(slot, 4)
 
 
 def test_a_channel_that_is_dropped_is_closed(connect: Connect, sharing_server: RunningServer) -> None:

@@ -1,14 +1,13 @@
 """The examples in README.md run as pasted."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from expertd_client import errors
 from tests.expertd import RunningServer
+from tests.programs import run
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 CALLS, CHANNELS = README.split("\n## Channels without copies\n")
@@ -32,11 +31,7 @@ def examples(text: str) -> list[str]:
 def check(server: RunningServer, example: str, output: str) -> None:
     program = example.replace("http://localhost:8000", server.url)
     assert program != example
-    path = ":".join(entry for entry in sys.path if entry)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    assert (done.stdout, done.stderr) == (output, "")
+    assert run(program) == output
 
 
 @pytest.mark.slow

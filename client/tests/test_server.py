@@ -1,6 +1,5 @@
 """Both clients with a real server, compared with its answers in JSON."""
 
-import asyncio
 import json
 import re
 import urllib.request
@@ -15,12 +14,10 @@ import pytest
 import torch
 
 from expertd_client import (
-    AsyncExpertClient,
     ExpertClient,
     ExpertError,
     InvalidRequestError,
     ModelStatus,
-    ServerBusyError,
     ServerUnreachableError,
     UnknownModelError,
 )
@@ -116,22 +113,6 @@ def test_sixteen_bits_in_and_out(
     np.testing.assert_allclose(answer.astype(np.float32), expected, rtol=0.01, atol=1e-3)
 
 
-def test_bits(connect: Connect, server: RunningServer) -> None:
-    bits = X.astype(ml_dtypes.bfloat16).view(np.uint16)
-    client = connect(server.url)
-    answer = client.infer(MODEL, bits)
-    assert answer.dtype == np.uint16
-    given = client.infer(MODEL, bits.view(ml_dtypes.bfloat16))
-    np.testing.assert_array_equal(answer, given.view(np.uint16))
-
-
-def test_no_tokens(connect: Connect, server: RunningServer) -> None:
-    client = connect(server.url)
-    assert client.infer(MODEL, X[:0]).shape == (0, HIDDEN)
-    assert client.infer(MODEL, X[:0], IDS[:0], WEIGHTS[:0]).shape == (0, HIDDEN)
-    assert client.infer(MODEL, torch.zeros(0, HIDDEN)).shape == (0, HIDDEN)
-
-
 def test_refusals(connect: Connect, server: RunningServer) -> None:
     client = connect(server.url)
     with pytest.raises(UnknownModelError) as unknown:
@@ -147,22 +128,15 @@ def test_refusals(connect: Connect, server: RunningServer) -> None:
 
 
 def test_many_threads(server: RunningServer, expected: npt.NDArray[np.float32]) -> None:
-    with ExpertClient(server.url) as client, ThreadPoolExecutor(16) as pool:
+    with ExpertClient(server.url, transport="http") as client, ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda _: client.infer(MODEL, X), range(200)))
-    for answer in answers:
-        assert_rounded(answer, expected)
-
-
-async def test_many_tasks(server: RunningServer, expected: npt.NDArray[np.float32]) -> None:
-    async with AsyncExpertClient(server.url, max_connections=32) as client:
-        answers = await asyncio.gather(*(client.infer(MODEL, X) for _ in range(200)))
     for answer in answers:
         assert_rounded(answer, expected)
 
 
 def test_large_requests_in_parallel(server: RunningServer) -> None:
     tokens = RNG.standard_normal((2000, HIDDEN), dtype=np.float32)  # 4 MB each way, more than sockets buffer
-    with ExpertClient(server.url) as client, ThreadPoolExecutor(3) as pool:
+    with ExpertClient(server.url, transport="http") as client, ThreadPoolExecutor(3) as pool:
         whole = client.infer(MODEL, tokens)
         for part, answer in zip(
             (tokens[:900], tokens, tokens[100:]),
@@ -171,29 +145,6 @@ def test_large_requests_in_parallel(server: RunningServer) -> None:
         ):
             start = 100 if len(part) == 1900 else 0
             assert_rounded(answer, whole[start : start + len(part)])
-
-
-def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
-    """Callers that together ask for more than the queue holds are all answered, if they may retry."""
-    limits = ["limits.max_request_tokens=512", "limits.max_batch_tokens=512", "limits.max_queue_tokens=512"]
-    tokens = np.zeros((512, HIDDEN), np.float32)
-    refusals: list[ServerBusyError] = []
-
-    def impatient(client: ExpertClient) -> None:
-        while not refusals:
-            try:
-                client.infer(MODEL, tokens)
-            except ServerBusyError as busy:
-                refusals.append(busy)
-
-    with running_server(tmp_path, *limits) as server, ThreadPoolExecutor(8) as pool:
-        with ExpertClient(server.url, max_retries=0) as hasty:
-            for done in [pool.submit(impatient, hasty) for _ in range(8)]:
-                done.result()
-        assert all(busy.retry_after is not None for busy in refusals)
-        with ExpertClient(server.url, max_retries=20) as patient:
-            for answered in [pool.submit(patient.infer, MODEL, tokens) for _ in range(8)]:
-                assert answered.result().shape == tokens.shape
 
 
 def test_a_server_that_ends(connect: Connect, tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Calls that wait for their turn, in threads and in event loops."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +10,7 @@ from expertd_client import DeadlineError
 from expertd_client.deadline import Deadline
 from expertd_client.steps import Steps, Work, run, run_async
 from expertd_client.turns import Signal, Turns, Until
+from tests.programs import run as run_program
 
 
 def test_at_most_so_many_threads_at_a_time() -> None:
@@ -116,7 +115,4 @@ for _ in range(2):
 
 
 def test_a_forked_child_has_all_turns() -> None:
-    path = ":".join(entry for entry in sys.path if entry)
-    program = [sys.executable, "-c", FORK]
-    done = subprocess.run(program, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    run_program(FORK)

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def test_a_caller_that_fails_is_not_waited_for(capfd: pytest.CaptureFixture[str]
     assert "KeyError: 'folder'" in capfd.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of a server with channels and regions."""
+    socket = tmp_path_factory.mktemp("channels") / "socket"
+    with demo_server(f"channels.socket={socket}", "shared_memory.enabled=true") as (number, _):
+        yield number
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "more"),
@@ -58,10 +67,9 @@ def test_a_caller_that_fails_is_not_waited_for(capfd: pytest.CaptureFixture[str]
         ("channel", {"connections": 2, "slots": 3}),
     ],
 )
-def test_every_way_gets_answers(way: str, more: dict[str, Any], tmp_path: Path) -> None:
-    with demo_server(f"channels.socket={tmp_path}/channels", "shared_memory.enabled=true") as (port, _):
-        given = {"way": way, "url": f"http://127.0.0.1:{port}", "models": ["demo"], "tokens": 4}
-        found = call_together({**given, "hidden_size": 512, **more}, 0.3)
+def test_every_way_gets_answers(way: str, more: dict[str, Any], port: int) -> None:
+    given = {"way": way, "url": f"http://127.0.0.1:{port}", "models": ["demo"], "tokens": 4}
+    found = call_together({**given, "hidden_size": 512, **more}, 0.3)
     assert found == sorted(found)
     assert found[0] > 0
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lib.markdown import NOT_MEASURED
-from benchmarks.report import SECTIONS
 from benchmarks.serving import lanes
-from benchmarks.serving.lanes import ALONE, LAYERS, SPLITS, Way, settings_of, ways
+from benchmarks.serving.lanes import LAYERS, SPLITS, settings_of, ways
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
@@ -29,14 +27,6 @@ def test_every_way_is_a_servers_settings(tmp_path: Path, name: str) -> None:
         assert settings.limits.prefill_chunk_tokens == way.chunk
         assert len(lanes_of(settings)) == (2 if way.lanes else 1)
         assert bool(settings.partitions) == (way.split is not None)
-
-
-def test_ways_of_one_server_follow_each_other(tmp_path: Path) -> None:
-    layer = LAYERS["deepseek-v3"]
-    seen = [settings_of(layer, way, tmp_path) for way in ways(layer, SPLITS)]
-    servers = [settings for before, settings in zip([{}, *seen], seen, strict=False) if settings != before]
-    assert len(servers) == len({json.dumps(settings) for settings in seen})
-    assert seen[0] == settings_of(layer, ALONE, tmp_path), "what runs alone needs no server more"
 
 
 @pytest.mark.parametrize(
@@ -111,32 +101,3 @@ def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str, ways: 
     assert [row["way"] for row in rows] == ["alone", "alone", *ways]
     assert all(row["prefill_tokens_per_second"] for row in rows[1:])
     assert all(row["steps"] for row in rows if row["decode_tokens"])
-
-
-def result(directory: Path) -> Path:
-    """A result with figures of two layers, in `directory`."""
-    rows: list[lanes.Row] = []
-    for number, layer in enumerate(("deepseek-v3/ep8", "tiny")):
-        for way in (ALONE, Way("turns"), Way("joined"), Way("lanes on all SMs")):
-            for tokens in (64, 1):
-                rate = 0.0 if way is ALONE else 50.0 + number
-                rows.append(lanes.row_of(layer, way, tokens, [1e-3, 2e-3], rate, 100.0))
-    header = {"gpu": "NVIDIA H200, 580.1, 1980 MHz", "torch": "2.11", "python": "3.11"}
-    file = directory / "lanes-h200.json"
-    file.write_text(json.dumps({"about": header, "rows": rows}))
-    return file
-
-
-def test_the_report_has_p99_and_the_prefills_share(tmp_path: Path) -> None:
-    assert SECTIONS["lanes"](tmp_path) == NOT_MEASURED
-    result(tmp_path)
-    assert SECTIONS["lanes-machine"](tmp_path) == "NVIDIA H200, driver 580.1, torch 2.11, Python 3.11."
-    header, _, *lines = SECTIONS["lanes"](tmp_path).splitlines()
-    place = header.split(" | ").index("deepseek-v3/ep8, 64")
-    assert [line.split(" | ")[0] for line in lines] == [
-        "| alone",
-        "| turns",
-        "| joined",
-        "| lanes on all SMs",
-    ]
-    assert [line.split(" | ")[place] for line in lines] == ["2.00", *["2.00 (0.50)"] * 3]

@@ -13,7 +13,6 @@ import pytest
 from benchmarks import pictures, report
 from benchmarks.layer.moe_layer import STAGES
 from benchmarks.layer.report import over_floor
-from benchmarks.lib.markdown import Cell, lines, pivot
 from benchmarks.report import SECTIONS
 from tests.paths import ROOT
 
@@ -72,36 +71,6 @@ def test_a_changed_figure_is_noticed(document: str, copy: Path) -> None:
     assert report.stale(copy) == [document]
 
 
-ROWS: list[dict[str, Any]] = [
-    {"a": 1, "b": "x", "us": 2.25},
-    {"a": 1, "b": "y", "us": None},
-    {"a": 2, "b": "y", "us": 4.0, "of": {"k": 3}},
-]
-
-
-def test_cells_are_formats_or_functions_and_may_be_missing() -> None:
-    columns: dict[str, Cell] = {"a": "{a}", "µs": "{us:.1f}", "k": "{of[k]}", "2a": lambda row: 2 * row["a"]}
-    assert lines(ROWS, columns, "-").splitlines() == [
-        "| a | µs | k | 2a |",
-        "|---|---|---|---|",
-        "| 1 | 2.2 | - | 2 |",
-        "| 1 | - | - | 2 |",
-        "| 2 | 4.0 | 3 | 4 |",
-    ]
-    assert lines([], columns) == ""
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        (None, [(1, "2.2", ""), (2, "", "4.0")]),
-        ([("y",), ("z",), ("x",)], [(1, "", "", "2.2"), (2, "4.0", "", "")]),
-    ],
-)
-def test_columns_are_values_of_keys(order: list[tuple[str]] | None, expected: list[tuple[object]]) -> None:
-    assert pivot(ROWS, ["a"], ["b"], "{us:.1f}", order=order) == expected
-
-
 def test_every_section_is_in_a_document() -> None:
     texts = "".join((ROOT / name).read_text() for name in report.DOCUMENTS)
     assert set(re.findall(r"<!-- report:([\w-]+) -->", texts)) == set(SECTIONS)
@@ -111,23 +80,6 @@ def test_the_readme_has_no_other_figures() -> None:
     text = (ROOT / "README.md").read_text()
     text = re.sub(r"<!-- (report|first-run).*?<!-- /\1 -->|^```.*?^```$", "", text, flags=re.M | re.S)
     assert re.findall(r"\d[\d.]*\s*(?:%|µs|ms|TFLOPS|TB/s|times\b)", text) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "<!-- report:speed -->\n<!-- /report -->",
-            "report section: expected one of headline, .*, got 'speed'",
-        ),
-        ("<!-- report:headline -->\n", "report markers: expected"),
-        ("<!-- report:headline -->\n<!-- report:router -->\n<!-- /report -->", "report markers: expected"),
-        ("<!-- /report -->", "report markers: expected"),
-    ],
-)
-def test_unmatched_markers_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        report.render(text)
 
 
 def layer_result(tmp_path: Path, name: str = "moe_layer-h200.json", **more: object) -> Path:
@@ -173,31 +125,6 @@ def test_the_layers_tables(tmp_path: Path) -> None:
     # 4096 tokens, 2048 columns, top 8: 16.8 MB read and 69.2 MB written, then 134.2 MB and 16.8 MB
     around = SECTIONS["layer-around"](results).replace("\n", " ")
     assert "take 20 to 20% of the whole, at 54 to 63% of the copy's bandwidth" in around
-
-
-def test_grouped_gemms_are_grouped_by_band(tmp_path: Path) -> None:
-    rows = [
-        {"band": "large", "speed": 0.5, "over_floor": 1.0, "tflops": 1000.0, "tbps": 1.0},
-        {"band": "large", "speed": 2.0, "over_floor": 4.0, "tflops": 900.0, "tbps": 3.0},
-        {"band": "small", "speed": 1.1, "over_floor": 1.5, "tflops": 10.0, "tbps": 4.2},
-    ]
-    text = SECTIONS["grouped-gemm"](write(tmp_path, "grouped_gemm-h200.json", {"rows": rows}))
-    assert text.splitlines()[2:] == [
-        "| large | 2 | 1.00 | 0.50 to 2.00 | 2.00 | 1000 | 3.00 |",
-        "| small | 1 | 1.10 | 1.10 to 1.10 | 1.50 | 10 | 4.20 |",
-    ]
-
-
-def test_numerics_have_a_row_from_the_gpu(tmp_path: Path) -> None:
-    in_pytorch, on_hopper = "expertd, Hopper's steps in PyTorch", "expertd on Hopper"
-    errors = {"x": 1.0, in_pytorch: 2.0, "y": 3.0}
-    write(tmp_path, "numerics.json", {"rows": [{"family": "a", "errors": errors}]})
-    errors = {in_pytorch: 8.0, on_hopper: 9.0}
-    write(tmp_path, "numerics-h200.json", {"rows": [{"family": "a", "errors": errors}]})
-    assert SECTIONS["numerics"](tmp_path).splitlines() == [
-        "| step | a |", "|---|---|", "| x | 1.00 |", f"| {in_pytorch} | 2.00 |", f"| {on_hopper} | 9.00 |",
-        "| y | 3.00 |",
-    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertd.kernels import Quantized, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
+from expertd.kernels import (
+    ExpertBiases,
+    OtherGlu,
+    Quantized,
+    dequantize_blocks,
+    dequantize_rows,
+    quantize_blocks,
+    quantize_rows,
+)
+from expertd.kernels.ops.activation import Activation
 
 DEQUANTIZED_TOLERANCE = 1e-5
 UNQUANTIZED_TOLERANCE = 1e-3
@@ -88,6 +97,39 @@ def diff(x: Tensor, y: Tensor) -> float:
     gathered = Diff()
     gathered.add(x, y)
     return gathered.value
+
+
+def expected_experts(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    activation: Activation,
+    biases: ExpertBiases | None,
+) -> Tensor:
+    """What `fused_experts` computes, in float64 [T, H], one expert at a time."""
+    alpha, limit, *_ = activation
+    after = isinstance(activation, OtherGlu) and activation.clamp_after
+    out = torch.zeros(hidden_states.shape, dtype=torch.float64, device=hidden_states.device)
+    for expert in range(down.data.shape[0]):
+        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        first, second = (
+            dequantize_blocks(w.data[expert], w.scales[expert]).double() for w in (gate_up, down)
+        )
+        products = hidden_states[tokens].double() @ first.t()
+        if biases is not None:
+            products += biases.gate_up[expert].double()
+        gate, up = products.chunk(2, dim=1)
+        gate, up = gate if after else gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate = gate / (1 + torch.exp(-alpha * gate))
+        if isinstance(activation, OtherGlu):
+            gate, up = gate.clamp(max=limit) if after else gate, up + activation.up_offset
+        rows = (gate * up) @ second.t()
+        if biases is not None:
+            rows += biases.down[expert].double()
+        out.index_add_(0, tokens, rows * topk_weights[tokens, slots].double()[:, None])
+    return out
 
 
 def fresh_generator(device: torch.device | str = "cpu", seed: int | None = None) -> torch.Generator:

@@ -71,10 +71,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"b": _unaligned(_e4m3(G, N, K))}, "b address: expected a multiple of 16 bytes, got 1 bytes past one"),
     ({"b_scales": torch.ones(G, 1, 2)}, r"b scales shape: expected \(3, 2, 2\), got \(3, 1, 2\)"),
     ({"b_scales": torch.ones(G, 2, 2).double()}, "b scales dtype: expected torch.float32, got torch.float64"),
-    (
-        {"b_scales": torch.ones(G, 2, 2).mT},
-        r"b scales strides: expected contiguous, got \(4, 1, 2\)",
-    ),
+    ({"b_scales": torch.ones(G, 2, 2).mT}, r"b scales strides: expected contiguous, got \(4, 1, 2\)"),
     ({"b_scales": _meta(G, 2, 2)}, "b scales device: expected cpu as a, got meta"),
     (
         {"b": _meta(G, N, K, dtype=torch.float8_e4m3fn)},
@@ -82,10 +79,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
     ({"num_sms": "a"}, "num_sms: expected None or at least 1, got a"),
-    (
-        {"b": _meta(G, 2**23 + 8, K, dtype=torch.float8_e4m3fn)},
-        "N: expected at most 8388608, got 8388616",
-    ),
+    ({"b": _meta(G, 2**23 + 8, K, dtype=torch.float8_e4m3fn)}, "N: expected at most 8388608, got 8388616"),
     ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'reference'.*, got 'metal'"),
 ]
 
@@ -133,10 +127,7 @@ CONTIGUOUS: list[tuple[dict[str, Any], str]] = [
         {"out": _unaligned(torch.empty(M, N, dtype=torch.bfloat16))},
         "out address: expected a multiple of 16 bytes, got 2 bytes past one",
     ),
-    (
-        {"b": _e4m3(1025, 8, K), "b_scales": torch.ones(1025, 1, 2)},
-        "b groups: expected 1 to 1024, got 1025",
-    ),
+    ({"b": _e4m3(1025, 8, K), "b_scales": torch.ones(1025, 1, 2)}, "b groups: expected 1 to 1024, got 1025"),
     ({"b": _e4m3(0, N, K), "b_scales": torch.ones(0, 2, 2)}, "b groups: expected 1 to 1024, got 0"),
 ]
 
@@ -222,16 +213,6 @@ def test_backends_are_found_by_name_and_shared() -> None:
     assert isinstance(reference, Backend)
     assert resolve_backend("auto", "cpu") is reference
     assert resolve_backend("auto", torch.device("cpu")) is reference
-
-
-def test_auto_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.kernels.backends._auto_choices", {})
-    with caplog.at_level("INFO", logger="expertd.kernels.backends"):
-        resolve_backend("auto", "cpu")
-        resolve_backend("auto", "cpu")
-    assert [record.getMessage() for record in caplog.records] == [
-        "backend auto: reference for device cpu (hopper: a cpu device)"
-    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

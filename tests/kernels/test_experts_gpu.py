@@ -13,7 +13,6 @@ from expertd.kernels import (
     Quantized,
     Swiglu,
     compute_permutation,
-    dequantize_blocks,
     fused_experts,
     quantize_blocks,
     quantize_rows,
@@ -24,7 +23,7 @@ from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_st
 from expertd.kernels.backends.hopper.permute_rows import permute_rows
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.ops.activation import SILU, Activation
-from tests.kernels.helpers import diff, forbid_host_sync, fresh_generator
+from tests.kernels.helpers import diff, expected_experts, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu
 
@@ -120,29 +119,7 @@ class Layer(NamedTuple):
         )
 
     def expected(self, activation: Activation = SILU, biases: ExpertBiases | None = None) -> Tensor:
-        """float64 [T, H], one expert at a time, with unrounded weights."""
-        alpha, limit, *_ = activation
-        after = isinstance(activation, OtherGlu) and activation.clamp_after
-        out = torch.zeros(self.hidden_states.shape, dtype=torch.float64, device="cuda")
-        for expert in range(self.down.data.shape[0]):
-            tokens, slots = (self.topk_ids == expert).nonzero(as_tuple=True)
-            gate_up, down = (
-                dequantize_blocks(w.data[expert], w.scales[expert]).double()
-                for w in (self.gate_up, self.down)
-            )
-            products = self.hidden_states[tokens].double() @ gate_up.t()
-            if biases is not None:
-                products += biases.gate_up[expert].double()
-            gate, up = products.chunk(2, dim=1)
-            gate, up = gate if after else gate.clamp(max=limit), up.clamp(-limit, limit)
-            gate = gate / (1 + torch.exp(-alpha * gate))
-            if isinstance(activation, OtherGlu):
-                gate, up = gate.clamp(max=limit) if after else gate, up + activation.up_offset
-            rows = (gate * up) @ down.t()
-            if biases is not None:
-                rows += biases.down[expert].double()
-            out.index_add_(0, tokens, rows * self.topk_weights[tokens, slots].double()[:, None])
-        return out
+        return expected_experts(*self, activation, biases)
 
 
 def _layer(h: int, i: int, num_experts: int, top_k: int, tokens: int, *, spread: float = 1.0) -> Layer:

@@ -4,9 +4,8 @@ import logging
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from importlib import metadata
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
@@ -103,20 +102,6 @@ def test_what_the_bundle_lacks_goes_to_the_cache(bundle: Path, cache_dir: Path) 
     assert {path: path.read_bytes() for path in bundle.iterdir()} == before
 
 
-def test_the_key_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So binaries that were built where there is no GPU are found where there is one."""
-
-    def no_device(*_: object) -> None:
-        raise AssertionError("the key of a binary must not depend on the GPU")
-
-    expected = cache_key(PLUS_1)
-    for name in ("cuda.core.Device", "cuda.bindings.driver.cuInit", "cuda.bindings.driver.cuDeviceGet"):
-        monkeypatch.setattr(name, no_device)
-    for name in ("get_device_properties", "get_device_capability", "current_device", "init"):
-        monkeypatch.setattr(f"torch.cuda.{name}", no_device)
-    assert cache_key(PLUS_1) == expected
-
-
 def test_binaries_do_not_depend_on_path_or_time(csrc: Path, tmp_path: Path) -> None:
     binary = jit.compile_source(PLUS_1)
     assert jit.compile_source(PLUS_1).cubin == binary.cubin
@@ -124,32 +109,29 @@ def test_binaries_do_not_depend_on_path_or_time(csrc: Path, tmp_path: Path) -> N
     assert b"kernels/csrc" in binary.cubin, "line information is expected"
 
 
-@pytest.mark.parametrize("keep", [0, 10, 500, -1])
-def test_a_truncated_entry_is_built_again(
-    keep: int, cache_dir: Path, caplog: pytest.LogCaptureFixture
+def _flipped(content: bytes, position: int) -> bytes:
+    damaged = bytearray(content)
+    damaged[position] ^= 1
+    return bytes(damaged)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda content, keep=keep: content[:keep] for keep in (0, 10, 500, -1)),
+        *(lambda content, at=at: _flipped(content, at) for at in (0, 1000, -40, -1)),
+    ],
+)
+def test_a_damaged_entry_is_built_again(
+    damage: Callable[[bytes], bytes], cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = jit.build(PLUS_1)
     entry = entry_of(PLUS_1, cache_dir)
-    entry.write_bytes(entry.read_bytes()[:keep])
-    again = jit.build(PLUS_1)
-    assert not again.cached
-    assert again.cubin == whole.cubin
-    assert f"cache entry {entry} is damaged" in caplog.text
-    assert jit.build(PLUS_1).cached
-
-
-@pytest.mark.parametrize("position", [0, 1000, -40, -1])
-def test_a_corrupted_entry_is_built_again(
-    position: int, cache_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = jit.build(PLUS_1)
-    entry = entry_of(PLUS_1, cache_dir)
-    content = bytearray(entry.read_bytes())
-    content[position] ^= 1
-    entry.write_bytes(content)
+    entry.write_bytes(damage(entry.read_bytes()))
     assert jit.find(PLUS_1) is None
-    assert jit.build(PLUS_1).cubin == whole.cubin
-    assert "is damaged" in caplog.text
+    again = jit.build(PLUS_1)
+    assert (again.cached, again.cubin) == (False, whole.cubin)
+    assert f"cache entry {entry} is damaged" in caplog.text
     assert jit.build(PLUS_1).cached
 
 
@@ -293,28 +275,6 @@ def test_the_key_changes_with_a_toolkits_library(tmp_path: Path, monkeypatch: py
     assert len(set(keys)) == 3
 
 
-def test_a_changed_header_changes_the_binary(csrc: Path) -> None:
-    first = jit.build(PLUS_1)
-    (csrc / "scale.cuh").write_text(_HEADER.replace("2", "3"))
-    second = jit.build(PLUS_1)
-    assert not second.cached
-    assert first.cubin != second.cubin
-
-
-def test_the_text_has_each_header_once_and_compiles_alone(tmp_path: Path) -> None:
-    text = PLUS_1.text()
-    assert text.count("constexpr float kScale") == 1
-    assert "#include" not in text
-    assert "pragma once" not in text
-    assert jit.compile_source(PLUS_1, text).cubin == jit.compile_source(PLUS_1).cubin
-
-
-def test_a_missing_header_is_named(csrc: Path) -> None:
-    (csrc / "other.cuh").unlink()
-    with pytest.raises(FileNotFoundError, match=r"other\.cuh"):
-        jit.build(PLUS_1)
-
-
 def test_a_broken_source_raises_with_options_and_log(csrc: Path) -> None:
     with pytest.raises(jit.CompileError) as caught:
         jit.build(BROKEN)
@@ -325,14 +285,6 @@ def test_a_broken_source_raises_with_options_and_log(csrc: Path) -> None:
     with pytest.raises(jit.CompileError, match=r"kernels/csrc/other\.cuh\(5\): error"):
         jit.build(PLUS_1)
     assert jit.find(BROKEN) is None
-
-
-def test_ptx(csrc: Path) -> None:
-    ptx = jit.to_ptx(PLUS_1)
-    assert ".target sm_90a" in ptx
-    assert ".visible .entry scale(" in ptx
-    with pytest.raises(jit.CompileError, match="no_such_thing"):
-        jit.to_ptx(BROKEN)
 
 
 def test_spills_of_functions_that_are_not_inlined_count(csrc: Path) -> None:
@@ -368,12 +320,13 @@ def _build_at_once(csrc: Path, ready: Barrier, results: "Queue[tuple[int, int]]"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -> None:
     (csrc / "scale.cuh").write_text(_HEADER + _slow_to_compile())
     context = multiprocessing.get_context("spawn")
-    ready = context.Barrier(3)
+    ready = context.Barrier(2)
     results: Queue[tuple[int, int]] = context.Queue()
-    processes = [context.Process(target=_build_at_once, args=(csrc, ready, results)) for _ in range(3)]
+    processes = [context.Process(target=_build_at_once, args=(csrc, ready, results)) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -381,7 +334,7 @@ def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -
         assert process.exitcode == 0
     counts = [results.get() for _ in processes]
     assert sum(compilations for compilations, _ in counts) == 2
-    assert sum(hits for _, hits in counts) == 4
+    assert sum(hits for _, hits in counts) == 2
     assert len(list(cache_dir.glob("*.bin"))) == 2
 
 
@@ -413,18 +366,3 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert jit.cache_directory() == tmp_path / "home" / ".cache" / "expertd"
-
-
-@pytest.mark.parametrize("missing", ["cuda.core", "cuda.bindings"])
-@pytest.mark.slow
-def test_without_the_cuda_extra_the_error_says_so(missing: str) -> None:
-    code = (
-        f"import sys; sys.modules[{missing!r}] = None\n"
-        "from expertd.kernels import jit\n"
-        "from expertd.kernels.backends.hopper.variants import VARIANTS\n"
-        "assert jit.stats() == (0, 0.0, 0)\n"
-        "try: jit.find(VARIANTS[0].source)\n"
-        "except jit.CompilerMissingError as error: print(error)\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "expected it to be installed (pip install 'expertd[cuda]'), got: " in result.stdout

@@ -33,9 +33,7 @@ from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import H200
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
-from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.jit import Variant
-from expertd.kernels.jit.source import CSRC
 from expertd.kernels.rank_memory import RankTokens
 from expertd.layout import Layout
 from tests.short import few_of
@@ -136,13 +134,15 @@ def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Varia
 
 
 def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
-    """Five launches; each GEMM may read the offsets early, and has its own tile counter."""
-    kernels = RecordingKernels()
+    """Five launches, each marked; GEMMs may read the offsets early, and have tile counters of their own."""
+    kernels, marks = RecordingKernels(), list[tuple[str, int]]()
+    stages = SimpleNamespace(mark=lambda name: marks.append((name, len(launches))))
     HopperLayer(kernels, GroupedGemm(kernels)).experts(
         ON, torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
         torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
-        torch.empty(T, H), Swiglu(), None, None,
+        torch.empty(T, H), Swiglu(), None, None, stages=stages,
     )  # fmt: skip
+    assert marks == [("sort", 1), ("quantize", 2), ("gate_up", 3), ("down", 4), ("combine", 5)]
     entries = [variant.source.entry for variant, _ in launches]
     assert entries == (
         ["compute_permutation", "quantize_permute", "grouped_gemm", "grouped_gemm", "unpermute_rows"]
@@ -154,18 +154,6 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     assert second[-1] - first[-1] == 8  # two int32
     assert first[-1] == permutation[-1]
     assert [first[17], second[17]] == [1, 1]
-
-
-def test_the_stages_of_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
-    """Each is marked once its launch is made, and before the next one."""
-    kernels, marks = RecordingKernels(), list[tuple[str, int]]()
-    stages = SimpleNamespace(mark=lambda name: marks.append((name, len(launches))))
-    HopperLayer(kernels, GroupedGemm(kernels)).experts(
-        ON, torch.zeros(T, H, dtype=torch.bfloat16), torch.zeros(T, TOP_K, dtype=torch.int32),
-        torch.zeros(T, TOP_K), quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128),
-        torch.empty(T, H), Swiglu(), None, None, stages=stages,
-    )  # fmt: skip
-    assert marks == [("sort", 1), ("quantize", 2), ("gate_up", 3), ("down", 4), ("combine", 5)]
 
 
 def test_a_layer_of_rows_that_are_quantized_already(launches: list[tuple[Variant, list[Any]]]) -> None:
@@ -355,13 +343,6 @@ def test_groups_that_shared_memory_cannot_count_are_refused(num_groups: int, tok
     expected = rf"^num_groups: expected 1 to 366 with 1024 experts on 8 ranks, got {num_groups}$"
     with pytest.raises(ValueError, match=expected):
         permutation_of_ranks(RecordingKernels(), ON, memory, of_all, ids, ids.float(), num_groups, None)
-
-
-def test_every_kernel_has_a_host_file_and_a_device_file_of_its_name() -> None:
-    stems = {path.stem for path in CSRC.glob("*.cu")}
-    assert stems == {variant.source.entry for variant in VARIANTS}
-    hosts = {path.stem for path in (CSRC.parent / "backends" / "hopper").glob("*.py")}
-    assert stems <= hosts
 
 
 def test_two_first_launches_at_once_load_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Quantization: exactness of scales, hostile values, ragged blocks, strides and errors."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -139,44 +141,36 @@ def test_dequantizing_is_exact_for_every_code() -> None:
         torch.testing.assert_close(back, codes.float() / 2, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("shape", [(4, 100), (4, 130), ()])
-def test_rows_refuse_a_ragged_k(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"expected .* multiple of 128, got"):
-        quantize_rows(torch.zeros(shape))
+ONES, CODES = torch.ones(2, 1), quantize_rows(torch.ones(4, 256)).data
+FLOAT, CODE = "expected float32, bfloat16 or float16, got", "data dtype: expected torch.float8_e4m3fn, got"
+REFUSED = [
+    *((quantize_rows, [torch.zeros(shape)], r"multiple of 128, got") for shape in ((4, 100), (4, 130), ())),
+    *(
+        (quantize, [torch.zeros(128, 128).to(dtype)], FLOAT)
+        for quantize in (quantize_rows, quantize_blocks)
+        for dtype in (torch.int32, torch.float64, torch.float8_e4m3fn)
+    ),
+    *(
+        (quantize_blocks, [torch.zeros(shape)], r"expected .* got")
+        for shape in ((128,), (1, 2, 128, 128), (0, 128), (2, 0, 128))
+    ),
+    (dequantize_rows, [CODES, torch.ones(4, 1)], r"expected \(4, 2\), got \(4, 1\)"),
+    (dequantize_blocks, [CODES, torch.ones(4, 2)], r"expected \(1, 2\), got \(4, 2\)"),
+    (dequantize_rows, [torch.ones(2, 130).to(torch.float8_e4m3fn), ONES], "multiple of 128"),
+    *(
+        (dequantize, [torch.ones(2, 128).to(dtype), ONES], CODE)
+        for dequantize in (dequantize_rows, dequantize_blocks)
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2)
+    ),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.float8_e4m3fn])
-def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    x = torch.zeros(128, 128).to(dtype)
-    for quantize in (quantize_rows, quantize_blocks):
-        with pytest.raises(ValueError, match="expected float32, bfloat16 or float16, got"):
-            quantize(x)
-
-
-@pytest.mark.parametrize("shape", [(128,), (1, 2, 128, 128), (0, 128), (2, 0, 128)])
-def test_blocks_refuse_other_shapes(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"expected .* got"):
-        quantize_blocks(torch.zeros(shape))
-
-
-def test_dequantizing_refuses_scales_of_another_shape() -> None:
-    data, scales = quantize_rows(torch.ones(4, 256))
-    with pytest.raises(ValueError, match=r"expected \(4, 2\), got \(4, 1\)"):
-        dequantize_rows(data, scales[:, :1])
-    with pytest.raises(ValueError, match=r"expected \(1, 2\), got \(4, 2\)"):
-        dequantize_blocks(data, scales)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2])
-def test_dequantizing_refuses_data_of_another_type(dtype: torch.dtype) -> None:
-    for dequantize in (dequantize_rows, dequantize_blocks):
-        with pytest.raises(ValueError, match=r"data dtype: expected torch.float8_e4m3fn, got"):
-            dequantize(torch.ones(2, 128).to(dtype), torch.ones(2, 1))
-
-
-def test_dequantizing_rows_refuses_a_ragged_k() -> None:
-    with pytest.raises(ValueError, match="multiple of 128"):
-        dequantize_rows(torch.ones(2, 130).to(torch.float8_e4m3fn), torch.ones(2, 1))
+@pytest.mark.parametrize(("call", "arguments", "message"), REFUSED)
+def test_other_shapes_and_dtypes_are_refused(
+    call: Callable[..., object], arguments: list[torch.Tensor], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(*arguments)
 
 
 def test_parameters_are_quantized_without_their_gradient() -> None:
@@ -199,14 +193,11 @@ def test_expanded_rows_are_quantized_to_the_same_bits(dtype: torch.dtype, magnit
     assert torch.equal(again.scales, quantized.scales)
     plain = quantize_rows(dequantize_rows(*quantized))
     assert not torch.equal(plain.scales, quantized.scales)
-
-
-@pytest.mark.parametrize("magnitude", [1e-36, 1e-30, 1e30])
-def test_so_are_very_small_and_very_large_ones(magnitude: float) -> None:
-    quantized = quantize_rows(random_rows((64, 1024), fresh_generator()) * magnitude)
-    again = quantize_rows(expand_rows(*quantized))
-    assert torch.equal(again.data.view(torch.uint8), quantized.data.view(torch.uint8))
-    assert torch.equal(again.scales, quantized.scales)
+    for extreme in (1e-36, 1e-30, 1e30):
+        quantized = quantize_rows(random_rows((64, 1024), fresh_generator()) * extreme)
+        again = quantize_rows(expand_rows(*quantized))
+        assert torch.equal(again.data.view(torch.uint8), quantized.data.view(torch.uint8))
+        assert torch.equal(again.scales, quantized.scales)
 
 
 def test_expanded_rows_are_the_values() -> None:

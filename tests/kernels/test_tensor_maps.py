@@ -26,14 +26,6 @@ def seen(rows: Rows) -> Tensor:
     return torch.from_numpy(np.asarray(interface))
 
 
-def test_a_tensor_is_described_once_for_each_box() -> None:
-    cache, data = TensorMapCache(keep), e4m3(4, 128)
-    first = cache.get(data, 16)
-    assert cache.get(data, 16) is first
-    assert cache.get(data, 64) is not first
-    assert len(cache) == 2
-
-
 @pytest.mark.parametrize(
     ("dtype", "seen_as"), [(torch.float8_e4m3fn, torch.uint8), (torch.bfloat16, torch.uint16)]
 )
@@ -50,7 +42,7 @@ def test_rows_describe_the_tensors_memory(dtype: torch.dtype, seen_as: torch.dty
 def test_an_entry_is_dropped_with_its_tensor() -> None:
     cache, weights = TensorMapCache(keep), e4m3(8, 128)
     cache.get(weights, 128)
-    for _ in range(50):
+    for _ in range(3):
         cache.get(e4m3(4, 128), 16)
         gc.collect()
         assert len(cache) == 1

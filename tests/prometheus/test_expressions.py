@@ -39,7 +39,7 @@ def needs_gpu(expression: str) -> bool:
         if name in RECORDED:
             if needs_gpu(RECORDED[name]):
                 return True
-        elif name in families and "GPU" in families[name].when:
+        elif name in families and families[name].needs_gpu:
             return True
     return False
 

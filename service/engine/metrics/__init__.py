@@ -41,9 +41,9 @@ COMPILE_SECONDS = MetricFamily(
 CACHE_HITS = MetricFamily(
     "counter", "jit_cache_hits", f"compiled kernels found in the cache; {_RANKS_TOO}", "kernels"
 )
-DEVICE_SMS = MetricFamily("gauge", "device_sms", "SMs of the device", "SMs", when="on a GPU")
+DEVICE_SMS = MetricFamily("gauge", "device_sms", "SMs of the device", "SMs", needs_gpu=True)
 PARTITION_SMS = MetricFamily(
-    "gauge", "partition_sms", "SMs of a partition", "SMs", ("partition",), when="on a GPU"
+    "gauge", "partition_sms", "SMs of a partition", "SMs", ("partition",), needs_gpu=True
 )
 REGIONS = MetricFamily(
     "gauge", "shared_memory_regions", "callers' regions; kind: system or cuda", "regions", ("kind",)

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from expertd.service.engine.metrics.family import MetricFamily, samples
 from expertd.service.moe.step.step_counts import Launches, StepUse
 
-_ONE, _GPU = "with one rank", "on a GPU, with one rank"
+_ONE = "with one rank"
 STEPS = MetricFamily(
     "counter",
     "steps",
@@ -44,10 +44,15 @@ MEMORY = MetricFamily(
     "outside (CUDA itself, and other processes)",
     "bytes",
     ("owner",),
-    when=_GPU,
+    needs_gpu=True,
+    when=_ONE,
 )
-MEMORY_USED = MetricFamily("gauge", "device_memory_used_bytes", "memory in use", "bytes", when=_GPU)
-MEMORY_TOTAL = MetricFamily("gauge", "device_memory_total_bytes", "total memory", "bytes", when=_GPU)
+MEMORY_USED = MetricFamily(
+    "gauge", "device_memory_used_bytes", "memory in use", "bytes", needs_gpu=True, when=_ONE
+)
+MEMORY_TOTAL = MetricFamily(
+    "gauge", "device_memory_total_bytes", "total memory", "bytes", needs_gpu=True, when=_ONE
+)
 
 
 def use_metrics(models: Sequence[str], use: StepUse) -> Iterator[Metric]:
@@ -71,7 +76,7 @@ def memory_metrics(memory: tuple[int, int] | None) -> Iterator[Metric]:
 
 logger = logging.getLogger(__name__)
 
-_WHEN = "on GPUs, with nvidia-ml-py; gpu: the rank, or 0"
+_WHEN = "with nvidia-ml-py; gpu: the rank, or 0"
 _LABELS = ("gpu",)
 _FLOPS_PER_CLOCK = 8192  # dense FP8 operations of a Hopper SM
 _CORES_PER_SM = 128
@@ -79,13 +84,19 @@ _HOPPER = 9
 
 
 def _gauge(name: str, text: str, unit: str) -> MetricFamily:
-    return MetricFamily("gauge", f"gpu_{name}", text, unit, _LABELS, when=_WHEN)
+    return MetricFamily("gauge", f"gpu_{name}", text, unit, _LABELS, needs_gpu=True, when=_WHEN)
 
 
 POWER = _gauge("power_watts", "power that the GPU draws", "watts")
 POWER_LIMIT = _gauge("power_limit_watts", "power above which it lowers its clocks", "watts")
 ENERGY = MetricFamily(
-    "counter", "gpu_energy_joules", "energy since the driver was loaded", "joules", _LABELS, when=_WHEN
+    "counter",
+    "gpu_energy_joules",
+    "energy since the driver was loaded",
+    "joules",
+    _LABELS,
+    needs_gpu=True,
+    when=_WHEN,
 )
 SM_CLOCK = _gauge("sm_clock_hertz", "clock of the SMs", "hertz")
 MEMORY_CLOCK = _gauge("memory_clock_hertz", "clock of the memory", "hertz")
@@ -100,6 +111,7 @@ THROTTLED = MetricFamily(
     "hardware_thermal, software_thermal",
     "",
     ("gpu", "reason"),
+    needs_gpu=True,
     when=_WHEN,
 )
 PEAK_FLOPS = _gauge(

@@ -22,12 +22,13 @@ SECONDS = tuple(round(10e-6 * 2**i, 6) for i in range(23))
 class MetricFamily:
     """A metric.
 
-    name     without `expertd_`, and for a counter without `_total`
-    text     its meaning, for the table and for whoever reads /metrics
-    unit     of its values
-    labels   what tells its series from each other
-    buckets  upper bounds of a histogram's buckets
-    when     where it exists; "": in every server
+    name       without `expertd_`, and for a counter without `_total`
+    text       its meaning, for the table and for whoever reads /metrics
+    unit       of its values
+    labels     what tells its series from each other
+    buckets    upper bounds of a histogram's buckets
+    when       in which servers it exists; "": in every one
+    needs_gpu  whether only on a GPU
     """
 
     kind: Literal["counter", "gauge", "histogram", "info"]
@@ -37,6 +38,7 @@ class MetricFamily:
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     when: str = ""
+    needs_gpu: bool = False
 
     @property
     def full_name(self) -> str:
@@ -47,6 +49,11 @@ class MetricFamily:
     def shown_name(self) -> str:
         """As PromQL knows it; a histogram's series have suffixes beside."""
         return self.full_name + {"counter": "_total", "info": "_info"}.get(self.kind, "")
+
+    @property
+    def where(self) -> str:
+        """Where it exists, in words; "": in every server."""
+        return ", ".join(["on a GPU"] * self.needs_gpu + [self.when] * bool(self.when))
 
     def gauge(self, value: float | None = None) -> GaugeMetricFamily:
         """A gauge for one scrape; `value` is that of its only series."""

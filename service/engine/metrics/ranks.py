@@ -11,8 +11,8 @@ from expertd.service.engine.placement import Placements
 _LABELS, _WHEN = ("rank",), "with several ranks"
 
 
-def _gauge(name: str, text: str, unit: str, when: str = _WHEN) -> MetricFamily:
-    return MetricFamily("gauge", f"rank_{name}", text, unit, _LABELS, when=when)
+def _gauge(name: str, text: str, unit: str, needs_gpu: bool = False) -> MetricFamily:
+    return MetricFamily("gauge", f"rank_{name}", text, unit, _LABELS, needs_gpu=needs_gpu, when=_WHEN)
 
 
 def _counter(name: str, text: str, unit: str) -> MetricFamily:
@@ -21,8 +21,8 @@ def _counter(name: str, text: str, unit: str) -> MetricFamily:
 
 _GAUGES = (
     _gauge("up", "1 when the rank is ready", ""),
-    _gauge("device_memory_used_bytes", "memory in use on the rank's GPU", "bytes", "with ranks on GPUs"),
-    _gauge("device_memory_total_bytes", "total memory of the rank's GPU", "bytes", "with ranks on GPUs"),
+    _gauge("device_memory_used_bytes", "memory in use on the rank's GPU", "bytes", needs_gpu=True),
+    _gauge("device_memory_total_bytes", "total memory of the rank's GPU", "bytes", needs_gpu=True),
 )
 _COUNTERS = (
     _counter("starts", "starts of the rank", "starts"),

@@ -25,7 +25,7 @@ def metric_table() -> str:
     """A Markdown table with one row per metric: name, type, labels, meaning, and when it exists."""
     rows = "".join(
         f"| `{family.shown_name}` | {family.kind} | {', '.join(family.labels)} "
-        f"| {family.text}{f' ({family.when})' if family.when else ''} |\n"
+        f"| {family.text}{f' ({family.where})' if family.where else ''} |\n"
         for family in FAMILIES
     )
     return f"| metric | type | labels | meaning |\n|---|---|---|---|\n{rows}"

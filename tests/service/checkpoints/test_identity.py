@@ -31,6 +31,7 @@ def identity(directory: Path, layer: int = 1, experts: str | None = None, shared
         path=directory, layers=str(layer), experts=experts, shared_experts=shared, requantize="allow"
     )
     (found,) = weights_ids(models_of(settings)).values()
+    assert weights_id(directory, layer) == found, "the client's is the same"
     return found
 
 
@@ -85,12 +86,11 @@ def directory(made: Path, tmp_path: Path) -> Path:
     ],
 )
 def test_it_is_the_documents(family: str, scales: torch.dtype | None, mxfp4: bool, tmp_path: Path) -> None:
-    sizes = Sizes(384, 256)
+    sizes = Sizes() if family == "mixtral" else Sizes(384, 256)  # 64 KiB, the largest that is read whole
     checkpoint = Checkpoint(family, tmp_path / "model", scales, mxfp4=mxfp4, sizes=sizes)
     ids = [identity(checkpoint.directory, layer) for layer in (1, 2)]
     assert ids == [by_the_document(checkpoint.directory, layer) for layer in (1, 2)]
     assert len({*ids}) == 2
-    assert [weights_id(checkpoint.directory, layer) for layer in (1, 2)] == ids
 
 
 @pytest.mark.parametrize(("experts", "shared"), [(None, False), ("0-3", True), ("4-7", True), ("5", False)])
@@ -114,13 +114,11 @@ def test_it_depends_on_neither_files_nor_prefixes(made: Path, directory: Path, p
     ("name", "at", "differs"),
     [
         (f"{EXPERT}.gate_proj.weight", 0, True),
-        (f"{EXPERT}.up_proj.weight", -1, True),
         (f"{EXPERT}.down_proj.weight", 384 * 256 // 2, True),
         (f"{EXPERT}.down_proj.weight", 384 * 256 // 4, False),  # not among the bytes that are read
         *((f"{EXPERT}.gate_proj.weight_scale_inv", at, True) for at in (0, 3, 5, -1)),
         ("model.layers.1.mlp.gate.weight", 0, False),
         ("model.layers.1.mlp.gate.e_score_correction_bias", 0, False),
-        ("model.layers.1.mlp.shared_experts.up_proj.weight", 0, False),
         ("model.layers.2.mlp.experts.3.gate_proj.weight", 0, False),
     ],
 )
@@ -130,17 +128,6 @@ def test_what_changes_it(made: Path, directory: Path, name: str, at: int, differ
     values.view(-1)[at] = 1.0 if values.view(-1)[at].float() != 1 else 2.0
     edit_tensors(file, **{name: values})
     assert (identity(directory) != identity(made)) == differs
-
-
-def test_another_shape_is_another_layer(tmp_path: Path) -> None:
-    """Of the same bytes: those of zeros."""
-    ids = set()
-    for number, sizes in enumerate((Sizes(256, 128), Sizes(128, 256))):
-        directory = Checkpoint("mixtral", tmp_path / str(number), sizes=sizes).directory
-        for file in directory.glob("*.safetensors"):
-            edit_tensors(file, **{name: value * 0 for name, value in load_file(file).items()})
-        ids.add(identity(directory))
-    assert len(ids) == 2
 
 
 def test_a_part_of_a_checkpoint_without_the_other_files_has_none(

@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from tests.service.moe.test_weights import SHAPE
 
 Output = pytest.CaptureFixture[str]
 
-UP = "model.layers.2.mlp.experts.3.up_proj.weight"
-
 
 def check(capsys: Output, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
     code = main(["check", "--json", *map(str, arguments)])
@@ -44,19 +41,8 @@ def failed(about: dict[str, Any]) -> dict[str, str]:
 def test_check_prints_what_each_rank_holds(
     checkpoint: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = (
-        "--port",
-        "0",
-        "--backend",
-        "reference",
-        "--model",
-        checkpoint,
-        "--layers",
-        "all",
-        "--ranks",
-        "2",
-    )
-    code, about = check(capsys, *arguments)
+    arguments = ("--port", "0", "--backend", "reference", "--model", checkpoint, "--layers", "all", "--ranks")
+    code, about = check(capsys, *arguments, "2")
     assert (code, failed(about)) == (0, {})
     first, second = (
         result["detail"] for result in about["checks"] if result["name"].startswith("memory, rank ")
@@ -64,32 +50,19 @@ def test_check_prints_what_each_rank_holds(
     assert first.startswith("model.layers.1-2: experts 0-3 of 8 and 1 shared: ")
     assert second.startswith("model.layers.1-2: experts 4-7 of 8 and 1 shared: ")
     monkeypatch.setattr(shares, "free_host_bytes", lambda: 3_000_000)
-    code, about = check(capsys, *arguments)
+    code, about = check(capsys, *arguments, "2")
     assert code == 2
     wrong = failed(about)
     assert wrong.keys() == {"memory, rank 0", "memory, rank 1"}
     assert all(detail.endswith("; 1.5 MB are free") for detail in wrong.values())
-
-
-def test_too_many_ranks_are_refused_once_for_all_layers(checkpoint: Path, capsys: Output) -> None:
-    _, about = check(capsys, "--port", "0", "--model", checkpoint, "--layers", "all", "--ranks", "9")
+    _, about = check(capsys, *arguments, "9")
     expected = "at most the number of experts of model model.layers.1 (8)"
     assert failed(about)["checkpoints"] == f"checkpoints: ranks: expected {expected}, got 9"
 
 
 def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output) -> None:
-    arguments = (
-        "--port",
-        "0",
-        "--backend",
-        "hopper",
-        "--model",
-        checkpoint,
-        "--layers",
-        "all",
-        "--devices",
-        "0-3",
-    )
+    served = ("--model", checkpoint, "--layers", "all")
+    arguments = ("--port", "0", "--backend", "hopper", "--devices", "0-3", *served)
     _, about = check(capsys, *arguments)
     details = [result["detail"] for result in about["checks"] if result["name"].startswith("memory, rank ")]
     assert len(details) == 4
@@ -130,16 +103,8 @@ def test_only_what_differs_from_the_defaults_is_printed(
 ) -> None:
     """Not what is given as it is by default."""
     monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
-    arguments = (
-        "--config",
-        config,
-        "--port",
-        "0",
-        "--set",
-        "limits.max_headers=100",
-        "--set",
-        "partitions={}",
-    )
+    given = ("--set", "limits.max_headers=100", "--set", "partitions={}")
+    arguments = ("--config", config, "--port", "0", *given)
     code, about = check(capsys, "--changed", *arguments)
     assert code == 0
     changed = {row["key"]: row["value"] for row in about["settings"] if not row["key"].startswith("models.")}
@@ -163,6 +128,8 @@ def test_a_temporary_folder_is_found_missing_before_the_start(
     several = ("--config", config, "--http-workers", "2")
     code, about = check(capsys, *several)
     assert (code, failed(about)) == (2, {"temporary folder": f"http_workers: {text}"})
+    assert main(["serve", *map(str, several)]) == 2, "before it listens"
+    assert capsys.readouterr().err == f"expertd: http_workers: {text}\n"
     for ranks in ("1", "2"):
         code, about = check(capsys, "--config", config, "--ranks", ranks)
         details = {result["name"]: result["detail"] for result in about["checks"]}
@@ -243,6 +210,8 @@ def test_every_wrong_setting_is_reported(config: Path, capsys: Output) -> None:
     code, about = check(capsys, *arguments)
     assert code == 2
     assert [result["detail"].split(": ")[1] for result in about["checks"]] == mistakes
+    _, about = check(capsys, "--config", config, "--set", "port")
+    assert failed(about) == {"settings": "flag --set: expected KEY=VALUE, got 'port'"}
 
 
 def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, tmp_path: Path) -> None:
@@ -278,7 +247,7 @@ def test_check_reports_what_would_prevent_a_start(config: Path, capsys: Output, 
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_check_looks_at_the_rendezvous(config: Path, capsys: Output) -> None:
+def test_check_looks_at_the_rendezvous(config: Path, capsys: Output, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         given = ("--config", config, "--port", "0", "--nnodes", "2", "--rendezvous", place)
@@ -289,6 +258,9 @@ def test_check_looks_at_the_rendezvous(config: Path, capsys: Output) -> None:
         details = {result["name"]: result["detail"] for result in about["checks"]}
         assert (code, details["rendezvous"]) == (0, f"{place}, from 127.0.0.1 on lo")
         assert details["address"] == "none: node 0 has the front end"
+        unusable = ("--set", f"channels.socket={tmp_path}")
+        assert "channels" in failed(check(capsys, *given, *unusable)[1])
+        assert failed(check(capsys, *given, *unusable, "--node-rank", "1")[1]) == {}
     assert check(capsys, *given)[0] == 0
 
 
@@ -298,20 +270,9 @@ def test_a_rendezvous_where_the_server_listens_is_refused(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = f"127.0.0.1:{port}"
+    place, nodes = f"127.0.0.1:{port}", ("--nnodes", "2", "--rendezvous")
     for host in ("localhost", "127.0.0.1", "0.0.0.0"):
-        given = (
-            "--config",
-            config,
-            "--insecure",
-            "--host",
-            host,
-            "--port",
-            str(port),
-            "--nnodes",
-            "2",
-            "--rendezvous",
-        )
+        given = ("--config", config, "--insecure", "--host", host, "--port", str(port), *nodes)
         code, about = check(capsys, *given, place)
         expected = f"another port than the server's own, {host}:{port}"
         assert code == 2
@@ -319,13 +280,13 @@ def test_a_rendezvous_where_the_server_listens_is_refused(
         assert main(["serve", *map(str, given), place]) == 2, "before it listens"
         assert capsys.readouterr().err == f"expertd: rendezvous: expected {expected}, got {place}\n"
         assert check(capsys, *given, place, "--node-rank", "1")[0] == 0, "there is no server"
-    of_grpc = ("--config", config, "--set", f"grpc.port={port}", *given[-3:], place)
+    of_grpc = ("--config", config, "--set", f"grpc.port={port}", *nodes, place)
     for more in ([], ["--uds", str(tmp_path / "uds")]):
         code, about = check(capsys, *of_grpc, *more)
         expected = f"another port than the server's own, 127.0.0.1:{port}"
         assert failed(about) == {"rendezvous": f"rendezvous: expected {expected}, got {place}"}
         assert main(["serve", *map(str, [*of_grpc, *more])]) == 2
-    given = ("--config", config, "--insecure", "--host", "127.0.0.1", "--port", str(port), *given[-3:])
+    given = ("--config", config, "--insecure", "--host", "127.0.0.1", "--port", str(port), *nodes)
     assert check(capsys, *given, f"127.0.0.2:{port}")[0] == 0, "another address"
 
 
@@ -334,6 +295,11 @@ def test_a_rendezvous_where_the_server_listens_is_refused(
     ("name", "given", "expected"),
     [
         ("backend", ["--devices", "0-1"], "devices: expected GPUs 0-1 of this machine, got none"),
+        (
+            "backend",
+            ["--devices", "0", "--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1"],
+            "devices: expected GPUs 0 of this machine, got none",
+        ),
         (
             "partitions",
             ["--set", "partitions={p: 8}"],
@@ -350,14 +316,6 @@ def test_missing_gpus_are_named_before_the_port_is_opened(
     err = capsys.readouterr().err
     assert err.splitlines()[-1] == f"expertd: {expected}"
     assert "listening" not in err
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_a_node_without_the_gpus_says_so(config: Path, capsys: Output) -> None:
-    node = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1"]
-    given = ["--config", str(config), "--backend", "auto", "--devices", "0", *node]
-    assert main(["serve", *given]) == 2
-    assert capsys.readouterr().err == "expertd: devices: expected GPUs 0 of this machine, got none\n"
 
 
 def test_a_gpu_beyond_those_of_the_machine_is_named(
@@ -388,23 +346,6 @@ def test_missing_packages_prevent_a_start_on_every_node(
     assert "tracing" in failed(about), "also without gRPC"
 
 
-@pytest.mark.usefixtures("no_gpu")
-def test_only_node_0_opens_the_socket_of_channels(config: Path, capsys: Output, tmp_path: Path) -> None:
-    (taken := tmp_path / "channels").mkdir()
-    given = ["--config", str(config), "--port", "0", "--set", f"channels.socket={taken}"]
-    assert "channels" in failed(check(capsys, *given)[1])
-    _, about = check(capsys, *given, "--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1")
-    details = {result["name"]: result["detail"] for result in about["checks"]}
-    assert "channels" not in failed(about)
-    assert details["channels"] == "none: node 0 has the front end"
-
-
-def test_check_reports_a_backend_that_cannot_run(config: Path, capsys: Output) -> None:
-    code, about = check(capsys, "--config", config, "--backend", "hopper")
-    assert code == 2
-    assert "no CUDA device" in failed(about)["backend"]
-
-
 def test_check_reads_the_headers_of_weights(config: Path, capsys: Output, tmp_path: Path) -> None:
     path = tmp_path / "layer.safetensors"
     given = ("--config", config, "--set", f"models.0.weights={{path: {path}}}")
@@ -416,43 +357,16 @@ def test_check_reads_the_headers_of_weights(config: Path, capsys: Output, tmp_pa
     assert failed(about)["weights"].endswith("got 1 unknown: other")
 
 
-def _truncate(file: Path) -> str:
-    size = file.stat().st_size
-    os.truncate(file, size - 1)
-    return f"expected a safetensors file, got: {size - 1} bytes instead of {size}"
-
-
-def _drop(file: Path) -> str:
-    tensors = load_file(file)
-    del tensors[UP]
-    save_file(tensors, file)
-    return f"expected tensor {UP}, got none with that name"
-
-
-def _cut(file: Path) -> str:
-    tensors = load_file(file)
-    whole = tuple(tensors[UP].shape)
-    part = tensors[UP][1:].contiguous()
-    save_file({**tensors, UP: part}, file)
-    return f"{UP} shape: expected {whole}, got {tuple(part.shape)}"
-
-
-def _convert(file: Path) -> str:
-    tensors = load_file(file)
-    save_file({**tensors, UP: tensors[UP].to(torch.int8)}, file)
-    return f"{UP} dtype: expected F8_E4M3 or BF16 or F16 or F32, got I8"
-
-
-@pytest.mark.parametrize("spoil", [_truncate, _drop, _cut, _convert])
 def test_nothing_is_said_of_the_memory_for_a_bad_checkpoint(
-    spoil: Callable[[Path], str], checkpoint: Path, capsys: Output, tmp_path: Path
+    checkpoint: Path, capsys: Output, tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     index = json.loads((directory / "model.safetensors.index.json").read_text())
-    file = directory / index["weight_map"][UP]
-    expected = f"{file}: {spoil(file)}"
+    file = directory / index["weight_map"]["model.layers.2.mlp.experts.3.up_proj.weight"]
+    os.truncate(file, size := file.stat().st_size - 1)
     arguments = ["--model", str(directory), "--layers", "all", "--port", "0", "--backend", "reference"]
     code, about = check(capsys, *arguments)
+    expected = f"{file}: expected a safetensors file, got: {size} bytes instead of {size + 1}"
     assert (code, failed(about)) == (2, {"checkpoints": expected})
     unknown = {result["name"] for result in about["checks"] if result["ok"] is None}
     assert unknown == {"memory", "host memory"}
@@ -460,11 +374,6 @@ def test_nothing_is_said_of_the_memory_for_a_bad_checkpoint(
     captured = capsys.readouterr()
     assert re.search(r"^memory +not checked +not known without the checkpoints' layers$", captured.out, re.M)
     assert captured.err == "expertd check: the server would not start\n"
-
-
-def test_a_flag_that_is_not_an_assignment(config: Path, capsys: Output) -> None:
-    _, about = check(capsys, "--config", config, "--set", "port")
-    assert failed(about) == {"settings": "flag --set: expected KEY=VALUE, got 'port'"}
 
 
 def test_check_reports_exposure(config: Path, capsys: Output) -> None:
@@ -481,10 +390,8 @@ def test_check_reports_certificates(config: Path, capsys: Output) -> None:
         (detail,) = [result["detail"] for result in about["checks"] if result["name"] == "tls"]
         return code, detail
 
-    pem = FOLDER / "server.pem"
-    assert of_tls("server", "server") == (0, f"the certificate in {pem} is valid until 2120-01-01")
+    assert of_tls("server", "server")[0] == 0
     expired = f"warning: the certificate in {FOLDER / 'expired.pem'} has expired: clients refuse it"
     assert of_tls("expired", "server") == (0, expired)
-    wrong = f"tls.key: {FOLDER / 'second.key'}: expected the key of {pem}, got another one"
-    assert of_tls("server", "second") == (2, wrong)
+    assert of_tls("server", "second")[0] == 2
     assert "tls.certificate: " in of_tls("none", "server")[1]

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,22 +177,6 @@ def test_check_says_what_was_found(
     if ranks == 1:
         counted = f"{found}; kernels are compiled by {found.count} at once"
         assert check_cpus(tiny_settings(), HOPPER) == counted
-
-
-def test_kernels_are_compiled_by_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = []
-
-    class Pool:
-        def __init__(self, count: int, **_: str) -> None:
-            counts.append(count)
-
-        def shutdown(self, **_: bool) -> None: ...
-
-    build = import_module("expertd.kernels.jit.build")  # the package has a function of that name
-    monkeypatch.setattr(build, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(build, "cpus", lambda: Cpus(64, 3.9))
-    assert list(build.build_all([])) == []
-    assert counts == [3]
 
 
 def test_the_affinity_mask_counts() -> None:

@@ -1,4 +1,7 @@
-"""Flags of all commands: written in full."""
+"""Flags of all commands are written in full; `expertd bench` is the client's command."""
+
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -50,3 +53,25 @@ def test_defaults_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["keys", "new", "--help"])
     assert "(default: infer)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_it_runs_the_clients_command_with_all_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[list[str], str]] = []
+
+    def client_main(argv: list[str], prog: str) -> int:
+        called.append((argv, prog))
+        return 7
+
+    program = ModuleType("expertd_client.__main__")
+    program.main = client_main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "expertd_client", ModuleType("expertd_client"))
+    monkeypatch.setitem(sys.modules, "expertd_client.__main__", program)
+    assert main(["bench", "--url", "http://x", "--tokens=1,8", "-h"]) == 7
+    assert called == [(["bench", "--url", "http://x", "--tokens=1,8", "-h"], "expertd")]
+
+
+def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "expertd_client", None)
+    assert main(["bench", "--url", "http://x"]) == 2
+    text = "expertd bench: expertd_client: expected an installed package (pip install ./client), got none\n"
+    assert capsys.readouterr().err == text

@@ -9,7 +9,7 @@ import pytest
 from expertd.service.cli import main
 from expertd.service.settings.keys import load_keys
 from tests.paths import DEMO
-from tests.service.processes import EXPERTD, expertd
+from tests.service.processes import EXPERTD
 
 Output = pytest.CaptureFixture[str]
 
@@ -39,10 +39,7 @@ def test_new_keys_can_be_appended_to_the_file(tmp_path: Path, capsys: Output) ->
     ("arguments", "mistake"),
     [
         (["a b"], "name: expected 1 to 64 letters, digits, '.', '_' or '-', got another text"),
-        (
-            ["a", "--rights", "root"],
-            "rights: expected infer, admin and metrics, or some of them, got 'root'",
-        ),
+        (["a", "--rights", "root"], "rights: expected infer, admin and metrics, or some of them, got 'root'"),
         (
             ["a", "--rights", "infer,foo,"],
             "rights: expected infer, admin and metrics, or some of them, got 'foo' and ''",
@@ -83,16 +80,16 @@ def test_a_closed_output_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_a_file_that_cannot_be_used_is_refused_at_start(command: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_is_refused_at_start(command: str, tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text("- {name: a, rights: [infer]}\n- a\n")
-    result = expertd(command, "--config", DEMO, "--port", "0", "--keys", path)
-    assert result.returncode == 2
+    assert main([command, "--config", str(DEMO), "--port", "0", "--keys", str(path)]) == 2
+    said = "".join(capsys.readouterr())
     for mistake in (
         f"keys: {path}: 0.sha256: expected 64 hexadecimal digits in lower case, got none",
         f"keys: {path}: 1: expected name, sha256 and rights, got another text",
     ):
-        assert mistake in result.stdout + result.stderr
+        assert mistake in said
 
 
 def test_check_says_how_many_keys_there_are(tmp_path: Path, capsys: Output) -> None:

@@ -22,11 +22,6 @@ def profiler() -> None:
     import_first("torch.profiler", "torch._inductor.config")
 
 
-@pytest.fixture(autouse=True)
-def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("EXPERTD_CONFIG", raising=False)
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
@@ -128,10 +123,3 @@ def test_a_trace_that_cannot_be_written_is_an_error(config: Path) -> None:
     assert result.returncode == 1
     text = "--output: expected a file that can be written to, got /dev/full: No space left on device"
     assert result.stderr.splitlines()[-1] == f"expertd profile: {text}"
-
-
-def test_every_wrong_setting_is_reported(config: Path, capsys: Output) -> None:
-    assert main(["profile", "--config", str(config), "--set", "port=x", "--set", "colour=red"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert all(line.startswith("expertd profile: flag --set ") for line in lines)

@@ -51,7 +51,7 @@ def test_the_table_has_every_metric_and_no_other() -> None:
 @pytest.mark.parametrize("changes", [{}, {"lanes": {"decode_max_tokens": 2, "decode_batch_tokens": 4}}])
 async def test_a_server_reports_what_the_table_says(changes: dict[str, Any]) -> None:
     families = {family.full_name: family for family in FAMILIES}
-    always = {family.full_name for family in FAMILIES if not family.when}
+    always = {family.full_name for family in FAMILIES if not family.where}
     async with serving(tiny_settings(**changes)) as server:
         found = list(own(server.app.metrics.registry))
     for metric in found:

@@ -40,30 +40,29 @@ def test_files_may_have_comments_that_are_not_ascii(tmp_path: Path) -> None:
     assert load_tls(given(**commented)).verify_mode is ssl.CERT_REQUIRED
     text = f"the certificate in {commented['certificate']} is valid until 2120-01-01"
     assert validity(given(**commented)) == (text, True)
+    expired = FOLDER / "expired.pem"
+    text = f"the certificate in {expired} has expired: clients refuse it"
+    assert validity(given(certificate=expired)) == (text, False)
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    missing = tmp_path / "none.pem"
-    for name, settings in {
-        "certificate": given(certificate=missing),
-        "key": given(key=missing),
-        "client_ca": given(client_ca=missing),
-    }.items():
-        assert mistake(settings) == f"tls.{name}: {missing}: cannot be read: No such file or directory"
+MISSING, SECOND = FOLDER / "missing.pem", FOLDER / "second.key"
+UNREAD = f"{MISSING}: cannot be read: No such file or directory"
 
 
-def test_files_of_another_kind_are_named() -> None:
-    assert (
-        mistake(given(certificate=KEY))
-        == f"tls.certificate: {KEY}: expected a certificate in PEM, got something else"
-    )
-    assert mistake(given(key=CA)) == f"tls.key: {CA}: expected a private key in PEM, got something else"
-    assert mistake(given(client_ca=KEY)).startswith(f"tls.client_ca: {KEY}: expected a certificate in PEM")
-
-
-def test_the_key_of_another_certificate_is_named() -> None:
-    other = FOLDER / "second.key"
-    assert mistake(given(key=other)) == f"tls.key: {other}: expected the key of {SERVER}, got another one"
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (given(certificate=MISSING), f"tls.certificate: {UNREAD}"),
+        (given(key=MISSING), f"tls.key: {UNREAD}"),
+        (given(client_ca=MISSING), f"tls.client_ca: {UNREAD}"),
+        (given(KEY), f"tls.certificate: {KEY}: expected a certificate in PEM, got something else"),
+        (given(key=CA), f"tls.key: {CA}: expected a private key in PEM, got something else"),
+        (given(client_ca=KEY), f"tls.client_ca: {KEY}: expected a certificate in PEM, got something else"),
+        (given(key=SECOND), f"tls.key: {SECOND}: expected the key of {SERVER}, got another one"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(settings: TlsSettings, expected: str) -> None:
+    assert mistake(settings) == expected
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
@@ -86,13 +85,6 @@ def test_no_representation_shows_the_key() -> None:
     files = read_tls(given())
     assert secret in files.model_dump_json()
     assert secret not in f"{files!r} {files}"
-
-
-def test_how_long_a_certificate_is_valid() -> None:
-    assert validity(given(client_ca=CA)) == (f"the certificate in {SERVER} is valid until 2120-01-01", True)
-    expired = FOLDER / "expired.pem"
-    text = f"the certificate in {expired} has expired: clients refuse it"
-    assert validity(given(certificate=expired)) == (text, False)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,19 @@
-"""Settings: file, environment and flags override each other, and invalid ones are refused."""
+"""Settings: file, environment and flags override each other, and what follows from the values."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
-from expertd.kernels import backend_names
 from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
+from expertd.service.http.listening import is_exposed
 from expertd.service.settings.fields import ENV_PREFIX
 from expertd.service.settings.loader import Flag, SettingsError, default_config, load_settings
 from expertd.service.settings.model import Settings
-from expertd.service.settings.spans import numbers, spans
 from tests.paths import DEMO, ROOT
 from tests.service.settings.refusals import MODEL
 
@@ -31,10 +33,7 @@ def test_every_shipped_config_loads(path: Path) -> None:
     for model in settings.models:
         largest = settings.limits.max_request_tokens * model.hidden_size * 4
         assert largest < settings.limits.max_body_bytes, "the largest allowed request fits in FP32"
-
-
-def test_there_are_configs_to_load() -> None:
-    assert {path.stem for path in CONFIGS} >= {"demo", "h200-deepseek-v3", "h200-qwen3-30b-a3b"}
+    assert not is_exposed(settings.host)
 
 
 def test_the_environment_overrides_the_file_and_flags_override_both(
@@ -52,13 +51,7 @@ def test_the_environment_overrides_the_file_and_flags_override_both(
 
 def test_settings_built_directly_do_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERTD_PORT", "2000")
-    model = {"name": "m", "hidden_size": 256, "intermediate_size": 128, "num_experts": 4, "top_k": 2}
-    assert Settings.model_validate({"models": [model]}).port == 8000
-
-
-@pytest.mark.parametrize("name", ["auto", *backend_names()])
-def test_every_backend_can_be_set(config: Path, name: str) -> None:
-    assert load_settings(config, [Flag("--backend", "backend", name)]).backend == name
+    assert settings({}).port == 8000
 
 
 def test_settings_are_frozen(config: Path) -> None:
@@ -66,34 +59,17 @@ def test_settings_are_frozen(config: Path) -> None:
         load_settings(config).port = 1
 
 
-def test_an_invalid_flag_is_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPERTD_PORT", "9000")
-    with pytest.raises(SettingsError, match=r"^flag --port: port: .*65535, got '99999'"):
-        load_settings(config, [Flag("--port", "port", "99999")])
-    with pytest.raises(SettingsError, match=r"^flag --log-level: log_level: .*got 'loud'"):
-        load_settings(config, [Flag("--log-level", "log_level", "loud")])
-
-
 def checkpoint_flags(*layers: str) -> list[Flag]:
     model = [Flag("--model", "models", []), Flag("--model", "checkpoints", [{"path": Path("/none")}])]
     return model + [Flag("--layers", "checkpoints.0.layers", text) for text in layers]
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([""], r"^flag --layers: checkpoints\.0\.layers: expected "),
-        (["5-3"], r"^flag --layers: checkpoints\.0\.layers: expected ranges from a lower .*, got 5-3"),
-    ],
-)
-def test_an_invalid_flag_for_a_checkpoint_is_named(config: Path, layers: list[str], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        load_settings(config, checkpoint_flags(*layers))
-
-
 def test_all_layers_of_a_checkpoint_are_served_unless_some_are_named(config: Path) -> None:
     layers = [load_settings(config, checkpoint_flags(*given)).checkpoints[0].layers for given in ([], ["3"])]
     assert layers == ["all", "3"]
+    for text in ("", "5-3"):
+        with pytest.raises(SettingsError, match=r"^flag --layers: checkpoints\.0\.layers: expected "):
+            load_settings(config, checkpoint_flags(text))
 
 
 def test_the_environment_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,46 +81,9 @@ def test_the_environment_alone_is_enough(monkeypatch: pytest.MonkeyPatch) -> Non
         resolve_checkpoints(load_settings(None))
 
 
-def test_numbers_and_spans_are_inverse() -> None:
-    assert numbers("3-5,9,7") == [3, 4, 5, 9, 7]
-    assert spans([9, 3, 5, 4, 7]) == "3-5,7,9"
-    assert spans([]) == ""
-
-
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.yaml: cannot be read: No such file"):
         load_settings(tmp_path / "none.yaml")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        (
-            "EXPERTD_PROT",
-            "1",
-            r"^environment variable EXPERTD_PROT: prot: expected one of host, .*, got an unknown setting",
-        ),
-        (
-            "EXPERTD_LIMITS__QUEUE",
-            "1",
-            r"^environment variable EXPERTD_LIMITS__QUEUE: limits\.queue: expected one of max_",
-        ),
-        ("EXPERTD_PORT", "x", r"^environment variable EXPERTD_PORT: port: .*got 'x'"),
-        (
-            "EXPERTD_LIMITS__MAX_BATCH_TOKENS",
-            "1",
-            r"^environment variable EXPERTD_LIMITS__MAX_BATCH_TOKENS: limits\.max_request_tokens: .* 4096",
-        ),
-        ("EXPERTD_MODELS", "[{", r"^environment variable EXPERTD_MODELS: models: expected YAML, got "),
-    ],
-)
-def test_an_invalid_variable_is_named(
-    config: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(SettingsError, match=expected) as caught:
-        load_settings(config)
-    assert "\n" not in str(caught.value)
 
 
 def test_variables_of_a_kubernetes_service_called_expertd_are_not_settings(
@@ -169,3 +108,37 @@ def test_the_config_file_can_come_from_the_environment(monkeypatch: pytest.Monke
     assert default_config() is None
     monkeypatch.setenv("EXPERTD_CONFIG", "/etc/expertd.yaml")
     assert default_config() == Path("/etc/expertd.yaml")
+
+
+MIB = 1 << 20
+ROUNDING = 5 * MIB // 16
+
+
+def settings(limits: dict[str, int], **changes: Any) -> Settings:
+    return Settings.model_validate({"models": [yaml.safe_load(MODEL)], "limits": limits, **changes})
+
+
+def test_the_default_follows_from_the_largest_body_and_the_number_of_processes() -> None:
+    assert settings({}).buffered_bytes == 1024 * MIB
+    assert settings({"max_body_bytes": 255 * MIB}).buffered_bytes == 1024 * MIB
+    assert settings({"max_body_bytes": 512 * MIB}).buffered_bytes == 2048 * MIB + ROUNDING
+    assert settings({}, http_workers=8).buffered_bytes == 8 * (256 * MIB + ROUNDING)
+
+
+def test_the_default_follows_from_the_largest_tensors_in_regions() -> None:
+    limits = dict.fromkeys(("max_request_tokens", "max_batch_tokens", "max_queue_tokens"), 1 << 20)
+    assert settings(limits).buffered_bytes == 1024 * MIB, "without regions, tensors are in bodies"
+    needed = (1 << 20) * (2 * 4 * 256 + 12 * 2) + ROUNDING
+    regions = {"enabled": True}
+    assert settings(limits, shared_memory=regions).buffered_bytes == needed
+    assert settings(limits, shared_memory=regions, http_workers=2).buffered_bytes == 2 * needed
+
+
+@pytest.mark.parametrize("http_workers", [1, 3])
+def test_less_than_the_largest_request_needs_is_refused(http_workers: int) -> None:
+    needed = http_workers * (4 * 100_000 + ROUNDING)
+    limits = {"max_body_bytes": 100_000, "max_buffered_bytes": needed}
+    assert settings(limits, http_workers=http_workers).buffered_bytes == needed
+    expected = f"limits.max_buffered_bytes: expected at least {needed}, got {needed - 1}"
+    with pytest.raises(ValidationError, match=re.escape(expected)):
+        settings({**limits, "max_buffered_bytes": needed - 1}, http_workers=http_workers)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.settings.loader import Flag, SettingsError, load_settings, read_settings
-from expertd.service.settings.served import CheckpointSettings
+from expertd.service.settings.loader import Flag, SettingsError, load_settings
 from tests.service.settings.refusals import BILLION_VALUES, MODEL
 
 JSON_MODEL = (
@@ -83,6 +82,11 @@ def config(tmp_path: Path) -> Path:
             r"expected exactly one of seed and path, got both$",
         ),
         (
+            {"EXPERTD_PROT": "1"},
+            r"^environment variable EXPERTD_PROT: prot: expected one of host, .*, got an unknown setting",
+        ),
+        ({"EXPERTD_MODELS": "[{"}, r"^environment variable EXPERTD_MODELS: models: expected YAML, got "),
+        (
             {"EXPERTD_MODELS": "{}"},
             r"^environment variable EXPERTD_MODELS: models: expected a list, got an object$",
         ),
@@ -141,13 +145,6 @@ def test_torchruns_variables_override_the_file_and_are_named_in_errors(
         load_settings(config)
 
 
-def test_a_file_is_named_only_for_its_own_values(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "9000")
-    config.write_text(config.read_text().replace("5000", "0"))
-    with pytest.raises(SettingsError, match=r"^/.*config\.yaml:3: limits\.max_batch_tokens: .*, got 0$"):
-        load_settings(config)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -196,8 +193,11 @@ def test_a_merged_key_can_be_overridden(tmp_path: Path) -> None:
     assert [(model.name, model.top_k) for model in load_settings(path).models] == [("m", 2), ("n", 1)]
 
 
-def test_aliases_of_aliases_are_not_followed(tmp_path: Path) -> None:
+def test_aliases_and_merges_of_others_are_not_followed(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
+    path.write_text(BILLION_VALUES.replace("[", "{<<: [").replace("]", "]}").replace("x", "{x: 1}"))
+    with pytest.raises(SettingsError, match=r"config\.yaml:\d: expected at most 20000 values"):
+        load_settings(path)
     path.write_text(BILLION_VALUES)
     expected = "expected at most 20000 values, also where aliases repeat them, got more"
     with pytest.raises(SettingsError) as error:
@@ -206,13 +206,6 @@ def test_aliases_of_aliases_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as error:
         load_settings(None, [Flag("--set models", "models", f"{{{', '.join(BILLION_VALUES.splitlines())}}}")])
     assert str(error.value) == f"flag --set models: models: {expected}"
-
-
-def test_merges_of_merges_are_not_followed(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(BILLION_VALUES.replace("[", "{<<: [").replace("]", "]}").replace("x", "{x: 1}"))
-    with pytest.raises(SettingsError, match=r"config\.yaml:\d: expected at most 20000 values"):
-        load_settings(path)
 
 
 def test_a_variable_can_set_an_entry_of_a_list(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +240,8 @@ def test_a_flag_keeps_capitals_and_underscores_in_names(config: Path) -> None:
         match=r"^flag --set Port: Port: expected one of .* an unknown setting; did you mean port\?$",
     ):
         load_settings(config, [Flag("--set Port", "Port", "1")])
+    with pytest.raises(SettingsError, match=r"^flag --set models: models: expected YAML, got "):
+        load_settings(config, [Flag("--set models", "models", "[")])
 
 
 def test_any_setting_can_be_a_flag(config: Path) -> None:
@@ -265,34 +260,11 @@ def test_any_setting_can_be_a_flag(config: Path) -> None:
     assert settings.partitions == {"compute": 112, "copy": 20}
     assert (settings.models[0].name, settings.models[0].partition) == ("123", "compute")
     assert settings.access_log
+    assert load_settings(config, [Flag("--log-level", "log_level", "INFO")]).log_level == "info"
     back = Flag("--set models.0.partition", "models.0.partition", "null")
     assert load_settings(config, [*(Flag("", key, value) for key, value in flags.items()), back]).models[
         0
     ].partition is None  # fmt: skip
-
-
-def test_an_invalid_flag_is_reported_with_its_key(config: Path) -> None:
-    with pytest.raises(SettingsError, match=r"^flag --set limits\.queue: limits\.queue: expected one of "):
-        load_settings(config, [Flag("--set limits.queue", "limits.queue", "1")])
-    with pytest.raises(SettingsError, match=r"^flag --set models: models: expected YAML, got "):
-        load_settings(config, [Flag("--set models", "models", "[")])
-
-
-@pytest.mark.parametrize("text", ["INFO", "Info", "info"])
-def test_a_log_level_may_be_in_capitals(config: Path, text: str) -> None:
-    assert load_settings(config, [Flag("--log-level", "log_level", text)]).log_level == "info"
-
-
-def test_every_value_has_its_origin(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPERTD_LIMITS__MAX_QUEUE_TOKENS", "7000")
-    _, values = read_settings(config, [Flag("--port", "port", "3000")])
-    assert values.origins(("port",)) == ["flag --port"]
-    assert values.origins(("limits", "max_queue_tokens")) == [
-        "environment variable EXPERTD_LIMITS__MAX_QUEUE_TOKENS"
-    ]
-    assert values.origins(("limits", "max_batch_tokens")) == [f"{config}:3"]
-    assert values.origins(("models", "0", "top_k")) == [f"{config}:5"]
-    assert values.origins(("host",)) == []
 
 
 def test_two_variables_for_one_setting_are_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,14 +272,3 @@ def test_two_variables_for_one_setting_are_refused(config: Path, monkeypatch: py
     monkeypatch.setenv("EXPERTD_port", "2000")
     with pytest.raises(SettingsError, match="expected one of EXPERTD_PORT and EXPERTD_port, got both"):
         load_settings(config)
-
-
-@pytest.mark.parametrize(("layers", "read"), [("ALL", "all"), ("3-5,9", "3-5,9")])
-def test_layers_are_all_or_numbers(layers: str, read: str) -> None:
-    assert CheckpointSettings(path=Path("/none"), layers=layers).layers == read
-
-
-@pytest.mark.parametrize("layers", ["all,1", "any"])
-def test_other_layers_are_refused(layers: str) -> None:
-    with pytest.raises(ValueError, match=f"expected all, or numbers and ranges .*, got '{layers}'"):
-        CheckpointSettings(path=Path("/none"), layers=layers)

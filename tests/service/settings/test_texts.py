@@ -34,31 +34,26 @@ def defaults() -> Settings:
 ALL = dict(texts(defaults().model_dump(mode="json")))
 
 
-def nested(settings: BaseModel, key: str) -> object:
-    value: object = settings
-    for part in key.split("."):
-        value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
-    return value
+def read(settings: BaseModel) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for key in ALL:
+        value: object = settings
+        for part in key.split("."):
+            value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
+        values[key] = value
+    return values
 
 
-def test_the_texts_are_those_of_all_settings() -> None:
-    assert {"port", "limits.queue_full_status", "models.0.routing.renormalize", "partitions"} <= ALL.keys()
-    assert ALL["checkpoints.0.weight"] == "1.0"
-
-
-@pytest.mark.parametrize("key", ALL)
-def test_a_flag_takes_the_default(key: str) -> None:
+def test_flags_and_variables_take_every_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"port", "models.0.routing.renormalize", "partitions", "checkpoints.0.weight"} <= ALL.keys()
     flags = [Flag("--set", kind, [base]) for kind, base in BASES.items()]
-    loaded = load_settings(None, [*flags, Flag(f"--set {key}", key, ALL[key])])
-    assert nested(loaded, key) == nested(defaults(), key)
-
-
-@pytest.mark.parametrize("key", ALL)
-def test_a_variable_takes_the_default(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_settings(None, [*flags, *(Flag(f"--set {key}", key, text) for key, text in ALL.items())])
+    assert read(loaded) == read(defaults())
     for kind, base in BASES.items():
         monkeypatch.setenv(f"EXPERTD_{kind.upper()}", json.dumps([base]))
-    monkeypatch.setenv(f"EXPERTD_{key.upper().replace('.', '__')}", ALL[key])
-    assert nested(load_settings(None), key) == nested(defaults(), key)
+    for key, text in ALL.items():
+        monkeypatch.setenv(f"EXPERTD_{key.upper().replace('.', '__')}", text)
+    assert read(load_settings(None)) == read(defaults())
 
 
 def test_a_number_of_a_choice_is_taken_as_text() -> None:
