@@ -1,7 +1,7 @@
 """Looks up settings by key in the fields of `Settings`, and reads their values in variables and flags."""
 
 from collections.abc import Iterator
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from operator import getitem
 from typing import Any, get_args, get_origin
 
@@ -58,11 +58,9 @@ def read(key: Key, text: str) -> Any:
     return reduce(getitem, key, tree) if tree else text  # empty: unknown, or null; both are refused later
 
 
+@lru_cache(maxsize=4096)  # a mistake is compared with every key
 def _field_at(key: Key) -> Any:
-    field: Any = Settings
-    for part in key:
-        field = _source().next_field(field, part)
-    return field
+    return _source().next_field(_field_at(key[:-1]), key[-1]) if key else Settings
 
 
 class _Source(EnvSettingsSource):
