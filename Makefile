@@ -43,55 +43,25 @@ install-engines: $(ENGINES)/.built ## build build/engines-venv with vLLM for CPU
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-# The parts of `test` and of `test-all`, which run side by side: each is a run of pytest, but for the soak. What one
-# prints appears when it has ended.
-PARTS := most http ranks kernels checkpoints client
-OTHERS := tests/service/http tests/service/ranks tests/kernels tests/service/checkpoints
-SHORT := not gpu and not thorough and not timing
-THOROUGH := thorough and not gpu and not timing
-JOBS ?= 3
-.PHONY: $(PARTS) thorough families site short-soak timing
-ifneq (,$(filter test test-all check,$(MAKECMDGOALS)))
-MAKEFLAGS += -j$(JOBS) --output-sync=target
-endif
+# Each file of tests runs in one of JOBS processes: more than there are cores, because servers' tests wait.
+JOBS ?= 4
+PYTEST := python -m pytest -n $(JOBS) --dist loadfile
+SHORT := not gpu and not timing and not thorough
 
-test: $(PARTS) ## run what each change should pass: no GPU, 6 minutes on 2 cores
+test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes on 2 cores
+	$(BIN)/$(PYTEST) -m "$(SHORT)"
+	cd client && ../$(BIN)/$(PYTEST) -m "$(SHORT)"
 
-test-all: thorough test families site short-soak timing ## run every test that needs no GPU
-
-most: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "$(SHORT)" $(OTHERS:%=--ignore=%)
-
-http ranks checkpoints: %: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "$(SHORT)" tests/service/$@
-
-kernels: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "$(SHORT)" tests/kernels
-
-client: $(RUNTIME) $(DEV)
-	cd client && ../$(BIN)/python -m pytest -m "$(SHORT)"
-
-thorough: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "$(THOROUGH)" --ignore=tests/service/checkpoints --ignore=tests/site
-	cd client && ../$(BIN)/python -m pytest -m "$(THOROUGH)"
-
-families: $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "$(THOROUGH)" tests/service/checkpoints
-
-site: docs $(RUNTIME) $(DEV)
-	$(BIN)/python -m pytest -m "not gpu" tests/site
-
-short-soak: $(RUNTIME) $(DEV)
+test-all: docs $(RUNTIME) $(DEV) ## run every test that needs no GPU, and those that measure time by themselves
+	$(BIN)/$(PYTEST) -m "not gpu and not timing"
+	cd client && ../$(BIN)/$(PYTEST) -m "not gpu and not timing"
 	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
-
-# With nothing beside it.
-timing: $(RUNTIME) $(DEV) | $(PARTS) thorough families site short-soak
 	$(BIN)/python -m pytest -m "timing and not gpu"
 	cd client && ../$(BIN)/python -m pytest -m "timing and not gpu"
 
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
-	$(BIN)/python -m pytest -m "$(SHORT) and not slow"
-	cd client && ../$(BIN)/python -m pytest -m "$(SHORT) and not slow"
+	$(BIN)/$(PYTEST) -m "$(SHORT) and not slow"
+	cd client && ../$(BIN)/$(PYTEST) -m "$(SHORT) and not slow"
 
 test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the command of any installed server
 	cd client && EXPERTD=$(abspath $(EXPERTD)) ../$(BIN)/python -m pytest -m "not gpu"
