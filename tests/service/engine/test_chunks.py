@@ -120,27 +120,6 @@ async def test_a_chunk_that_fails_fails_its_request_alone(caplog: pytest.LogCapt
     assert observed.failed == [1]
 
 
-async def test_jobs_run_between_chunks() -> None:
-    runner = EchoRunner()
-    async with chunking(runner) as executor:
-        long = await in_chunks(runner, executor, layer_request(LONG))
-        first = asyncio.ensure_future(executor.between_steps(lambda: len(runner.steps)))
-        await asyncio.sleep(0)
-        runner.gate.set()
-        assert await soon(first) == 1
-        assert values(await soon(long.answer)) == LONG
-
-
-async def test_an_executor_that_drains_computes_all_chunks() -> None:
-    runner = EchoRunner()
-    async with chunking(runner) as executor:
-        long = await in_chunks(runner, executor, layer_request(LONG))
-        executor.close()
-        runner.gate.set()
-        await soon(executor.drained())
-        assert values(long.answer.result()) == LONG
-
-
 @pytest.mark.parametrize("ids_datatype", ["INT32", "INT64"])
 @pytest.mark.parametrize("datatype", ["BF16", "FP16", "FP32"])
 def test_a_part_has_its_rows_of_every_tensor(datatype: str, ids_datatype: str) -> None:

@@ -40,19 +40,6 @@ async def test_reports_let_other_threads_run_a_few_times_however_many_wait(
     assert 0 < most < 20
 
 
-async def test_a_report_alone_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleeping for no time takes 0.1 ms, and the next request may be there."""
-    completions, seen, slept = Completions(), list[int](), list[float]()
-    monkeypatch.setattr(time, "sleep", slept.append)
-    completions.start()
-    completions.report_later(lambda: seen.append(1))
-    completions.deliver([])
-    while not seen:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not slept
-
-
 async def test_reports_may_be_left_to_another_thread() -> None:
     completions, seen = Completions(), list[int]()
     completions.leaves_reports = True

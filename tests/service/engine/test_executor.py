@@ -5,14 +5,12 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
 from expertd.service.engine.errors import (
-    ExecutorClosedError,
     QueueFullError,
     QueueTimeoutError,
     RequestRefusedError,
@@ -24,7 +22,7 @@ from expertd.service.engine.lane import StepLane
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, Turnstile, layer_request
+from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, layer_request
 from tests.service.waiting import until
 
 T = TypeVar("T")
@@ -95,104 +93,6 @@ async def test_requests_that_wait_for_the_device_are_batched() -> None:
     assert observed.done == [("0", 1), ("0", 4), ("0", 2)]
 
 
-async def test_requests_keep_their_order_and_models_alternate() -> None:
-    order: list[str] = []
-
-    def done(model: str, _: object) -> None:
-        order.append(model)
-
-    runners = EchoRunner(), EchoRunner()
-    async with running(*runners) as executor:
-        first = await held(runners[0], executor)
-        pendings = [Submitted(executor, "0", layer_request([1.0] * 8)) for _ in range(3)]
-        pendings += [Submitted(executor, "1", layer_request([2.0] * 8)) for _ in range(2)]
-        for pending in pendings:
-            pending.answer.add_done_callback(partial(done, pending.model))
-        runners[0].gate.set()
-        for pending in (first, *pendings):
-            await soon(pending.answer)
-    assert order == ["0", "1", "0", "1", "0"]
-
-
-async def test_urgent_requests_come_first_and_equal_ones_in_their_order() -> None:
-    order: list[int] = []
-
-    def done(number: int, _: object) -> None:
-        order.append(number)
-
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        priorities = (128, 7, 255, 128, 7, 1)
-        pendings = [
-            Submitted(executor, "0", layer_request([1.0] * 8), priority=priority) for priority in priorities
-        ]
-        for number, pending in enumerate(pendings):
-            pending.answer.add_done_callback(partial(done, number))
-        assert executor.waiting("0") == (6, 48)
-        assert executor.cancel(pendings[4].pending, TimeoutError())
-        with pytest.raises(TimeoutError):
-            await pendings[4].answer
-        runner.gate.set()
-        for pending in (first, *pendings[:4], pendings[5]):
-            await soon(pending.answer)
-    assert order == [4, 5, 1, 0, 3, 2]
-
-
-async def test_a_model_with_an_urgent_request_comes_before_its_turn() -> None:
-    order: list[tuple[str, int]] = []
-
-    def done(each: tuple[str, int], _: object) -> None:
-        order.append(each)
-
-    runners = EchoRunner(), EchoRunner()
-    async with running(*runners) as executor:
-        first = await held(runners[0], executor)
-        given = [("0", 128), ("0", 128), ("1", 128), ("1", 1), ("1", 1)]
-        pendings = [
-            Submitted(executor, model, layer_request([1.0] * 8), priority=priority)
-            for model, priority in given
-        ]
-        for each, pending in zip(given, pendings, strict=True):
-            pending.answer.add_done_callback(partial(done, each))
-        runners[0].gate.set()
-        for pending in (first, *pendings):
-            await soon(pending.answer)
-    assert order == [("1", 1), ("1", 1), ("0", 128), ("1", 128), ("0", 128)]
-
-
-async def test_smaller_requests_do_not_overtake_a_large_one() -> None:
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        pendings = [Submitted(executor, "0", layer_request([1.0] * n)) for n in (4, 8, 1)]
-        runner.gate.set()
-        for pending in (first, *pendings):
-            await soon(pending.answer)
-    assert runner.steps == [[1], [4], [8], [1]]
-
-
-@pytest.mark.parametrize(
-    ("limits", "text"),
-    [
-        ({"max_queue_tokens": 10}, "8 tokens of at most 10 are waiting"),
-        ({"max_queue_requests": 2}, "2 requests of at most 2 are waiting"),
-    ],
-)
-async def test_a_full_queue_refuses_until_it_has_room(limits: dict[str, int], text: str) -> None:
-    runner = EchoRunner()
-    async with running(runner, observer=None, **limits) as executor:
-        first = await held(runner, executor)
-        pendings = [Submitted(executor, "0", layer_request([1.0] * 4)) for _ in range(2)]
-        with pytest.raises(QueueFullError, match=text) as caught:
-            Submitted(executor, "0", layer_request([1.0] * 4))
-        assert caught.value.retry_after >= 1
-        runner.gate.set()
-        for pending in (first, *pendings):
-            await soon(pending.answer)
-        await soon(Submitted(executor, "0", layer_request([1.0] * 4)).answer)
-
-
 async def test_retry_after_depends_on_recent_step_times() -> None:
     runner = EchoRunner()
     async with running(runner, max_queue_tokens=16) as executor:
@@ -206,23 +106,6 @@ async def test_retry_after_depends_on_recent_step_times() -> None:
         runner.gate.set()
         await soon(first.answer)
         await soon(executor.drained())
-
-
-async def test_a_request_cancelled_in_the_queue_is_never_computed() -> None:
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        dropped = Submitted(executor, "0", layer_request([1.0]))
-        assert executor.cancel(dropped.pending, QueueTimeoutError("too late"))
-        assert not executor.cancel(dropped.pending, QueueTimeoutError("twice"))
-        assert not executor.cancel(first.pending, QueueTimeoutError("already started"))
-        assert executor.waiting("0") == (0, 0)
-        with pytest.raises(QueueTimeoutError, match="too late"):
-            await soon(dropped.answer)
-        runner.gate.set()
-        await soon(first.answer)
-        await soon(Submitted(executor, "0", layer_request([2.0])).answer)
-    assert runner.steps == [[1], [1]]
 
 
 async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None:
@@ -242,33 +125,6 @@ async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None
         await soon(patient.answer)
         await soon(executor.drained())
     assert runner.steps[1:] == [[2]]
-
-
-async def test_steps_are_reported_while_the_device_computes_the_next_one() -> None:
-    threads: list[str] = []
-
-    class Noted(Observed):
-        def step_done(self, *step: Any) -> None:
-            threads.append(threading.current_thread().name)
-            super().step_done(*step)
-
-    runner, observed = DeviceRunner(), Noted()
-    runner.gate = gate = Turnstile()
-    async with running(runner, observer=observed) as executor:
-        executor.set_device(0.0, leaves_cpu=True)
-        pending = [Submitted(executor, "0", layer_request([0.0]))]
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        pending.append(Submitted(executor, "0", layer_request([1.0])))
-        for _ in range(2):  # a step's `wait` and its `finish` both ask
-            gate.let_one_through()
-        await until(lambda: len(threads) == 1)
-        assert len(runner.steps) == 2
-        for _ in range(2):
-            gate.let_one_through()
-        for request in pending:
-            await soon(request.answer)
-        await until(lambda: len(threads) == 2)  # no step follows
-    assert threads == ["expertd-worker", "MainThread"]
 
 
 async def test_no_report_of_a_step_waits_for_a_job() -> None:
@@ -357,33 +213,6 @@ async def test_jobs_run_between_steps_and_before_waiting_requests() -> None:
         assert await soon(job) == 1, "after the current step, before the next one"
         await soon(first.answer)
         await soon(later.answer)
-
-
-async def test_only_the_caller_of_a_job_sees_its_exception() -> None:
-    def broken() -> None:
-        raise ValueError("does not fit")
-
-    async with running(EchoRunner()) as executor:
-        with pytest.raises(ValueError, match="does not fit"):
-            await soon(executor.between_steps(broken))
-        assert values(await soon(Submitted(executor, "0", layer_request([1.0])).answer)) == [1.0]
-
-
-async def test_a_closed_executor_refuses_new_requests_and_answers_accepted_ones() -> None:
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        second = Submitted(executor, "0", layer_request([2.0]))
-        executor.close()
-        with pytest.raises(ExecutorClosedError):
-            Submitted(executor, "0", layer_request([3.0]))
-        drained = asyncio.ensure_future(executor.drained())
-        await asyncio.sleep(0)
-        assert not drained.done()
-        runner.gate.set()
-        await soon(drained)
-        assert values(first.answer.result()) == [0.0]
-        assert values(second.answer.result()) == [2.0]
 
 
 async def test_an_observer_that_raises_does_not_prevent_answers(caplog: pytest.LogCaptureFixture) -> None:

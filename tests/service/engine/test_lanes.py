@@ -11,7 +11,6 @@ import pytest
 
 from expertd.service.engine.errors import ExecutorClosedError, QueueFullError, QueueTimeoutError
 from expertd.service.engine.executor import Executor, executor_of
-from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.steps import Submission
 from tests.service.apps import tiny_settings
@@ -75,16 +74,20 @@ async def answered(*pendings: Submitted) -> None:
     await asyncio.wait_for(asyncio.gather(*(pending.answer for pending in pendings)), 10)
 
 
-async def test_a_short_request_is_answered_while_a_long_step_runs(one_thread: bool) -> None:
+@pytest.mark.parametrize(("busy", "sizes"), [("prefill", [1, 2]), ("decode", [3, 16])])
+async def test_requests_are_answered_while_a_step_of_the_other_lane_runs(
+    busy: str, sizes: list[int], one_thread: bool
+) -> None:
     async with running(one_thread=one_thread) as pair:
-        long = await pair.held(pair.prefill)
-        await answered(*(pair.send(count) for count in (1, 2)))
-        assert not long.answer.done()
+        runner, other = getattr(pair, busy), pair.decode if busy == "prefill" else pair.prefill
+        first = await pair.held(runner)
+        await answered(*map(pair.send, sizes))
+        assert not first.answer.done()
         assert pair.executor.unanswered == 1
-        pair.prefill.gate.set()
-        await answered(long)
-    assert [sum(step) for step in pair.decode.steps] in ([3], [1, 2])
-    assert pair.prefill.steps == [[8]]
+        runner.gate.set()
+        await answered(first)
+    assert len(runner.steps) == 1
+    assert sorted(size for step in other.steps for size in step) == sizes
 
 
 async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
@@ -144,17 +147,6 @@ async def test_a_job_of_the_first_thread_waits_for_the_steps_of_both_lanes_there
         await held.answer
 
 
-async def test_a_long_request_is_answered_while_a_short_step_runs(one_thread: bool) -> None:
-    async with running(one_thread=one_thread) as pair:
-        short = await pair.held(pair.decode)
-        await answered(pair.send(3), pair.send(16))
-        assert not short.answer.done()
-        pair.decode.gate.set()
-        await answered(short)
-    assert pair.decode.steps == [[1]]
-    assert sorted(size for step in pair.prefill.steps for size in step) == [3, 16]
-
-
 async def test_steps_of_each_lane_have_its_limits_and_priorities(one_thread: bool) -> None:
     async with running(one_thread=one_thread, prefill_chunk_tokens=0) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
@@ -166,15 +158,6 @@ async def test_steps_of_each_lane_have_its_limits_and_priorities(one_thread: boo
         await answered(*first, *others)
     assert pair.decode.steps == [[1], [2, 2], [2]], "steps of at most decode_batch_tokens"
     assert pair.prefill.steps == [[8], [16], [8, 8]], "the urgent one first"
-
-
-async def test_long_requests_are_computed_in_chunks_beside_others_of_their_lane(one_thread: bool) -> None:
-    async with running(one_thread=one_thread, prefill_chunk_tokens=4) as pair:
-        first = await pair.held(pair.prefill)
-        others = pair.send(3), pair.send(8)
-        pair.prefill.gate.set()
-        await answered(first, *others)
-    assert pair.prefill.steps == [[8], [3], [4], [4]]
 
 
 async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) -> None:
@@ -216,6 +199,8 @@ async def test_requests_are_cancelled_on_their_lane(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(count) for count in (2, 8, 1, 9)]
+        for begun in first:
+            assert not pair.executor.cancel(begun.pending, QueueTimeoutError("begun"))
         for pending in others[:2]:
             assert pair.executor.cancel(pending.pending, QueueTimeoutError("late"))
             assert not pair.executor.cancel(pending.pending, QueueTimeoutError("late"))
@@ -259,12 +244,6 @@ async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exceptio
         assert (one, three) == (1, 3)
         assert isinstance(two, ValueError)
         await answered(pair.send(1), pair.send(8))
-
-
-async def test_a_job_has_time_for_the_other_lanes_steps(one_thread: bool) -> None:
-    async with running(one_thread=one_thread) as pair:
-        job = pair.executor.between_steps(pair.executor.lanes[0].job_in_flight, 0.0)
-        assert (await asyncio.wait_for(job, 10))[1] == JOB_SECONDS
 
 
 async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:
@@ -311,22 +290,6 @@ async def test_cancel_all_and_give_up_reach_both_lanes(one_thread: bool) -> None
         for pending in first:
             with pytest.raises(QueueTimeoutError):
                 await pending.answer
-
-
-@pytest.mark.parametrize("number", [0, 1])
-async def test_deferred_calls_stay_on_the_thread_of_their_lane(number: int, one_thread: bool) -> None:
-    done = threading.Event()
-    ran_here: list[bool] = []
-    async with running(one_thread=one_thread) as pair:
-        lane = pair.executor.lanes[number]
-
-        def call() -> None:
-            ran_here.append(lane.is_here)
-            done.set()
-
-        await asyncio.wrap_future(lane.do_between_steps(lambda: pair.executor.defer(call)))
-        assert await asyncio.to_thread(done.wait, 10)
-    assert ran_here == [True]
 
 
 @pytest.mark.parametrize("number", [0, 1])

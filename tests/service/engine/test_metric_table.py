@@ -1,6 +1,5 @@
 """The table of metrics is held to what servers report: names, types, labels, meanings."""
 
-import ast
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.family import MetricFamily
-from expertd.service.engine.metrics.table import FAMILIES, metric_table, replaced
+from expertd.service.engine.metrics.table import FAMILIES, replaced
 from expertd.service.engine.refusals import REASONS
 from tests.paths import ROOT
 from tests.service.apps import serving, tiny_settings
@@ -68,22 +67,6 @@ def test_names_are_those_of_one_family_with_its_unit() -> None:
         assert bool(family.buckets) == (family.kind == "histogram"), family.name
 
 
-def test_texts_do_not_point_to_places_in_the_document() -> None:
-    """They are Prometheus's HELP, too."""
-    assert not [family.name for family in FAMILIES if re.search(r"\((below|above)\)", family.text)]
-
-
-def test_metrics_are_made_in_one_place() -> None:
-    kinds = re.compile(r"(MetricFamily|Counter|Gauge|Histogram|Summary)$")
-    makers = set()
-    for path in (ROOT / "service").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("prometheus_client"):
-                names = {alias.name for alias in node.names if kinds.search(alias.name)}
-                makers |= {(path.name, name) for name in names}
-    assert {name for name, _ in makers} == {"family.py"}
-
-
 def test_the_document_has_the_table_and_the_values_of_labels() -> None:
     text = DOCUMENT.read_text()
     assert replaced(text) == text, "python -m expertd.service.engine.metrics.table docs/monitoring.md"
@@ -94,12 +77,6 @@ def test_the_document_has_the_table_and_the_values_of_labels() -> None:
     )
     bounded = {label for row in rows for label in re.findall(r"\w+", row)}
     assert bounded == {label for family in FAMILIES for label in family.labels}
-
-
-def test_a_document_without_a_place_for_the_table_is_refused() -> None:
-    with pytest.raises(ValueError, match="each on a line of its own"):
-        replaced("# Metrics\n")
-    assert metric_table() in replaced("<!-- metrics -->\n<!-- /metrics -->\n")
 
 
 @pytest.mark.parametrize(("most", "is_there"), [(3, False), (4, True)])

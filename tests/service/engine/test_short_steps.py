@@ -17,7 +17,6 @@ from expertd.service.engine.errors import (
     StepFailedError,
 )
 from expertd.service.engine.executor import Executor
-from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
@@ -190,32 +189,6 @@ async def test_over_http_after_some_requests_of_one_connection(callers: int) -> 
     assert not any(runner.here[:8])
     assert all(runner.here[9:]) == (callers == 1)
     assert any(runner.here) == (callers == 1)
-
-
-async def test_the_event_loop_stays_awake_for_a_moment_after_quick_callers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runner, rounds = Threads(), 0
-    stay_awake = ShortSteps._stay_awake
-
-    def counted(steps: ShortSteps) -> None:
-        nonlocal rounds
-        rounds += 1
-        stay_awake(steps)
-
-    monkeypatch.setattr(ShortSteps, "_stay_awake", counted)
-    async with running(runner) as executor:
-        await alone(executor, [1.0])
-        await asyncio.sleep(0.01)
-        await alone(executor, [2.0])
-        assert rounds == 0, "its caller was slow"
-        await Submitted(executor, "0", layer_request([3.0]), alone=True).answer
-        assert rounds > 0
-        await asyncio.sleep(0.01)
-        after = rounds
-        await asyncio.sleep(0.01)
-    assert rounds == after, "not for long"
-    assert runner.here == [False, True, True]
 
 
 @pytest.mark.parametrize("refused", [0.0, 5.0])

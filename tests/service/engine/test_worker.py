@@ -140,29 +140,12 @@ def test_a_thread_ends_once_both_lanes_have() -> None:
         assert not worker.thread.is_alive()
 
 
-def test_a_thread_that_has_nothing_to_do_retires() -> None:
-    worker = Worker(FakeLane(), "one", True, 0.0)
-    worker.thread.start()
-    worker.retire()
-    assert not worker.thread.is_alive()
-
-
 def has_reported(lane: FakeLane, left: int, seconds: float) -> bool:
     """Whether at most this number of reports is left within `seconds`."""
     end = time.perf_counter() + seconds
     while lane.num_reports > left and time.perf_counter() < end:
         time.sleep(1e-3)
     return lane.num_reports <= left
-
-
-def test_what_has_been_reported_does_not_wait_for_the_end_of_an_endless_second_lane() -> None:
-    first, second = FakeLane(), FakeLane()
-    first.reports.extend(range(3))
-    second.runs = True
-    with working(first, second):
-        assert has_reported(first, 0, 10)
-        assert second.runs
-        assert not first.flushed, "the thread has called them"
 
 
 @pytest.mark.parametrize("runs", [True, False])
@@ -182,15 +165,3 @@ def test_reports_are_called_while_a_step_runs_and_few_while_the_next_request_is_
             assert has_reported(second, 64, 10), "64 may wait"
             assert not has_reported(second, 63, SPIN_SECONDS / 6)
             assert has_reported(second, 0, 10), "none has come"
-
-
-def test_the_event_loop_gets_the_reports_before_the_thread_sleeps_or_ends() -> None:
-    first, second = FakeLane(), FakeLane()
-    with working(first, second):
-        end = time.perf_counter() + 10
-        while not (first.flushed and second.flushed) and time.perf_counter() < end:
-            time.sleep(1e-3)
-        assert first.flushed
-        assert second.flushed
-        first.flushed = False
-    assert first.flushed

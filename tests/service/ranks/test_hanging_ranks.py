@@ -7,49 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from expertd.service.engine.step_time import StepTime
 from tests.service.apps import Serving, error_of, hidden_request, rows, tiny_settings
 from tests.service.ranks.hanging import allow_hanging, hang
 from tests.service.ranks.servers import output_for, rank_processes, serving_ranks
 from tests.service.waiting import until
-
-
-class Clock:
-    """A time that tests set."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def late_after(time_of_steps: StepTime, clock: Clock, number: int | None, seconds: float) -> bool:
-    """Whether step `number` is late, after looks at it in `seconds`."""
-    why = None
-    for _ in range(round(seconds / 0.25)):
-        clock.now += 0.25
-        why = time_of_steps.why_late(number)
-    return why is not None
-
-
-def test_a_step_is_late_by_its_own_time() -> None:
-    clock = Clock()
-    times = StepTime("a rank", 2.0, clock)
-    assert not late_after(times, clock, None, 10.0)
-    assert not late_after(times, clock, 1, 2.0)
-    assert not late_after(times, clock, 2, 2.0), "it had to wait for the first"
-    assert late_after(times, clock, 2, 0.5)
-    assert times.why_late(2) == "a rank hangs: expected the end of a step within 2 s, got none"
-    assert times.why_late(3) is None
-
-
-def test_time_in_which_the_front_end_did_not_run_does_not_count() -> None:
-    clock = Clock()
-    times = StepTime("a rank", 2.0, clock)
-    assert not late_after(times, clock, 1, 0.5)
-    clock.now += 100.0
-    assert times.why_late(1) is None
 
 
 @pytest.mark.slow
