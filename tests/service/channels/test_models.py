@@ -43,21 +43,6 @@ async def test_requests_name_their_model(tmp_path: Path) -> None:
         peer.close()
 
 
-async def test_wrong_models_are_refused(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, models=[MODEL, WIDE]) as server:
-        wrong: dict[str, dict[str, Any]] = {
-            "model: expected one of model and models, got neither": {},
-            "model: expected one of model and models, got both": {"model": "tiny", "models": ["tiny"]},
-            "models: expected different names, got ['tiny', 'tiny']": {"models": ["tiny", "tiny"]},
-        }
-        for text, body in wrong.items():
-            response = await server.http.post("/v1/channels", json={"num_slots": 1, "max_tokens": 1, **body})
-            assert error_of(response, 400) == text
-        body = {"num_slots": 1, "max_tokens": 1, "models": ["tiny", "none"]}
-        text = "model: expected tiny or wide, got 'none'"
-        assert error_of(await server.http.post("/v1/channels", json=body), 404) == text
-
-
 async def test_a_channel_outlives_its_model_and_serves_it_when_it_is_loaded_again(tmp_path: Path) -> None:
     other = {**MODEL, "name": "other"}
     async with channel_server(tmp_path, models=[MODEL, other]) as server:

@@ -19,7 +19,7 @@ import pytest
 
 from expertd_client import ExpertClient
 from tests.paths import DEMO, ROOT
-from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.apps import HIDDEN, rows, tiny_settings
 from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.http.processes import two_processes
 from tests.service.keys import bearer, write_keys
@@ -178,17 +178,6 @@ def test_clients_find_the_channels_of_a_server_on_loopback(tmp_path: Path) -> No
         server.terminate()
         assert server.process.wait(30) == 0
         assert not path.exists()
-
-
-def test_http_is_served_beside_channels(server: ServerProcess) -> None:
-    peer = Peer(opened(server))
-    body, length = hidden_request(rows(3))
-    headers = {"Inference-Header-Content-Length": str(length)}
-    response = httpx.post(f"http://{server.url}/v2/models/tiny/infer", content=body, headers=headers)
-    size = int(response.headers["Inference-Header-Content-Length"])
-    over_http = np.frombuffer(response.content[size:], np.float32).reshape(3, HIDDEN)
-    assert np.array_equal(peer.infer(rows(3)), over_http)
-    peer.close()
 
 
 @pytest.mark.parametrize("http_workers", [1, 2])

@@ -1,6 +1,7 @@
 """Requests through channels: the same results, queue, limits, deadlines and metrics as over HTTP."""
 
 import asyncio
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +57,22 @@ async def test_results_are_those_of_http(tmp_path: Path) -> None:
         peer.close()
 
 
-@pytest.mark.parametrize("output_datatype", DTYPES)
-@pytest.mark.parametrize("datatype", DTYPES)
-async def test_every_pair_of_datatypes(tmp_path: Path, datatype: str, output_datatype: str) -> None:
+async def test_every_pair_of_datatypes(tmp_path: Path) -> None:
     async with channel_server(tmp_path) as server:
         peer = await claimed(server)
-        rounded = torch.from_numpy(rows(5)).to(DTYPES[datatype])
-        over_http = output_of(await server.infer(*hidden_request(rounded.float().numpy())))
-        places = peer.places(1)
-        data = rounded.view(torch.uint8).numpy().ravel()
-        peer.array(places[0], data.shape, np.uint8)[:] = data
-        answer = await answer_of(peer, 5, datatype=datatype, output_datatype=output_datatype)
-        assert (answer.status, answer.error) == (200, "")
-        size = 5 * HIDDEN * DTYPES[output_datatype].itemsize
-        output = torch.from_numpy(peer.array(places[3], (size,), np.uint8).copy())
-        got = output.view(DTYPES[output_datatype]).reshape(5, HIDDEN)
-        torch.testing.assert_close(
-            got, torch.from_numpy(over_http.copy()).to(got.dtype), rtol=1e-2, atol=1e-3
-        )
+        for datatype, output_datatype in product(DTYPES, DTYPES):
+            rounded = torch.from_numpy(rows(5)).to(DTYPES[datatype])
+            over_http = output_of(await server.infer(*hidden_request(rounded.float().numpy())))
+            places = peer.places(peer.sequence + 1)
+            data = rounded.view(torch.uint8).numpy().ravel()
+            peer.array(places[0], data.shape, np.uint8)[:] = data
+            answer = await answer_of(peer, 5, datatype=datatype, output_datatype=output_datatype)
+            assert (answer.status, answer.error) == (200, "")
+            size = 5 * HIDDEN * DTYPES[output_datatype].itemsize
+            output = torch.from_numpy(peer.array(places[3], (size,), np.uint8).copy())
+            got = output.view(DTYPES[output_datatype]).reshape(5, HIDDEN)
+            expected = torch.from_numpy(over_http.copy()).to(got.dtype)
+            torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)
         peer.close()
 
 
@@ -220,7 +219,10 @@ async def test_urgent_requests_of_channels_and_http_come_first(tmp_path: Path) -
     assert runner.steps == [[1], [62], [63], [64]]
 
 
-async def test_requests_and_refusals_are_counted(tmp_path: Path) -> None:
+async def test_requests_and_refusals_are_counted_and_each_refusal_is_one_line_at_debug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "expertd.service.channels.hub")
     async with channel_server(tmp_path, EchoRunner(poison=666.0)) as server:
         peer = await claimed(server)
         await asyncio.to_thread(peer.infer, rows(2))
@@ -236,20 +238,11 @@ async def test_requests_and_refusals_are_counted(tmp_path: Path) -> None:
         assert server.metric("refusals_total", model="tiny", reason="step_failed") == 1
         assert server.metric("tokens_total", model="tiny", layout="masked") == 2
         peer.close()
-
-
-async def test_each_refusal_is_one_line_at_debug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logger = "expertd.service.channels.hub"
-    caplog.set_level("DEBUG", logger)
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server)
-        assert (await answer_of(peer)).status == 200
-        assert (await answer_of(peer, 17)).status == 400
-        await until(lambda: server.metric("requests_total", model="tiny", status="400") == 1)
-        peer.close()
     lines = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
+    refused = [line for line in lines if line[:3].isdigit()]
     expected = "model tiny, channel 1, request 2: num_tokens: expected at most 16, got 17"
-    assert [line for line in lines if line[:3].isdigit()] == [f"400 too_many_tokens: {expected}"]
+    assert refused[0] == f"400 too_many_tokens: {expected}"
+    assert [line[:15] for line in refused[1:]] == ["500 step_failed"]
 
 
 async def test_machines_with_weaker_order_get_a_barrier(
