@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import Quantized, Routing, choose_experts, resolve_backend
-from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, random_weights
@@ -53,19 +52,6 @@ def test_layer_matches_the_reference(
     out = _layer(weights, layout)(hidden_states)
     assert out.dtype == torch.float32
     assert_close(out, reference_layer(hidden_states, weights, SHAPE.top_k))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 33])
-def test_parts_with_one_seed_add_up_to_the_layer(num_tokens: int) -> None:
-    """As those of servers with `local_experts` and the same seed."""
-    seed, hidden_states = fresh_generator().initial_seed(), _hidden_states(num_tokens)
-
-    def output(held: range | None) -> Tensor:
-        shape = replace(SHAPE, local_experts=held)
-        weights = random_weights(shape, seed, "cpu")
-        return MoELayer(shape, weights, resolve_backend("reference"))(hidden_states)
-
-    assert_close(output(range(5)) + output(range(5, 12)), output(None))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 33])
@@ -214,25 +200,6 @@ def test_nan_and_infinity_stay_in_their_own_row(weights: ExpertWeights, layout: 
     assert diff(out[others], clean[others]) < SAME
 
 
-def test_the_backend_chooses_the_experts(weights: ExpertWeights) -> None:
-    class LastExperts(ReferenceBackend):
-        def choose_experts(
-            self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
-        ) -> tuple[Tensor, Tensor]:
-            ids, topk_weights = super().choose_experts(logits, bias, top_k, routing)
-            return torch.arange(9, 12, dtype=torch.int32).expand_as(ids).contiguous(), topk_weights
-
-    topk_ids, topk_weights = MoELayer(SHAPE, weights, LastExperts()).route(_hidden_states(4))
-    assert topk_ids.tolist() == [[9, 10, 11]] * 4
-    torch.testing.assert_close(topk_weights.sum(1), torch.ones(4))
-
-
-def test_routing_no_tokens_gives_empty_tensors(weights: ExpertWeights) -> None:
-    topk_ids, topk_weights = _layer(weights, "contiguous").route(torch.zeros(0, SHAPE.hidden_size))
-    assert (topk_ids.shape, topk_ids.dtype) == ((0, SHAPE.top_k), torch.int32)
-    assert (topk_weights.shape, topk_weights.dtype) == ((0, SHAPE.top_k), torch.float32)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_zero_tokens_give_zeros_and_no_tokens_nothing(weights: ExpertWeights, layout: str) -> None:
     layer = _layer(weights, layout)
@@ -246,15 +213,6 @@ def test_layout_changes_past_masked_max_tokens(weights: ExpertWeights) -> None:
     hidden_states = _hidden_states(9)
     # Only the masked layout rounds activations to FP8 on a CPU.
     assert_close(layer(hidden_states)[:8], layer(hidden_states[:8]))
-
-
-def test_the_masked_layout_is_off_by_default(weights: ExpertWeights) -> None:
-    assert MoELayer(SHAPE, weights, resolve_backend("reference")).layout(1) == "contiguous"
-
-
-def test_num_sms_reaches_the_gemms(weights: ExpertWeights) -> None:
-    with pytest.raises(ValueError, match="num_sms: expected None or at least 1, got 0"):
-        _layer(weights, "contiguous")(_hidden_states(2), num_sms=0)
 
 
 def test_layer_refuses_wrong_arguments(weights: ExpertWeights) -> None:

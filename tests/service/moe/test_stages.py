@@ -15,12 +15,11 @@ from expertd.service.device import Device, device_of
 from expertd.service.device.cuda import CudaDevice
 from expertd.service.engine.chunks import part_of
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import LayerRequest, StepPlan
+from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step import stages as module
-from expertd.service.moe.step.batch import Batch
-from expertd.service.moe.step.stages import Events, GpuStages, HostStages, StageTimer, TimedStep
+from expertd.service.moe.step.stages import Events, GpuStages, StageTimer, TimedStep
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.requests import layer_request
@@ -98,25 +97,6 @@ def test_outputs_are_the_same() -> None:
     assert runner.run([made]).outputs == timed
 
 
-def test_other_requests_take_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[HostStages] = []
-
-    def counted() -> HostStages:
-        made.append(HostStages())
-        return made[-1]
-
-    monkeypatch.setattr(module, "HostStages", counted)
-    runner = runner_of(layer_of())
-    runner.run([request(3, timed=False), request(4, timed=False)])
-    assert not made
-    untimed = LayerRunner(layer_of(), device_of("cpu"))
-    traced = request(3)
-    untimed.run([traced])
-    assert traced.timed == []
-    runner.run([traced])
-    assert len(made) == 1
-
-
 def test_a_step_of_a_long_request_is_one_of_its() -> None:
     whole = request(64)
     runner = runner_of(layer_of())
@@ -126,48 +106,6 @@ def test_a_step_of_a_long_request_is_one_of_its() -> None:
     assert len(whole.timed) == 2
     first, second = (step.stages() for step in whole.timed)
     assert first[-1].ended < second[0].began
-
-
-class Ways:
-    """Stands in for a GPU's graphs and steps launch by launch, and records which of them a step takes."""
-
-    def __init__(self) -> None:
-        self.taken: list[str] = []
-        self.stages: list[object] = []
-
-    def fits(self, batch: Batch) -> bool:
-        return True
-
-    def again(self, request: LayerRequest) -> str | None:
-        return self._take("again")
-
-    def begin(self, batch: Batch, *where: object) -> str:
-        self.stages.append(where[2] if len(where) == 3 else None)
-        return self._take("launches" if where else "graph")
-
-    def _take(self, way: str) -> str:
-        self.taken.append(way)
-        return way
-
-
-def test_a_traced_step_replays_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of its number of tokens nor its own of before; the next step does again."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", TurnedClock)
-    runner, ways = runner_of(layer_of()), Ways()
-    monkeypatch.setattr(runner, "_device", GPU)
-    monkeypatch.setattr(runner, "_graphs", ways)
-    monkeypatch.setattr(runner, "_on_device", ways, raising=False)
-    monkeypatch.setattr(runner, "_timer", StageTimer(GPU, 0.0))
-    made = request(3)
-    for plan in (None, StepPlan(None, None, None)):
-        made.plan = plan
-        for timed in (False, True, False):
-            made.timed = [] if timed else None
-            runner.begin([made])
-    assert ways.taken == ["graph", "launches", "graph", "again", "launches", "again"]
-    assert [type(stages) for stages in ways.stages if stages] == [GpuStages, GpuStages]
-    assert runner.launches.graph == 4
 
 
 NOW = 100.0  # the host's time, in seconds
@@ -239,18 +177,6 @@ def test_a_gpus_times(clock: type[TurnedClock]) -> None:
     check(step, (0.25e-3, 0.25e-3))
     assert step.clock == "gpu"
     assert step.stages() == step.stages(), "they are read once"
-
-
-def test_events_are_used_again(clock: type[TurnedClock]) -> None:
-    events = Events(GPU)
-    for _ in range(3):
-        launch(events).stages()
-    assert clock.made == 7  # six and the clock's
-    steps = [launch(events) for _ in range(20)]
-    for step in steps:
-        step.stages()
-    assert clock.made == 7 + 6 * 19
-    assert len(events._free) == module._KEPT
 
 
 @pytest.mark.parametrize("device", [GPU, device_of("cpu")])

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from expertd.service.moe.tensor_file import TensorFile, TensorFileError
 from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.moe.weights import load_weights, random_weights, save_weights
 from tests.service.moe.test_weights import SHAPE
+from tests.service.processes import forked_python
 
 VALUES = torch.arange(3 << 20, dtype=torch.int32).view(torch.uint8).view(3 << 10, 4096)  # 12 MiB
 
@@ -57,7 +56,8 @@ def test_a_file_truncated_after_it_was_opened_is_one_sentence(path: Path, left: 
 def test_loaded_weights_outlive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "layer.safetensors"
     save_weights(path, random_weights(SHAPE, 0, "cpu"))
-    program = (
+    program = tmp_path / "program.py"
+    program.write_text(
         "import os, torch\n"
         "from pathlib import Path\n"
         "from expertd.service.moe.shape import LayerShape\n"
@@ -70,7 +70,8 @@ def test_loaded_weights_outlive_their_file(tmp_path: Path) -> None:
         "assert same(weights.gate_up.data, expected.gate_up.data)\n"
         "assert same(weights.down.data, expected.down.data)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    ended = forked_python(program)
+    assert ended.returncode == 0, ended.stderr
 
 
 def _file(tmp_path: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
