@@ -265,13 +265,3 @@ def test_a_copy_without_room_in_the_arena_is_refused() -> None:
         assert arena.used_bytes == SIZE
         first.release()
         assert arena.used_bytes == 0
-
-
-def test_regions_are_held_until_they_are_released() -> None:
-    with two_files(in_place=True) as (regions, _):
-        uses = uses_of(regions)
-        uses.input(RegionSlice("x", "gpu", 0, 16), 16, copied=False)
-        (region,) = regions.of_kind("cuda")
-        assert region.uses == 1
-        uses.release()
-        assert region.uses == 0
