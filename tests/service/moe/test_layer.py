@@ -63,20 +63,21 @@ def test_a_cpu_rounds_activations_only_to_bf16(weights: ExpertWeights, num_token
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_given_routing_is_used(weights: ExpertWeights, layout: str) -> None:
-    hidden_states, (topk_ids, topk_weights) = _hidden_states(17), _routing(17)
-    out = _layer(weights, layout)(hidden_states, topk_ids, topk_weights)
+@pytest.mark.parametrize("to_one_set", [False, True])
+def test_given_routing_is_used_whatever_its_strides(
+    weights: ExpertWeights, layout: str, to_one_set: bool
+) -> None:
+    hidden_states, (topk_ids, topk_weights) = _hidden_states(70), _routing(70)
+    if to_one_set:
+        topk_ids = torch.tensor([[11, 0, 5]], dtype=torch.int32).repeat(70, 1)
+    layer = _layer(weights, layout)
+    out = layer(hidden_states, topk_ids, topk_weights)
     expected = reference_layer(
         hidden_states, weights, SHAPE.top_k, topk_ids=topk_ids, topk_weights=topk_weights
     )
     assert_close(out, expected)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_given_routing_may_have_any_strides(weights: ExpertWeights, layout: str) -> None:
-    layer, hidden_states, routing = _layer(weights, layout), _hidden_states(17), _routing(17)
-    ids, topk_weights = (tensor.t().contiguous().t() for tensor in routing)
-    assert torch.equal(layer(hidden_states, ids, topk_weights), layer(hidden_states, *routing))
+    by_column = (tensor.t().contiguous().t() for tensor in (topk_ids, topk_weights))
+    assert torch.equal(layer(hidden_states, *by_column), out)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -164,18 +165,6 @@ def test_a_rule_that_does_not_fit_the_layer_is_refused(weights: ExpertWeights) -
         MoELayer(
             SHAPE, weights, resolve_backend("reference"), routing=Routing("sigmoid", num_expert_groups=5)
         )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_tokens_may_go_to_one_set_of_experts(weights: ExpertWeights, layout: str) -> None:
-    hidden_states = _hidden_states(70)
-    topk_ids = torch.tensor([[11, 0, 5]], dtype=torch.int32).repeat(70, 1)
-    topk_weights = torch.full((70, 3), 1 / 3)
-    out = _layer(weights, layout)(hidden_states, topk_ids, topk_weights)
-    expected = reference_layer(
-        hidden_states, weights, SHAPE.top_k, topk_ids=topk_ids, topk_weights=topk_weights
-    )
-    assert_close(out, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
