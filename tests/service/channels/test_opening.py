@@ -28,7 +28,15 @@ from expertd.service.settings.parts import ChannelSettings
 from tests.paths import ROOT
 from tests.service.apps import MODEL, error_of, rows, serving, serving_runner, tiny_settings
 from tests.service.channels.peer import HEADER, ChannelClosedError, Peer
-from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped, opened
+from tests.service.channels.servers import (
+    answer_of,
+    answer_to,
+    channel,
+    channel_server,
+    claimed,
+    mapped,
+    opened,
+)
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
@@ -144,28 +152,23 @@ async def test_what_cannot_be_opened(tmp_path: Path) -> None:
         await opened(server)
 
 
-async def test_the_number_of_channels_is_limited(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner(), channels={"max_channels": 2}) as server:
-        first, _ = await claimed(server), await opened(server)
+async def test_the_number_of_channels_and_their_bytes_are_limited(tmp_path: Path) -> None:
+    limits = {"max_channels": 2, "max_bytes": 1_000_000}
+    region = {"memory": {"system": {"byte_size": 600_000}}}
+    async with channel(tmp_path, EchoRunner(), channels=limits, request=region) as (server, first):
+        body = {**BODY, "memory": {"system": {"byte_size": 500_000}}}
+        response = await server.http.post("/v1/channels", json=body)
+        expected = "expected a region of at most 400000 bytes beside the open channels, got 500000"
+        assert error_of(response, 503) == f"channels.max_bytes: {expected}"
+        assert "retry-after" not in response.headers, "nobody knows when the caller leaves"
+        await opened(server)
         response = await server.http.post("/v1/channels", json=BODY)
         text = "channels.max_channels: expected fewer than 2 open channels, got 2"
         assert error_of(response, 503) == text
         assert response.headers["retry-after"] == "1", "one of them is not claimed yet"
-        first.close()
+        first.socket.close()
         await until(lambda: server.metric("channels") == 1)
         await opened(server)
-
-
-async def test_the_bytes_of_channels_are_limited(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner(), channels={"max_bytes": 1_000_000}) as server:
-        peer = await claimed(server, memory={"system": {"byte_size": 600_000}})
-        body = {**BODY, "memory": {"system": {"byte_size": 500_000}}}
-        response = await server.http.post("/v1/channels", json=body)
-        text = error_of(response, 503)
-        assert "retry-after" not in response.headers, "nobody knows when the caller leaves"
-        expected = "expected a region of at most 400000 bytes beside the open channels, got 500000"
-        assert text == f"channels.max_bytes: {expected}"
-        peer.close()
 
 
 async def test_the_limit_on_open_files_has_room_for_channels(tmp_path: Path) -> None:
@@ -257,8 +260,7 @@ async def test_memory_stays_if_the_device_hangs(tmp_path: Path, monkeypatch: pyt
 
 async def test_delete_answers_what_is_queued_and_closes(tmp_path: Path) -> None:
     runner = EchoRunner()
-    async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, runner, {"max_batch_tokens": 64}) as (server, peer):
         runner.gate.clear()
         peer.send(1, peer.places(1))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
@@ -271,7 +273,6 @@ async def test_delete_answers_what_is_queued_and_closes(tmp_path: Path) -> None:
         assert error_of(await server.http.get("/v1/channels/1"), 404) == text
         runner.gate.set()
         await until(lambda: server.metric("channel_bytes") == 0)
-        peer.close()
 
 
 async def test_an_unclaimed_channel_expires(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -319,11 +320,9 @@ async def test_a_connection_that_sends_nothing_is_not_mentioned(
 
 
 async def test_bytes_after_the_token_end_the_channel(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, EchoRunner()) as (server, peer):
         peer.socket.send(b"x")
         await until(lambda: server.metric("channels") == 0)
-        peer.close()
 
 
 async def test_the_socket_is_for_this_user_only_and_goes_with_the_server(tmp_path: Path) -> None:
