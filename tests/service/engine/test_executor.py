@@ -1,15 +1,15 @@
-"""The executor alone: how it batches and orders requests, and how it handles failed steps and callers."""
+"""The executor alone: steps of whole requests and of chunks, those that fail, and callers that leave."""
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+from expertd.service.engine.chunks import part_of
 from expertd.service.engine.errors import (
     QueueFullError,
     QueueTimeoutError,
@@ -19,11 +19,10 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.executor import Executor
 from expertd.service.engine.lane import StepLane
-from expertd.service.memory import host_view
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.memory import Span, host_view
+from expertd.service.moe.request import LayerRequest, Output, Signal, StepPlan, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, layer_request
-from tests.service.waiting import until
+from tests.service.runners import Computed, EchoRunner, Submitted, Turnstile, layer_request
 
 T = TypeVar("T")
 
@@ -93,21 +92,6 @@ async def test_requests_that_wait_for_the_device_are_batched() -> None:
     assert observed.done == [("0", 1), ("0", 4), ("0", 2)]
 
 
-async def test_retry_after_depends_on_recent_step_times() -> None:
-    runner = EchoRunner()
-    async with running(runner, max_queue_tokens=16) as executor:
-        first = await held(runner, executor)
-        for _ in range(2):
-            Submitted(executor, "0", layer_request([1.0] * 8))
-        executor.lanes[0].queues["0"].step_seconds = 2.0
-        with pytest.raises(QueueFullError) as caught:
-            executor.check_capacity("0")
-        assert caught.value.retry_after == 6, "two full steps waiting, one running, two seconds each"
-        runner.gate.set()
-        await soon(first.answer)
-        await soon(executor.drained())
-
-
 async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None:
     runner = EchoRunner()
     async with running(runner) as executor:
@@ -125,28 +109,6 @@ async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None
         await soon(patient.answer)
         await soon(executor.drained())
     assert runner.steps[1:] == [[2]]
-
-
-async def test_no_report_of_a_step_waits_for_a_job() -> None:
-    runner, observed = DeviceRunner(), Observed()
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def job() -> None:
-        begun.set()
-        assert goes_on.wait(10)
-
-    async with running(runner, observer=observed) as executor:
-        executor.set_device(0.0, leaves_cpu=True)
-        pending = await held(runner, executor)
-        done = executor.do_between_steps(job)
-        runner.gate.set()
-        try:
-            assert await asyncio.to_thread(begun.wait, 10)
-            await until(lambda: len(observed.done) == 1)
-        finally:
-            goes_on.set()
-        await asyncio.wrap_future(done)
-        await soon(pending.answer)
 
 
 async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -201,20 +163,6 @@ async def test_a_cancelled_caller_does_not_disturb_the_others() -> None:
         await soon(executor.drained())
 
 
-async def test_jobs_run_between_steps_and_before_waiting_requests() -> None:
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        later = Submitted(executor, "0", layer_request([1.0]))
-        job = asyncio.ensure_future(executor.between_steps(lambda: len(runner.steps)))
-        await asyncio.sleep(0)
-        assert not job.done()
-        runner.gate.set()
-        assert await soon(job) == 1, "after the current step, before the next one"
-        await soon(first.answer)
-        await soon(later.answer)
-
-
 async def test_an_observer_that_raises_does_not_prevent_answers(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Observed):
         def step_done(self, *_: Any) -> None:
@@ -248,3 +196,124 @@ async def test_a_step_that_outlasts_stop_is_reported_as_running() -> None:
         runner.gate.set()
         await soon(pending.answer)
     assert not executor.running
+
+
+LONG = [float(i) for i in range(1, 33)]
+
+
+def chunking(runner: EchoRunner, observer: Observed | None = None) -> AbstractAsyncContextManager[Executor]:
+    """An executor with chunks of 8 tokens."""
+    limits = {"max_request_tokens": 32, "max_batch_tokens": 32, "prefill_chunk_tokens": 8}
+    return running(runner, observer=observer, **limits)
+
+
+async def next_step(runner: EchoRunner, gate: Turnstile) -> None:
+    """Let the step at the gate end, and wait for the next one."""
+    gate.let_one_through()
+    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+
+
+async def in_chunks(runner: EchoRunner, executor: Executor, request: LayerRequest) -> Submitted:
+    """A long request that will be computed in chunks, behind a request whose step is running."""
+    await held(runner, executor)
+    long = Submitted(executor, "0", request)
+    Submitted(executor, "0", layer_request([0.0]))
+    return long
+
+
+def span(array: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]") -> Span:
+    return Span(array.ctypes.data, array.nbytes, None, array.data.cast("B"), array)
+
+
+async def test_a_request_in_chunks_is_answered_once_with_all_of_its_output() -> None:
+    runner, observed = EchoRunner(), Observed()
+    async with chunking(runner, observed) as executor:
+        long = await in_chunks(runner, executor, layer_request(LONG))
+        runner.gate.set()
+        assert values(await soon(long.answer)) == LONG
+        await soon(executor.drained())
+    assert runner.steps == [[1], [1], [8], [8], [8], [8]]
+    assert long.pending.compute_seconds == pytest.approx(4 * runner.seconds)
+    assert observed.done == [("0", 1)] * 3 + [("0", 0)] * 3, "it counts in its first step"
+
+
+async def test_a_request_that_is_cancelled_between_chunks_is_not_computed_further() -> None:
+    runner = EchoRunner()
+    runner.gate = gate = Turnstile()
+    async with chunking(runner) as executor:
+        first = Submitted(executor, "0", layer_request([0.0]))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        long, other = (Submitted(executor, "0", layer_request(tokens)) for tokens in (LONG, [0.0]))
+        for _ in range(3):
+            await next_step(runner, gate)
+        assert executor.waiting("0") == (1, 16), "the second chunk is being computed"
+        assert executor.cancel(long.pending, QueueTimeoutError("too late"))
+        assert not executor.cancel(long.pending, QueueTimeoutError("twice"))
+        assert executor.waiting("0") == (0, 0)
+        await asyncio.sleep(0)
+        assert not long.answer.done(), "the step still uses its memory"
+        gate.set()
+        with pytest.raises(QueueTimeoutError, match="too late"):
+            await soon(long.answer)
+        for each in (first, other):
+            await soon(each.answer)
+        await soon(executor.drained())
+    assert runner.steps == [[1], [1], [8], [8]]
+
+
+async def test_a_request_is_not_cancelled_once_its_last_chunk_has_begun() -> None:
+    runner = EchoRunner()
+    runner.gate = gate = Turnstile()
+    async with chunking(runner) as executor:
+        Submitted(executor, "0", layer_request([0.0]))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        long = Submitted(executor, "0", layer_request(LONG[:16]))
+        Submitted(executor, "0", layer_request([0.0]))
+        for _ in range(3):
+            await next_step(runner, gate)
+        assert not executor.cancel(long.pending, QueueTimeoutError("too late"))
+        gate.set()
+        assert values(await soon(long.answer)) == LONG[:16]
+
+
+async def test_a_chunk_that_fails_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    runner, observed = EchoRunner(poison=9.0), Observed()
+    async with chunking(runner, observed) as executor:
+        with caplog.at_level("CRITICAL"):
+            long = await in_chunks(runner, executor, layer_request(LONG))  # its second chunk begins with 9
+            other = Submitted(executor, "0", layer_request([5.0] * 8))
+            runner.gate.set()
+            with pytest.raises(StepFailedError, match="the step failed: RuntimeError"):
+                await soon(long.answer)
+            assert values(await soon(other.answer)) == [5.0] * 8
+            await soon(executor.drained())
+    assert runner.steps == [[1], [1, 8], [8], [8]]
+    assert observed.failed == [1]
+
+
+@pytest.mark.parametrize("ids_datatype", ["INT32", "INT64"])
+@pytest.mark.parametrize("datatype", ["BF16", "FP16", "FP32"])
+def test_a_part_has_its_rows_of_every_tensor(datatype: str, ids_datatype: str) -> None:
+    element, wide = (4 if datatype == "FP32" else 2), (8 if ids_datatype == "INT64" else 4)
+    out = np.zeros(6 * 3, np.float32)
+    request = LayerRequest(
+        6, _counted(6, 3 * element), datatype, _counted(6, 2 * wide), ids_datatype, _counted(6, 2 * 4),
+        "FP32", span(out), Signal(1, 2), plan=StepPlan(None, None, "kept"),
+    )  # fmt: skip
+    part = part_of(request, 2, 3)
+    sizes = ((part.hidden_states, 3 * element), (part.topk_ids, 2 * wide), (part.topk_weights, 8))
+    for rows, size in sizes:
+        assert isinstance(rows, memoryview)
+        assert bytes(rows) == b"".join(bytes([row]) * size for row in (2, 3, 4))
+    assert part.output is not None
+    assert part.output.view is not None
+    assert (part.output.address, part.output.num_bytes) == (out.ctypes.data + 24, 36)
+    part.output.view[:] = b"\1" * 36
+    assert (out != 0).nonzero()[0].tolist() == list(range(6, 15))
+    assert (part.num_tokens, part.datatype, part.topk_ids_datatype) == (3, datatype, ids_datatype)
+    assert part.signal is None, "the device would announce an output that is not complete"
+    assert part.plan is None
+
+
+def _counted(rows: int, row_bytes: int) -> bytes:
+    return b"".join(bytes([row]) * row_bytes for row in range(rows))

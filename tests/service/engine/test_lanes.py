@@ -180,21 +180,6 @@ async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) 
         await answered(first, short, *others, *shorts)
 
 
-async def test_what_waits_is_told_by_lane(one_thread: bool) -> None:
-    told: dict[int, tuple[int, int]] = {}
-    async with running(one_thread=one_thread) as pair:
-        pair.executor.tell_changes(lambda _, lane, backlog: told.update({lane: backlog[:2]}))
-        first = await pair.held(pair.decode), await pair.held(pair.prefill)
-        others = [pair.send(2), pair.send(2), pair.send(9)]
-        assert told == {0: (2, 4), 1: (1, 9)}
-        pair.decode.gate.set()
-        await answered(first[0], *others[:2])
-        assert told == {0: (0, 0), 1: (1, 9)}
-        pair.prefill.gate.set()
-        await answered(first[1], others[2])
-    assert told == {0: (0, 0), 1: (0, 0)}
-
-
 async def test_requests_are_cancelled_on_their_lane(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
@@ -260,22 +245,6 @@ async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:
         await answered(first)
         with pytest.raises(ExecutorClosedError):
             await pair.executor.between_steps(lambda: None)
-
-
-async def test_closed_lanes_refuse_new_requests_and_answer_accepted_ones(one_thread: bool) -> None:
-    async with running(one_thread=one_thread) as pair:
-        pendings = [await pair.held(pair.decode), await pair.held(pair.prefill), pair.send(2), pair.send(9)]
-        pair.executor.close()
-        for count in (1, 8):
-            with pytest.raises(ExecutorClosedError):
-                pair.send(count)
-        drained = asyncio.ensure_future(pair.executor.drained())
-        pair.decode.gate.set()
-        await answered(pendings[0], pendings[2])
-        assert not drained.done()
-        pair.prefill.gate.set()
-        await asyncio.wait_for(drained, 10)
-        await answered(*pendings)
 
 
 async def test_cancel_all_and_give_up_reach_both_lanes(one_thread: bool) -> None:
@@ -356,12 +325,3 @@ async def test_steps_are_counted_by_lane(one_thread: bool) -> None:
         for name in ("lane_compute_seconds_count", "lane_queue_seconds_count"):
             assert [value(name, lane=lane) for lane in ("decode", "prefill")] == [1, 1]
         assert value("queue_seconds_count") == 2
-
-
-async def test_steps_on_the_event_loop_are_counted_while_the_threads_sleep(one_thread: bool) -> None:
-    metrics = Metrics("0")
-    async with running(metrics, one_thread=one_thread) as pair:
-        for _ in range(3):
-            await until(lambda: all(lane.is_asleep for lane in pair.executor.lanes))
-            await answered(Submitted(pair.executor, "tiny", layer_request([1.0]), alone=True))
-        await until(lambda: metrics.statistics()["tiny"].steps.steps == 3)

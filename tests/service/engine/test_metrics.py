@@ -1,14 +1,11 @@
 """Metrics: every documented one exists, and changes by the right amount."""
 
-import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from expertd.kernels.jit import stats as jit_stats
-from expertd.layout import Layout
 from expertd.service.engine.refusals import REASONS
 from expertd.service.http.app import ExpertApp
-from expertd.service.moe.request import StepResult
 from expertd.service.statuses import STATUSES
 from tests.service.apps import (
     HIDDEN,
@@ -161,10 +158,3 @@ async def test_openmetrics_and_gzip_are_sent_on_request() -> None:
     ]
     assert names[0] == names[1]
     assert len(names[0]) > 10
-
-
-async def test_a_step_without_tokens_has_no_imbalance() -> None:
-    async with serving(tiny_settings()) as server:
-        empty = StepResult([], Layout.CONTIGUOUS, 0, lambda: np.zeros(NUM_EXPERTS, np.int32), 0.001)
-        server.app.metrics.step_done("tiny", empty, [])
-        assert server.metric("load_imbalance_ratio_count", model="tiny", layout="contiguous") == 0

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from expertd.service.engine import recorder
-from expertd.service.engine.errors import NotReadyError, ProfileRefusedError, StepFailedError
+from expertd.service.engine.errors import NotReadyError, StepFailedError
 from expertd.service.engine.profile_run import profile_steps
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import serving_runner, tiny_settings
@@ -62,12 +61,6 @@ async def test_seconds_end_a_recording() -> None:
     assert 0 < recording.steps <= 6
     assert len(runner.steps) <= 14  # also those before
     assert json.loads(recording.trace)["expertd"]["steps"] == recording.steps
-
-
-async def test_a_large_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "MAX_BYTES", 100)
-    with pytest.raises(ProfileRefusedError, match=r"^profile: expected a trace of at most 100 bytes, got "):
-        await profile_steps(tiny_settings(), 1, 1, 20)
 
 
 async def test_a_failing_step_ends_it() -> None:

@@ -88,6 +88,9 @@ def test_urgent_requests_come_first_and_equal_ones_in_their_order() -> None:
     assert filled.queues.remove(given[4])
     order = [given.index(filled.chunks()[0].submission) for _ in range(5)]
     assert order == [5, 1, 0, 3, 2]
+    filled.add(4, 8, priority=1)
+    filled.add(4, priority=2)
+    assert filled.rest() == [[4], [8], [4]], "a less urgent one does not overtake a large one"
 
 
 def test_others_wait_for_one_chunk_however_often_they_come() -> None:

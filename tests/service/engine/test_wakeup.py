@@ -197,16 +197,6 @@ async def test_reports_do_not_wait_for_a_thread_that_stays_awake_for_long() -> N
         await until(lambda: len(answers) == 1 and len(observed.done) == 1)
 
 
-def test_a_ring_before_a_source_is_added_is_heard() -> None:
-    wakeup, bell = Wakeup(), Bell()
-    bell.ring()
-    wakeup.add(bell)
-    assert wakeup.wait(10) == [bell]
-    assert wakeup.wait(0) is None, "once"
-    wakeup.close()
-    bell.close()
-
-
 def test_a_removed_source_is_not_polled() -> None:
     wakeup, bell = Wakeup(), Bell()
     wakeup.add(bell)
@@ -232,28 +222,3 @@ def test_many_sources_that_ring_at_once_are_all_heard() -> None:
     wakeup.close()
     for bell in bells:
         bell.close()
-
-
-def test_a_wake_up_ends_a_wait_that_begins_later_and_one_that_runs() -> None:
-    wakeup = Wakeup()
-    wakeup.wake()
-    assert wakeup.wait(None) == []
-    timer = threading.Timer(0.05, wakeup.wake)
-    timer.start()
-    assert wakeup.wait(None) == []
-    timer.join()
-    wakeup.close()
-
-
-def test_rings_that_do_not_wake_are_seen_later() -> None:
-    wakeup, bell = Wakeup(rings_wake=False), Bell()
-    wakeup.add(bell)
-    bell.ring()
-    assert wakeup.wait(0.05) is None
-    assert wakeup.wait(0) == [bell]
-    assert wakeup.wait(0) is None
-    wakeup.wake()
-    assert wakeup.wait(10) == []
-    wakeup.remove(bell)
-    bell.close()
-    wakeup.close()
