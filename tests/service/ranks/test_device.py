@@ -1,6 +1,5 @@
 """What ranks say of their devices and kernels, and the metrics that it becomes."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ from expertd.kernels.jit.statistics import JitStats
 from expertd.service.engine.loading import Loaded
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.ranks import RankDevice, RankState
-from expertd.service.ranks.front.rank import Rank
 from expertd.service.ranks.worker import device
 from tests.service.waiting import wait_for
 
@@ -28,13 +26,6 @@ def test_changes_are_told_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
     assert told[0] == ((5, 9), 3, 1.5, 2, "GPU-a"), "at once"
     wait_for(lambda: len(told) > 1, "the change is reported", 5)
     assert told[1] == ((7, 9), 3, 1.5, 2, "GPU-a")
-
-
-def test_a_message_becomes_a_ranks_device() -> None:
-    rank = object.__new__(Rank)
-    for said in (RankDevice((5, 9), 3, 1.5, 2, "GPU-a"), RankDevice()):
-        rank.note_device(*json.loads(json.dumps(said)))
-        assert rank.device == said
 
 
 def test_metrics_have_each_ranks_device() -> None:

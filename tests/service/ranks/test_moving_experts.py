@@ -4,6 +4,8 @@ import asyncio
 import logging
 import os
 import signal
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,12 @@ from expertd.service.ranks.front.balancer import Balancer
 from expertd.service.ranks.messages import Kind, MoveCommand
 from tests.service.apps import Serving, error_of, output_of, rows, tiny_settings
 from tests.service.moe.placement.greedy import chosen_replicas
+from tests.service.ranks.nodes import agent, node_settings
 from tests.service.ranks.placing import (
     EXPERTS,
     ONE_EACH,
     SMALL,
     STATIC,
-    Traffic,
     change,
     held,
     placement,
@@ -32,28 +34,37 @@ from tests.service.ranks.placing import (
     uniform,
 )
 from tests.service.ranks.servers import close, output_for, rank_processes, serving_ranks
+from tests.service.ranks.traffic import traffic_to
 from tests.service.waiting import until
 
 pytestmark = pytest.mark.slow  # each server starts processes
 
 
-async def test_answers_keep_their_bits_across_changes_under_traffic() -> None:
-    settings = tiny_settings(ONE_EACH, ranks=2, models=[SMALL], placement={"policy": "static"})
-    async with serving_ranks(settings) as server, asyncio.timeout(60):
-        async with Traffic(server, [routed(uniform(256, seed), seed) for seed in range(3)]) as traffic:
-            for seed in range(6):
-                ranks = np.random.default_rng(seed).permutation(8).reshape(2, 4).tolist()
-                layer = await change(server, action="pin", model="tiny", ranks=ranks)
-                assert held(layer) == [sorted(rank) for rank in ranks]
-                assert layer["pinned"]
-                await traffic.more()
-        assert traffic.wrong == []
-        assert traffic.refused == 0
-        assert layer["moves"] > 0
-        assert server.metric("step_failures_total", model="tiny") == 0
+@pytest.mark.parametrize("num_nodes", [1, 2])
+async def test_answers_keep_their_bits_across_changes_under_traffic(num_nodes: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"models": [SMALL], "placement": {"policy": "static"}}
+    with ExitStack() as stack:
+        if num_nodes == 1:
+            settings = tiny_settings(ONE_EACH, ranks=2, **given)
+        else:
+            settings = node_settings(ONE_EACH, **given)
+            stack.enter_context(agent(settings, tmp_path))
+        async with serving_ranks(settings) as server, asyncio.timeout(60):
+            bodies = [routed(uniform(256, seed), seed) for seed in range(3)]
+            async with traffic_to(server, bodies, np.array_equal) as traffic:
+                for seed in range(5):
+                    ranks = np.random.default_rng(seed).permutation(8).reshape(2, 4).tolist()
+                    layer = await change(server, action="pin", model="tiny", ranks=ranks)
+                    assert held(layer) == [sorted(rank) for rank in ranks]
+                    assert layer["pinned"]
+                    await traffic.more()
+            assert traffic.wrong == []
+            assert traffic.refused == 0
+            assert layer["moves"] > 0
+            assert server.metric("step_failures_total", model="tiny") == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 async def test_a_rank_that_is_killed_during_a_move(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost or wrong, and the ranks come back with the placement that the server shows."""
     monkeypatch.setattr(balancer.SliceSize, "note", lambda *_: None)
@@ -63,7 +74,7 @@ async def test_a_rank_that_is_killed_during_a_move(rank: int, monkeypatch: pytes
     pin = {"action": "pin", "model": "tiny", "ranks": backwards}
     async with serving_ranks(settings) as server, asyncio.timeout(60):
         ids = skewed(256, 0)
-        async with Traffic(server, [routed(ids)]) as traffic:
+        async with traffic_to(server, [routed(ids)], np.array_equal) as traffic:
             moving = asyncio.create_task(server.http.post("/v1/placement", json=pin))
             await until(lambda: server.metric("placement_moves_total", model="tiny") > 4)
             assert (await placement(server))["moving"]

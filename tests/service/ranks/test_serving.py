@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from expertd.service.ranks.front.loading import load_ranks
 from tests.service.apps import (
     MODEL,
     NUM_EXPERTS,
@@ -17,6 +18,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.channels.servers import claimed
+from tests.service.competing import CHUNKS, holding, in_chunks, polled
 from tests.service.ranks.servers import (
     check_steps_at_once,
     close,
@@ -33,12 +35,21 @@ pytestmark = pytest.mark.slow  # each server starts processes
 SHARED = {**MODEL, "num_shared_experts": 2, "num_experts": 7, "weights": {"seed": 5}}
 
 
+STEPS = [  # of requests that differ in datatypes and routing: all ranks must exchange the same dtypes
+    [request(rows(1), "BF16", "BF16")],  # one rank has a token
+    [request(rows(3), "BF16", "FP32"), request(rows(1, 1), "FP32", "BF16")],
+    [request(rows(1), "FP16", "FP32", True), request(rows(2, 1), "FP16", "FP32")],
+    [request(rows(1), "FP32", "FP32", True)] * 3,
+]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-async def test_outputs_are_those_of_one_process(ranks: int) -> None:
+async def test_outputs_are_those_of_one_process(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         serving(tiny_settings(LIMITS)) as one,
         serving_ranks(tiny_settings(LIMITS, ranks=ranks)) as server,
     ):
+        await check_steps_at_once(server, one, monkeypatch)  # before small requests come
         for num_tokens in (1, 2, 3, 5, 64, 1000):  # fewer than ranks, and more; small bodies, and large ones
             values = rows(num_tokens, seed=num_tokens)
             assert close(await output_for(server, values), await output_for(one, values)), num_tokens
@@ -46,9 +57,31 @@ async def test_outputs_are_those_of_one_process(ranks: int) -> None:
                 assert close(await routed(server, values, datatype), await routed(one, values, datatype))
         body = json_request(json_input(rows(3)))
         assert close(output_of(await server.infer(body)), output_of(await one.infer(body)))
+        for step in STEPS:
+            expected, got = await outputs_of(one, step), await outputs_of(server, step)
+            assert all(map(close, got, expected))
 
 
-@pytest.mark.parametrize(("local_experts", "shared_experts"), [(None, True), ("2-4", True), (None, False)])
+async def test_outputs_in_chunks_are_those_of_whole_requests(tmp_path: Path) -> None:
+    loader, held = holding(load_ranks)
+    long = rows(64, 5)
+    settings = tiny_settings(CHUNKS, ranks=2, channels={"socket": str(tmp_path / "channels")})
+    async with serving(settings, loader) as server:
+        (runner,) = held
+        whole = await output_for(server, long)
+        assert close(await in_chunks(server, runner, lambda: output_for(server, long)), whole)
+        for ids in ("INT32", "INT64"):
+            whole = await routed(server, long, ids)
+            got = await in_chunks(server, runner, lambda ids=ids: routed(server, long, ids))  # type: ignore[misc]
+            assert close(got, whole)
+        peer = await claimed(server, max_tokens=64)
+        async with polled(server):
+            whole = await asyncio.to_thread(peer.infer, long)
+            assert close(await in_chunks(server, runner, lambda: asyncio.to_thread(peer.infer, long)), whole)
+        peer.close()
+
+
+@pytest.mark.parametrize(("local_experts", "shared_experts"), [("2-4", True), (None, False)])
 async def test_shared_experts_and_uneven_parts(local_experts: str | None, shared_experts: bool) -> None:
     """7 experts, or some of them, on 2 ranks, and 2 shared ones, which each rank runs for its own tokens."""
     model = {**SHARED, "local_experts": local_experts, "shared_experts": shared_experts}
@@ -67,28 +100,6 @@ async def test_shared_experts_and_uneven_parts(local_experts: str | None, shared
         assert described["shared_experts"] == ("included" if shared_experts else "excluded")
 
 
-async def test_requests_of_one_step_may_differ() -> None:
-    """In datatypes and routing: no rank sees all of a step, but all must exchange the same dtypes."""
-    steps = [
-        [request(rows(1), "BF16", "BF16")],  # rank 1 has no token
-        [request(rows(3), "BF16", "FP32"), request(rows(1, 1), "FP32", "BF16")],
-        [request(rows(1), "FP16", "FP32", True), request(rows(2, 1), "FP16", "FP32")],
-        [request(rows(1), "FP32", "FP32", True)] * 3,
-    ]
-    async with serving(tiny_settings()) as one, serving_ranks(tiny_settings(ranks=2)) as server:
-        for step in steps:
-            expected, got = await outputs_of(one, step), await outputs_of(server, step)
-            assert all(map(close, got, expected))
-
-
-async def test_ranks_have_three_large_steps_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with (
-        serving(tiny_settings(LIMITS)) as one,
-        serving_ranks(tiny_settings(LIMITS, ranks=2)) as server,
-    ):
-        await check_steps_at_once(server, one, monkeypatch)
-
-
 async def test_channels_and_metrics(tmp_path: Path) -> None:
     settings = tiny_settings(ranks=2, channels={"socket": str(tmp_path / "channels")})
     async with serving_ranks(settings) as server:
@@ -97,10 +108,12 @@ async def test_channels_and_metrics(tmp_path: Path) -> None:
             values, (ids, weights) = rows(num_tokens, num_tokens), routing(num_tokens)
             got = await asyncio.to_thread(peer.infer, values)
             assert close(got, await output_for(server, values))
+            late = await asyncio.to_thread(peer.infer, values, timeout=60.0)
+            assert (late == got).all(), "a timeout changes no bits"
             got = await asyncio.to_thread(peer.infer, values, ids, weights)
             assert close(got, await routed(server, values, "INT32"))
         peer.close()
-        tokens = 4 * (1 + 2 + 16)
+        tokens = 5 * (1 + 2 + 16)
         await until(lambda: server.metric("tokens_total", model="tiny", layout="contiguous") == tokens)
         experts = [
             server.metric("expert_tokens_total", model="tiny", expert=str(expert))
