@@ -76,8 +76,8 @@ def test_given_routing_is_used_whatever_its_strides(
         hidden_states, weights, SHAPE.top_k, topk_ids=topk_ids, topk_weights=topk_weights
     )
     assert_close(out, expected)
-    by_column = (tensor.t().contiguous().t() for tensor in (topk_ids, topk_weights))
-    assert torch.equal(layer(hidden_states, *by_column), out)
+    by_column = [tensor.t().contiguous().t() for tensor in (topk_ids, topk_weights)]
+    assert torch.equal(layer(hidden_states, by_column[0], by_column[1]), out)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -142,11 +142,13 @@ def test_parts_of_a_layer_add_up_to_it() -> None:
 
 
 def test_a_token_without_a_local_expert_gets_zeros(weights: ExpertWeights) -> None:
-    layer = MoELayer(*_part(weights, range(4, 8)), resolve_backend("reference"))
+    layer = MoELayer(*_part(weights, range(4, 7)), resolve_backend("reference"))
     topk_ids = torch.tensor([[0, 1, 2], [3, 8, 11], [5, 0, 8]], dtype=torch.int32)
     hidden_states = _hidden_states(3)
     hidden_states[0] = torch.nan
-    out = layer(hidden_states, topk_ids, torch.ones(3, 3))
+    offsets = torch.zeros(4, dtype=torch.int32)  # of the three experts that it holds
+    out = layer(hidden_states, topk_ids, torch.ones(3, 3), offsets=offsets)
+    assert layer.tokens_per_expert(offsets.numpy()).tolist() == [0] * 5 + [1] + [0] * 6
     assert not out[:2].any()
     alone = layer(hidden_states[2:], torch.tensor([[0, 1, 5]], dtype=torch.int32), torch.ones(1, 3))
     assert torch.equal(out[2:], alone)
