@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from expertd.service.engine.loading import load
@@ -25,6 +26,23 @@ async def channel_server(
     loader = load if runner is None else serving_runner(runner)
     async with serving(tiny_settings(limits, channels=given, **changes), loader) as server:
         yield server
+
+
+@asynccontextmanager
+async def channel(
+    directory: Path,
+    runner: Runner | None = None,
+    limits: Mapping[str, float] | None = None,
+    request: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
+) -> AsyncIterator[tuple[Serving, Peer]]:
+    """A server, and a channel of it, which is closed at the end; see `channel_server` and `claimed`."""
+    async with channel_server(directory, runner, limits, **changes) as server:
+        peer = await claimed(server, **request)
+        try:
+            yield server, peer
+        finally:
+            peer.close()
 
 
 async def opened(server: Serving, **request: Any) -> dict[str, Any]:

@@ -57,13 +57,6 @@ def test_the_tables_are_the_codes_layout(heading: str, layout: struct.Struct) ->
     assert packed == expanded
 
 
-def test_every_number_that_must_be_aligned_is() -> None:
-    for heading in ("The control memory begins with", "### Request line", "### Answer line"):
-        for offset, kind in table(heading):
-            assert offset % struct.calcsize(SIZES[kind].replace("8s", "Q")) == 0
-    assert HEADER_BYTES % 64 == SLOT_BYTES % 64 == ANSWER_OFFSET % 64 == 0
-
-
 def test_the_parts_of_a_slot() -> None:
     parts = re.findall(r"^\| (\d+) \| (\d+) \| ([a-z ]+)[,|]", TEXT, re.M)
     assert [(int(offset), int(size)) for offset, size, _ in parts] == [

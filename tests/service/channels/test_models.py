@@ -11,7 +11,7 @@ import numpy as np
 from expertd.service.channels.layout import REASON_CODES
 from expertd.service.engine.errors import EngineError
 from tests.service.apps import HIDDEN, MODEL, error_of, hidden_request, output_of, rows
-from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
+from tests.service.channels.servers import answer_of, answer_to, channel, channel_server, claimed
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
@@ -19,8 +19,9 @@ WIDE = {**MODEL, "name": "wide", "hidden_size": 2 * HIDDEN, "top_k": 1}
 
 
 async def test_requests_name_their_model(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, models=[MODEL, WIDE]) as server:
-        peer = await claimed(server, model=None, models=["wide", "tiny"])
+    async with channel(
+        tmp_path, models=[MODEL, WIDE], request={"model": None, "models": ["wide", "tiny"]}
+    ) as (server, peer):
         assert (peer.hidden_size, peer.top_k) == (2 * HIDDEN, 2), "the largest of both"
         narrow, wide = rows(3), rows(6).reshape(3, 2 * HIDDEN)
         expected = output_of(await server.infer(*hidden_request(narrow)))
@@ -40,22 +41,6 @@ async def test_requests_name_their_model(tmp_path: Path) -> None:
         listed = (await server.http.get("/v1/channels")).json()["channels"][0]
         assert listed["models"] == ["wide", "tiny"]
         assert "model" not in listed
-        peer.close()
-
-
-async def test_wrong_models_are_refused(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, models=[MODEL, WIDE]) as server:
-        wrong: dict[str, dict[str, Any]] = {
-            "model: expected one of model and models, got neither": {},
-            "model: expected one of model and models, got both": {"model": "tiny", "models": ["tiny"]},
-            "models: expected different names, got ['tiny', 'tiny']": {"models": ["tiny", "tiny"]},
-        }
-        for text, body in wrong.items():
-            response = await server.http.post("/v1/channels", json={"num_slots": 1, "max_tokens": 1, **body})
-            assert error_of(response, 400) == text
-        body = {"num_slots": 1, "max_tokens": 1, "models": ["tiny", "none"]}
-        text = "model: expected tiny or wide, got 'none'"
-        assert error_of(await server.http.post("/v1/channels", json=body), 404) == text
 
 
 async def test_a_channel_outlives_its_model_and_serves_it_when_it_is_loaded_again(tmp_path: Path) -> None:
@@ -116,8 +101,7 @@ async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:
 
 async def test_a_drain_accepts_what_was_written_during_a_step(tmp_path: Path) -> None:
     runner = EchoRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, runner) as (server, peer):
         runner.gate.clear()
         peer.send(1, peer.places(1))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
@@ -129,7 +113,6 @@ async def test_a_drain_accepts_what_was_written_during_a_step(tmp_path: Path) ->
         assert (await answer_to(peer, 2)).status == 200
         assert (await answer_to(peer, late)).status == 503
         assert await draining
-        peer.close()
 
 
 def test_every_reason_of_the_engine_has_a_code() -> None:

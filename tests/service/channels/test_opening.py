@@ -28,7 +28,15 @@ from expertd.service.settings.parts import ChannelSettings
 from tests.paths import ROOT
 from tests.service.apps import MODEL, error_of, rows, serving, serving_runner, tiny_settings
 from tests.service.channels.peer import HEADER, ChannelClosedError, Peer
-from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped, opened
+from tests.service.channels.servers import (
+    answer_of,
+    answer_to,
+    channel,
+    channel_server,
+    claimed,
+    mapped,
+    opened,
+)
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
@@ -94,92 +102,73 @@ async def test_a_server_without_a_socket_has_no_channels(given: str | None, text
         assert server.metric("channels") == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "status", "text"),
-    [
-        ({"model": "nobody"}, 404, "model: expected tiny, got 'nobody'"),
-        ({"num_slots": 0}, 400, "num_slots: expected a number greater than 0, got 0"),
-        ({"num_slots": 4097}, 400, "num_slots: expected 1 to 4096, got 4097"),
-        ({"max_tokens": 65}, 400, "max_tokens: expected 1 to 64, got 65"),
-        ({"max_tokens": "4"}, 400, "max_tokens: expected a valid integer, got '4'"),
-        ({"slots": 4}, 400, "slots: expected no such key, got 4"),
-        ({"datatype": "FP8"}, 400, "datatype: expected 'BF16', 'FP16' or 'FP32', got 'FP8'"),
-        (
-            {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": "AAAA"}, "byte_size": 64}}},
-            400,
-            "memory: expected system on backend 'reference', got cuda",
-        ),
-        (
-            {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": "A"}, "byte_size": 64}}},
-            400,
-            "raw_handle.b64: expected base64, got 'A'",
-        ),
-        (
-            {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": "\u00e9"}, "byte_size": 64}}},
-            400,
-            "raw_handle.b64: expected base64, got '\\xe9'",
-        ),
-        (
-            {"memory": "gpu"},
-            400,
-            'memory: expected "system", {"system": ...} or {"cuda": ...}, got \'gpu\'',
-        ),
-        (
-            {"memory": {"system": {"byte_size": 1}, "cuda": {}}},
-            400,
-            'memory: expected "system", {"system": ...} or {"cuda": ...}, got an object',
-        ),
-        (
-            {"memory": {"system": {"byte_size": 0}}},
-            400,
-            "memory.system.byte_size: expected a number greater than 0, got 0",
-        ),
-        ({"memory": {"system": {}}}, 400, "memory.system.byte_size: expected a value, got none"),
-        (
-            {"memory": {"cuda": {"device_id": -1}}},
-            400,
-            "memory.cuda.device_id: expected a number greater than or equal to 0, got -1",
-        ),
-        ({"memory": 5}, 400, 'memory: expected "system", {"system": ...} or {"cuda": ...}, got 5'),
-        ({"model": None, "models": []}, 400, "models: expected at least 1 entry, got none"),
-        (
-            {"max_tokens": 64, "num_slots": 100},
-            400,
-            "channels.max_bytes: expected a region of at most 1000000 bytes, got 6963200",
-        ),
-    ],
-)
-async def test_what_cannot_be_opened(tmp_path: Path, changes: dict[str, Any], status: int, text: str) -> None:
+def cuda(b64: str) -> dict[str, Any]:
+    return {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": b64}, "byte_size": 64}}}
+
+
+MEMORY = 'memory: expected "system", {"system": ...} or {"cuda": ...}, got '
+WRONG: dict[str, dict[str, Any]] = {
+    "num_slots: expected a number greater than 0, got 0": {"num_slots": 0},
+    "num_slots: expected 1 to 4096, got 4097": {"num_slots": 4097},
+    "max_tokens: expected 1 to 64, got 65": {"max_tokens": 65},
+    "max_tokens: expected a valid integer, got '4'": {"max_tokens": "4"},
+    "slots: expected no such key, got 4": {"slots": 4},
+    "datatype: expected 'BF16', 'FP16' or 'FP32', got 'FP8'": {"datatype": "FP8"},
+    "memory: expected system on backend 'reference', got cuda": cuda("AAAA"),
+    "raw_handle.b64: expected base64, got 'A'": cuda("A"),
+    "raw_handle.b64: expected base64, got '\\xe9'": cuda("\u00e9"),
+    MEMORY + "'gpu'": {"memory": "gpu"},
+    MEMORY + "5": {"memory": 5},
+    MEMORY + "an object": {"memory": {"system": {"byte_size": 1}, "cuda": {}}},
+    "memory.system.byte_size: expected a number greater than 0, got 0": {
+        "memory": {"system": {"byte_size": 0}}
+    },
+    "memory.system.byte_size: expected a value, got none": {"memory": {"system": {}}},
+    "memory.cuda.device_id: expected a number greater than or equal to 0, got -1": {
+        "memory": {"cuda": {"device_id": -1}}
+    },
+    "model: expected one of model and models, got neither": {"model": None},
+    "model: expected one of model and models, got both": {"models": ["tiny"]},
+    "models: expected at least 1 entry, got none": {"model": None, "models": []},
+    "models: expected different names, got ['tiny', 'tiny']": {"model": None, "models": ["tiny", "tiny"]},
+    "channels.max_bytes: expected a region of at most 1000000 bytes, got 6963200": {
+        "max_tokens": 64,
+        "num_slots": 100,
+    },
+}
+
+
+async def test_what_cannot_be_opened(tmp_path: Path) -> None:
     async with channel_server(tmp_path, channels={"max_bytes": 1_000_000}) as server:
-        response = await server.http.post("/v1/channels", json={**BODY, **changes})
-        assert error_of(response, status) == text
-        assert server.metric("channel_bytes") == 0
+        for text, changes in WRONG.items():
+            response = await server.http.post("/v1/channels", json={**BODY, **changes})
+            assert error_of(response, 400) == text
+        unknown: list[dict[str, Any]] = [{"model": "nobody"}, {"model": None, "models": ["tiny", "nobody"]}]
+        for changes in unknown:
+            response = await server.http.post("/v1/channels", json={**BODY, **changes})
+            assert error_of(response, 404) == "model: expected tiny, got 'nobody'"
         error_of(await server.http.post("/v1/channels", content=b"{"), 400)
+        assert server.metric("channel_bytes") == 0
         await opened(server)
 
 
-async def test_the_number_of_channels_is_limited(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner(), channels={"max_channels": 2}) as server:
-        first, _ = await claimed(server), await opened(server)
+async def test_the_number_of_channels_and_their_bytes_are_limited(tmp_path: Path) -> None:
+    limits = {"max_channels": 2, "max_bytes": 1_000_000}
+    region = {"memory": {"system": {"byte_size": 600_000}}}
+    async with channel(tmp_path, EchoRunner(), channels=limits, request=region) as (server, first):
+        body = {**BODY, "memory": {"system": {"byte_size": 500_000}}}
+        response = await server.http.post("/v1/channels", json=body)
+        expected = "expected a region of at most 400000 bytes beside the open channels, got 500000"
+        assert error_of(response, 503) == f"channels.max_bytes: {expected}"
+        assert "retry-after" not in response.headers, "nobody knows when the caller leaves"
+        await opened(server)
         response = await server.http.post("/v1/channels", json=BODY)
         text = "channels.max_channels: expected fewer than 2 open channels, got 2"
         assert error_of(response, 503) == text
         assert response.headers["retry-after"] == "1", "one of them is not claimed yet"
-        first.close()
+        first.socket.close()
         await until(lambda: server.metric("channels") == 1)
         await opened(server)
-
-
-async def test_the_bytes_of_channels_are_limited(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner(), channels={"max_bytes": 1_000_000}) as server:
-        peer = await claimed(server, memory={"system": {"byte_size": 600_000}})
-        body = {**BODY, "memory": {"system": {"byte_size": 500_000}}}
-        response = await server.http.post("/v1/channels", json=body)
-        text = error_of(response, 503)
-        assert "retry-after" not in response.headers, "nobody knows when the caller leaves"
-        expected = "expected a region of at most 400000 bytes beside the open channels, got 500000"
-        assert text == f"channels.max_bytes: {expected}"
-        peer.close()
 
 
 async def test_the_limit_on_open_files_has_room_for_channels(tmp_path: Path) -> None:
@@ -271,8 +260,7 @@ async def test_memory_stays_if_the_device_hangs(tmp_path: Path, monkeypatch: pyt
 
 async def test_delete_answers_what_is_queued_and_closes(tmp_path: Path) -> None:
     runner = EchoRunner()
-    async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, runner, {"max_batch_tokens": 64}) as (server, peer):
         runner.gate.clear()
         peer.send(1, peer.places(1))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
@@ -285,7 +273,6 @@ async def test_delete_answers_what_is_queued_and_closes(tmp_path: Path) -> None:
         assert error_of(await server.http.get("/v1/channels/1"), 404) == text
         runner.gate.set()
         await until(lambda: server.metric("channel_bytes") == 0)
-        peer.close()
 
 
 async def test_an_unclaimed_channel_expires(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,11 +320,9 @@ async def test_a_connection_that_sends_nothing_is_not_mentioned(
 
 
 async def test_bytes_after_the_token_end_the_channel(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, EchoRunner()) as (server, peer):
         peer.socket.send(b"x")
         await until(lambda: server.metric("channels") == 0)
-        peer.close()
 
 
 async def test_the_socket_is_for_this_user_only_and_goes_with_the_server(tmp_path: Path) -> None:

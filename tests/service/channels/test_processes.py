@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 
 from expertd_client import ExpertClient
 from tests.paths import DEMO, ROOT
-from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.apps import HIDDEN, rows, tiny_settings
 from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.http.processes import two_processes
 from tests.service.keys import bearer, write_keys
@@ -29,10 +29,16 @@ from tests.service.waiting import wait_for
 pytestmark = pytest.mark.slow  # a server process each
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    channels = {"socket": str(tmp_path / "channels"), "max_channels": 8, "max_bytes": 16 << 20}
-    with server_process(tiny_settings(channels=channels), tmp_path) as process:
+@contextmanager
+def served(directory: Path) -> Iterator[ServerProcess]:
+    channels = {"socket": str(directory / "channels"), "max_channels": 8, "max_bytes": 16 << 20}
+    with server_process(tiny_settings(channels=channels), directory) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with served(tmp_path_factory.mktemp("server")) as process:
         yield process
 
 
@@ -115,15 +121,6 @@ def test_callers_killed_at_random_leave_nothing_behind(server: ServerProcess) ->
     assert "Traceback" not in log
 
 
-def test_a_caller_learns_that_the_server_was_killed(server: ServerProcess) -> None:
-    peer = Peer(opened(server))
-    peer.infer(rows(1))
-    server.process.kill()
-    with pytest.raises(ChannelClosedError):
-        peer.wait(2, 30)
-    peer.close()
-
-
 def test_an_idle_server_with_a_channel_uses_no_cpu(server: ServerProcess) -> None:
     peer = Peer(opened(server))
     peer.infer(rows(1))
@@ -144,17 +141,21 @@ def cpu_seconds(server: ServerProcess) -> float:
     return (int(fields[11]) + int(fields[12])) / 100  # ticks of 10 ms
 
 
-def test_sigterm_answers_what_was_read_and_removes_the_socket(server: ServerProcess, tmp_path: Path) -> None:
-    peer = Peer(opened(server))
-    last = peer.send(16, peer.places(1))
-    assert peer.wait(last).status == 200
-    server.process.send_signal(signal.SIGTERM)
-    with pytest.raises(ChannelClosedError):
-        peer.wait(peer.sequence + 1, 30)
-    assert server.process.wait(30) == 0
-    assert not (tmp_path / "channels").exists()
-    assert "Traceback" not in server.log()
-    peer.close()
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_callers_learn_that_the_server_has_ended(number: signal.Signals, tmp_path: Path) -> None:
+    """After SIGTERM, it has answered what it had read, and removes its socket."""
+    with served(tmp_path) as server:
+        peer = Peer(opened(server))
+        last = peer.send(16, peer.places(1))
+        assert peer.wait(last).status == 200
+        server.process.send_signal(number)
+        with pytest.raises(ChannelClosedError):
+            peer.wait(peer.sequence + 1, 30)
+        peer.close()
+        if number == signal.SIGTERM:
+            assert server.process.wait(30) == 0
+            assert not (tmp_path / "channels").exists()
+            assert "Traceback" not in server.log()
 
 
 def test_a_socket_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
@@ -178,17 +179,6 @@ def test_clients_find_the_channels_of_a_server_on_loopback(tmp_path: Path) -> No
         server.terminate()
         assert server.process.wait(30) == 0
         assert not path.exists()
-
-
-def test_http_is_served_beside_channels(server: ServerProcess) -> None:
-    peer = Peer(opened(server))
-    body, length = hidden_request(rows(3))
-    headers = {"Inference-Header-Content-Length": str(length)}
-    response = httpx.post(f"http://{server.url}/v2/models/tiny/infer", content=body, headers=headers)
-    size = int(response.headers["Inference-Header-Content-Length"])
-    over_http = np.frombuffer(response.content[size:], np.float32).reshape(3, HIDDEN)
-    assert np.array_equal(peer.infer(rows(3)), over_http)
-    peer.close()
 
 
 @pytest.mark.parametrize("http_workers", [1, 2])

@@ -288,30 +288,27 @@ async def test_a_queued_request_is_cancelled_with_its_error(tmp_path: Path) -> N
         assert await begun.output() == rows(1).tobytes()
 
 
-async def test_a_priority_reaches_the_engine(tmp_path: Path) -> None:
-    runner = EchoRunner()
-    async with remote(tmp_path, runner) as (_, engine):
-        runner.gate.clear()
-        begun = Asked(engine, request(1))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        asked = [Asked(engine, request(512)), Asked(engine, request(511), priority=1)]
-        runner.gate.set()
-        for each in (begun, *asked):
-            await each.output()
-    assert runner.steps == [[1], [511], [512]]
-
-
-async def test_the_callers_of_an_http_process_share_its_channel(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "order"),
+    [
+        ([{}, {"priority": 1}], [259, 260]),
+        ([{"caller": 7}, {"caller": 7}, {"caller": 2**32 - 1}], [260, 258, 259]),
+    ],
+    ids=["priority", "callers share the channel"],
+)
+async def test_priorities_and_callers_reach_the_engine(
+    given: list[dict[str, int]], order: list[int], tmp_path: Path
+) -> None:
     runner = EchoRunner()
     async with remote(tmp_path, runner) as (_, engine):
         runner.gate.clear()
         begun = Asked(engine, request(1), caller=7)
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        asked = [Asked(engine, request(260 - i), caller=caller) for i, caller in enumerate((7, 7, 2**32 - 1))]
+        asked = [Asked(engine, request(260 - number), **each) for number, each in enumerate(given)]
         runner.gate.set()
         for each in (begun, *asked):
             await each.output()
-    assert runner.steps == [[1], [260], [258], [259]], "no two fit in a step"
+    assert runner.steps == [[1], *([tokens] for tokens in order)], "no two fit in a step"
 
 
 async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:

@@ -1,18 +1,17 @@
 """Requests through channels: the same results, queue, limits, deadlines and metrics as over HTTP."""
 
 import asyncio
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
 from expertd.service.engine.forecast import Forecast
 from tests.service.apps import (
     HIDDEN,
-    NUM_EXPERTS,
     TOP_K,
     Serving,
     binary_request,
@@ -22,24 +21,17 @@ from tests.service.apps import (
     rows,
 )
 from tests.service.channels.peer import Peer
-from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed
+from tests.service.channels.servers import answer_of, answer_to, channel, channel_server, claimed
 from tests.service.keys import bearer, write_keys
+from tests.service.ranks.steps import routing
 from tests.service.runners import EchoRunner, Turnstile
 from tests.service.waiting import until
 
 DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
-def routing(num_tokens: int, seed: int = 0) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Random distinct experts and weights."""
-    random = np.random.default_rng(seed)
-    ids = np.argsort(random.random((num_tokens, NUM_EXPERTS)), axis=1)[:, :TOP_K]
-    return ids.astype(np.int32), random.random((num_tokens, TOP_K), np.float32)
-
-
 async def test_results_are_those_of_http(tmp_path: Path) -> None:
-    async with channel_server(tmp_path) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path) as (server, peer):
         for seed in range(6):  # more than there are slots
             hidden_states = rows(1 + 3 * seed, seed)
             over_http = output_of(await server.infer(*hidden_request(hidden_states)))
@@ -53,33 +45,27 @@ async def test_results_are_those_of_http(tmp_path: Path) -> None:
             body, length = binary_request(tensors, parameters={"binary_data_output": True})
             over_http = output_of(await server.infer(body, length))
             assert np.array_equal(await asyncio.to_thread(peer.infer, hidden_states, ids, weights), over_http)
-        peer.close()
 
 
-@pytest.mark.parametrize("output_datatype", DTYPES)
-@pytest.mark.parametrize("datatype", DTYPES)
-async def test_every_pair_of_datatypes(tmp_path: Path, datatype: str, output_datatype: str) -> None:
-    async with channel_server(tmp_path) as server:
-        peer = await claimed(server)
-        rounded = torch.from_numpy(rows(5)).to(DTYPES[datatype])
-        over_http = output_of(await server.infer(*hidden_request(rounded.float().numpy())))
-        places = peer.places(1)
-        data = rounded.view(torch.uint8).numpy().ravel()
-        peer.array(places[0], data.shape, np.uint8)[:] = data
-        answer = await answer_of(peer, 5, datatype=datatype, output_datatype=output_datatype)
-        assert (answer.status, answer.error) == (200, "")
-        size = 5 * HIDDEN * DTYPES[output_datatype].itemsize
-        output = torch.from_numpy(peer.array(places[3], (size,), np.uint8).copy())
-        got = output.view(DTYPES[output_datatype]).reshape(5, HIDDEN)
-        torch.testing.assert_close(
-            got, torch.from_numpy(over_http.copy()).to(got.dtype), rtol=1e-2, atol=1e-3
-        )
-        peer.close()
+async def test_every_pair_of_datatypes(tmp_path: Path) -> None:
+    async with channel(tmp_path) as (server, peer):
+        for datatype, output_datatype in product(DTYPES, DTYPES):
+            rounded = torch.from_numpy(rows(5)).to(DTYPES[datatype])
+            over_http = output_of(await server.infer(*hidden_request(rounded.float().numpy())))
+            places = peer.places(peer.sequence + 1)
+            data = rounded.view(torch.uint8).numpy().ravel()
+            peer.array(places[0], data.shape, np.uint8)[:] = data
+            answer = await answer_of(peer, 5, datatype=datatype, output_datatype=output_datatype)
+            assert (answer.status, answer.error) == (200, "")
+            size = 5 * HIDDEN * DTYPES[output_datatype].itemsize
+            output = torch.from_numpy(peer.array(places[3], (size,), np.uint8).copy())
+            got = output.view(DTYPES[output_datatype]).reshape(5, HIDDEN)
+            expected = torch.from_numpy(over_http.copy()).to(got.dtype)
+            torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-3)
 
 
 async def test_a_line_that_repeats_is_read_again(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server, num_slots=1)
+    async with channel(tmp_path, EchoRunner(), request={"num_slots": 1}) as (_, peer):
         for value in (1.0, 2.0, 3.0):
             hidden_states = np.full((2, HIDDEN), value, np.float32)
             assert np.array_equal(await asyncio.to_thread(peer.infer, hidden_states), hidden_states)
@@ -89,28 +75,26 @@ async def test_a_line_that_repeats_is_read_again(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="400: topk_ids: expected 0 to 3"):
             await asyncio.to_thread(peer.infer, rows(1), bad, weights)
         await asyncio.to_thread(peer.infer, rows(1), good, weights)
-        peer.close()
 
 
 async def test_places_of_the_callers_own(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server, memory={"system": {"byte_size": 64 * 1024}})
+    async with channel(tmp_path, EchoRunner(), request={"memory": {"system": {"byte_size": 64 * 1024}}}) as (
+        _,
+        peer,
+    ):
         assert (peer.data_bytes, peer.data_slot_bytes) == (64 * 1024, 0)
         last = 64 * 1024 - 2 * HIDDEN * 4
         peer.array(last, (2, HIDDEN), np.float32)[:] = rows(2)
         answer = await answer_to(peer, peer.send(2, (last, 0, 0, 64)))
         assert answer.status == 200
         assert np.array_equal(peer.array(64, (2, HIDDEN), np.float32), rows(2))
-        peer.close()
 
 
 async def test_no_tokens_need_no_step(tmp_path: Path) -> None:
     runner = EchoRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, runner) as (_, peer):
         assert (await answer_of(peer, 0)).status == 200
         assert (await answer_of(peer, 0, routed=True)).status == 200
-        peer.close()
     assert runner.steps == []
 
 
@@ -175,8 +159,7 @@ async def test_a_request_waits_no_longer_than_its_timeout(
     monkeypatch.setattr(Forecast, "note", lambda *_: None)  # else a slow step has it refused before
     runner = EchoRunner()
     runner.gate = gate = Turnstile()
-    async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, runner, {"max_batch_tokens": 64}) as (server, peer):
         blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         full_step = asyncio.ensure_future(server.infer(*hidden_request(rows(64))))
@@ -200,7 +183,6 @@ async def test_a_request_waits_no_longer_than_its_timeout(
         output_of(await full_step)
         await until(lambda: server.metric("requests_total", model="tiny", status="200") == 4)
         assert server.metric("refusals_total", model="tiny", reason="queue_timeout") == 2
-        peer.close()
     assert runner.steps == [[1], [64], [2, 4]]
 
 
@@ -220,9 +202,11 @@ async def test_urgent_requests_of_channels_and_http_come_first(tmp_path: Path) -
     assert runner.steps == [[1], [62], [63], [64]]
 
 
-async def test_requests_and_refusals_are_counted(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner(poison=666.0)) as server:
-        peer = await claimed(server)
+async def test_requests_and_refusals_are_counted_and_each_refusal_is_one_line_at_debug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "expertd.service.channels.hub")
+    async with channel(tmp_path, EchoRunner(poison=666.0)) as (server, peer):
         await asyncio.to_thread(peer.infer, rows(2))
         assert (await answer_of(peer, 17)).error == "num_tokens: expected at most 16, got 17"
         poisoned = np.full((1, HIDDEN), 666.0, np.float32)
@@ -235,31 +219,19 @@ async def test_requests_and_refusals_are_counted(tmp_path: Path) -> None:
         assert server.metric("refusals_total", model="tiny", reason="too_many_tokens") == 1
         assert server.metric("refusals_total", model="tiny", reason="step_failed") == 1
         assert server.metric("tokens_total", model="tiny", layout="masked") == 2
-        peer.close()
-
-
-async def test_each_refusal_is_one_line_at_debug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logger = "expertd.service.channels.hub"
-    caplog.set_level("DEBUG", logger)
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server)
-        assert (await answer_of(peer)).status == 200
-        assert (await answer_of(peer, 17)).status == 400
-        await until(lambda: server.metric("requests_total", model="tiny", status="400") == 1)
-        peer.close()
     lines = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
+    refused = [line for line in lines if line[:3].isdigit()]
     expected = "model tiny, channel 1, request 2: num_tokens: expected at most 16, got 17"
-    assert [line for line in lines if line[:3].isdigit()] == [f"400 too_many_tokens: {expected}"]
+    assert refused[0] == f"400 too_many_tokens: {expected}"
+    assert [line[:15] for line in refused[1:]] == ["500 step_failed"]
 
 
 async def test_machines_with_weaker_order_get_a_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("expertd.service.memory.fence._WEAKLY_ORDERED", True)
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, EchoRunner()) as (_, peer):
         assert np.array_equal(await asyncio.to_thread(peer.infer, rows(3)), rows(3))
-        peer.close()
 
 
 async def test_a_draining_server_answers_what_it_has_accepted(tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
-"""Answers that the device writes itself, before the server's thread has noticed the end of the step."""
+"""Answers that the device writes itself, before the server has noticed the step's end or a timeout."""
 
 import asyncio
 import ctypes
+import queue
 import threading
+import time
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from expertd.service.engine.forecast import Forecast
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import HIDDEN, rows
 from tests.service.channels.peer import Peer
-from tests.service.channels.servers import answer_to, channel_server, claimed
+from tests.service.channels.servers import answer_to, channel, channel_server, claimed
 from tests.service.runners import Computed, EchoRunner
 from tests.service.waiting import until
 
@@ -58,8 +62,7 @@ async def sent(peer: Peer, value: float) -> int:
 
 async def test_an_output_is_there_before_the_server_has_noticed(tmp_path: Path) -> None:
     runner = SignallingRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server, num_slots=1)
+    async with channel(tmp_path, runner, request={"num_slots": 1}) as (server, peer):
         sequence = await sent(peer, 5.0)
         assert (peer.array(peer.places(1)[3], (2, HIDDEN), np.float32) == 5.0).all()
         start = peer.starts[0] + 128
@@ -70,13 +73,11 @@ async def test_an_output_is_there_before_the_server_has_noticed(tmp_path: Path) 
         assert (answer.status, answer.compute_seconds) == (200, 0.001)
         assert answer.queue_seconds > 0
         await until(lambda: server.metric("requests_total", model="tiny", status="200") == 1)
-        peer.close()
 
 
 async def test_a_slot_is_used_again_before_the_server_has_noticed(tmp_path: Path) -> None:
     runner = SignallingRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server, num_slots=1)
+    async with channel(tmp_path, runner, request={"num_slots": 1}) as (server, peer):
         places = peer.places(1)
         for turn in range(1, 4):
             runner.noticed.clear()
@@ -87,28 +88,24 @@ async def test_a_slot_is_used_again_before_the_server_has_noticed(tmp_path: Path
             assert (await answer_to(peer, following)).status == 200
             assert (peer.array(places[3], (2, HIDDEN), np.float32) == -turn).all()
         await until(lambda: server.metric("requests_total", model="tiny", status="200") == 6)
-        peer.close()
 
 
 async def test_times_are_never_those_of_an_earlier_request(tmp_path: Path) -> None:
     runner = SignallingRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server, num_slots=1)
+    async with channel(tmp_path, runner, request={"num_slots": 1}) as (server, peer):
         await sent(peer, 1.0)
         invalid = peer.send(17, peer.places(1))
         runner.noticed.set()
         assert (await answer_to(peer, invalid)).status == 400
         await until(lambda: server.metric("requests_total", model="tiny", status="200") == 1)
         assert peer.words[(peer.starts[0] + 128) // 8 + 5] == invalid
-        peer.close()
 
 
 async def test_an_error_after_an_output_and_before_the_next(tmp_path: Path) -> None:
     """The status that the device announces is there before it, also after an error."""
     runner = SignallingRunner()
     runner.noticed.set()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server, num_slots=1)
+    async with channel(tmp_path, runner, request={"num_slots": 1}) as (_, peer):
         for _ in range(3):
             runner.noticed.set()
             assert await asyncio.to_thread(peer.infer, rows(3)) is not None
@@ -120,7 +117,6 @@ async def test_an_error_after_an_output_and_before_the_next(tmp_path: Path) -> N
             assert int.from_bytes(peer.control[start + 8 : start + 16], "little") == 200, "and no error bytes"
             runner.noticed.set()
             assert (await answer_to(peer, sequence)).status == 200
-        peer.close()
 
 
 @pytest.mark.parametrize("with_next", [False, True])
@@ -136,3 +132,99 @@ async def test_a_channel_ends_before_the_server_has_noticed(tmp_path: Path, with
         runner.noticed.set()
         assert (await asyncio.to_thread(other.infer, rows(2))).shape == (2, HIDDEN)
         other.close()
+
+
+TIMEOUT = 3e-3
+REQUESTS = 500
+
+
+class Running:
+    """A step of the device thread, from its begin on."""
+
+    def __init__(self, requests: Sequence[LayerRequest], seconds: float) -> None:
+        self.requests = requests
+        self.end = time.perf_counter() + seconds
+        self.ended = threading.Event()
+        self.result: StepResult | None = None
+
+    def is_done(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self) -> float:
+        return self.finish().compute_seconds
+
+    def finish(self) -> StepResult:
+        self.ended.wait()
+        assert self.result is not None
+        return self.result
+
+
+class DeviceRunner(EchoRunner):
+    """Its thread writes outputs and signals as a GPU does: most steps are short, the rest end at TIMEOUT."""
+
+    def __init__(self, random: np.random.Generator, signals: bool) -> None:
+        super().__init__()
+        self._random, self._signals = random, signals
+        self._steps: queue.SimpleQueue[Running] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def begin(self, requests: Sequence[LayerRequest]) -> Running:  # type: ignore[override]
+        long = self._random.random() < 0.4
+        step = Running(requests, TIMEOUT + self._random.uniform(-1e-3, 1e-3) if long else 100e-6)
+        self._steps.put(step)
+        return step
+
+    def _work(self) -> None:
+        while True:
+            step = self._steps.get()
+            time.sleep(max(0.0, step.end - time.perf_counter()))
+            step.result = self._run(step.requests)
+            for request in step.requests:
+                if self._signals and request.signal is not None:
+                    ctypes.c_uint64.from_address(request.signal.address).value = request.signal.value
+            step.ended.set()
+
+
+def hammer(peer: Peer, count: int) -> Counter[str]:
+    """Send requests as fast as slots are free, and check every answer."""
+    outcomes: Counter[str] = Counter()
+    open_requests: deque[int] = deque()
+
+    def settle(sequence: int) -> None:
+        in_time = peer.is_in_time(sequence)
+        answer = peer.wait(sequence)  # the slot is free
+        outcomes[str(answer.status) if in_time else "late"] += 1
+        assert answer.status == 200 or (answer.status == 503 and "timeout" in answer.error), answer
+        if answer.status == 200:
+            output = peer.array(peer.places(sequence)[3], (2, HIDDEN), np.float32)
+            assert (output == sequence).all(), sequence
+
+    for _ in range(count):
+        if len(open_requests) == peer.num_slots:
+            settle(open_requests.popleft())
+        places = peer.places(peer.sequence + 1)
+        peer.array(places[0], (2, HIDDEN), np.float32)[:] = peer.sequence + 1
+        open_requests.append(peer.send(2, places, timeout=TIMEOUT))
+    while open_requests:
+        settle(open_requests.popleft())
+    return outcomes
+
+
+@pytest.mark.parametrize(("num_slots", "signals"), [(1, True), (3, True), (3, False)])
+async def test_no_answer_is_lost_or_wrong(
+    tmp_path: Path, num_slots: int, signals: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Forecast, "step", lambda self, num_tokens: 0.0)  # else most are refused at once
+    runner = DeviceRunner(np.random.default_rng(num_slots), signals)
+    async with channel(tmp_path, runner, request={"num_slots": num_slots}) as (server, peer):
+        outcomes = await asyncio.to_thread(hammer, peer, REQUESTS)
+        assert outcomes.total() == REQUESTS
+        assert outcomes["200"] > REQUESTS // 10
+        assert outcomes["late"] > REQUESTS // 100
+
+        def counted() -> float:
+            return sum(
+                server.metric("requests_total", model="tiny", status=status) for status in ("200", "503")
+            )
+
+        await until(lambda: counted() == REQUESTS)

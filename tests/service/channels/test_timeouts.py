@@ -7,15 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from expertd.service.channels.channel import Channel
-from expertd.service.engine.executor import Executor
-from expertd.service.engine.loading import load
-from expertd.service.ranks.front.loading import load_ranks
-from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows, serving, tiny_settings
-from tests.service.channels.peer import ChannelClosedError, Peer
-from tests.service.channels.servers import answer_of, answer_to, channel_server, claimed, mapped
+from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows
+from tests.service.channels.peer import Peer
+from tests.service.channels.servers import answer_of, answer_to, channel, channel_server, claimed, mapped
 from tests.service.channels.test_remote import Asked, remote, request
 from tests.service.runners import DeviceRunner, EchoRunner
 from tests.service.waiting import until
@@ -40,12 +36,19 @@ async def during_a_step(directory: Path) -> AsyncIterator[tuple[Serving, Peer]]:
     assert runner.steps == [[1]]
 
 
-async def test_a_timeout_passes_during_the_step_in_which_the_request_arrived(tmp_path: Path) -> None:
-    async with during_a_step(tmp_path) as (_, peer):
+async def test_timeouts_cancellations_and_ends_of_callers_are_noticed_during_a_step(tmp_path: Path) -> None:
+    async with during_a_step(tmp_path) as (server, peer):
         answer = await answer_of(peer, 2, timeout=0.02)
         text = "the request's timeout of 20000 microseconds expired in the queue"
         assert (answer.status, answer.error) == (503, text)
+        cancelled = peer.send(2, peer.places(2))
+        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        peer.cancel(cancelled)
+        assert (await answer_to(peer, cancelled)).status == 499
+        peer.send(2, peer.places(3))
+        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
         peer.close()
+        await until(lambda: server.metric("queue_requests", model="tiny") == 0)
 
 
 @asynccontextmanager
@@ -67,8 +70,7 @@ async def late_in_its_step(
 
 async def test_a_timeout_that_passes_during_the_requests_own_step_is_said_then(tmp_path: Path) -> None:
     runner, lateness = EchoRunner(), []
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server)
+    async with channel(tmp_path, runner) as (server, peer):
         for _ in range(5):
             runner.gate.clear()
             sent = time.perf_counter()
@@ -81,7 +83,6 @@ async def test_a_timeout_that_passes_during_the_requests_own_step_is_said_then(t
             await asyncio.sleep(0.15)  # then requests are admitted again, whatever the last step took
         assert server.metric("requests_total", model="tiny", status="503") == 5
         assert server.metric("refusals_total", model="tiny", reason="queue_timeout") == 5
-        peer.close()
     assert runner.steps == [[2]] * 5
     assert min(lateness) < 5e-3, lateness
 
@@ -111,18 +112,6 @@ async def test_other_slots_do_not_wait_for_a_late_request(tmp_path: Path) -> Non
         peer.close()
 
 
-async def test_the_slot_of_a_late_request_must_not_be_used_before_its_answer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with late_in_its_step(tmp_path) as (server, peer, _):
-        peer.send(2, peer.places(2))
-        with pytest.raises(ChannelClosedError):
-            await answer_to(peer, 2)
-        await until(lambda: server.metric("channels") == 0)
-        peer.close()
-    assert "channel 1 of model tiny: slot 0: expected request 2 after answer 1" in caplog.text
-
-
 async def test_a_channel_is_freed_once_the_step_of_a_late_request_has_ended(tmp_path: Path) -> None:
     runner, before = EchoRunner(), mapped()
     async with channel_server(tmp_path, runner) as server:
@@ -141,31 +130,20 @@ async def test_a_channel_is_freed_once_the_step_of_a_late_request_has_ended(tmp_
         assert server.metric("requests_total", model="tiny", status="200") == 0
 
 
-async def test_what_is_cancelled_during_a_step_is_not_computed(tmp_path: Path) -> None:
-    async with during_a_step(tmp_path) as (server, peer):
-        sequence = peer.send(2, peer.places(1))
-        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
-        peer.cancel(sequence)
-        assert (await answer_to(peer, sequence)).status == 499
-        peer.close()
-
-
 async def test_a_cancel_is_not_lost_if_its_request_waits_for_its_slot(tmp_path: Path) -> None:
     """The device has answered the request before it there, whose step has not been seen to end."""
     runner = DeviceRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server, num_slots=1)
-        channel = server.app.channels.entries["1"].channel
+    async with channel(tmp_path, runner, request={"num_slots": 1}) as (server, peer):
+        entry = server.app.channels.entries["1"]
         runner.gate.clear()
         first = peer.send(2, peer.places(1))
         await in_step(runner)
         peer.words[(peer.starts[0] + 128) // 8] = first  # as the device does
         peer.send(3, peer.places(2))
         peer.cancel(2)
-        await until(lambda: channel._look_again)
+        await until(lambda: entry.channel._look_again)
         runner.gate.set()
         assert (await answer_to(peer, 2)).status == 499
-        peer.close()
     assert runner.steps == [[2]]
 
 
@@ -188,14 +166,6 @@ async def test_a_channel_has_one_timer_and_none_when_it_is_closed(tmp_path: Path
         del peer
         await until(lambda: mapped() == before)
         other.close()
-
-
-async def test_what_a_caller_leaves_behind_during_a_step_is_not_computed(tmp_path: Path) -> None:
-    async with during_a_step(tmp_path) as (server, peer):
-        peer.send(2, peer.places(1))
-        await until(lambda: server.metric("queue_requests", model="tiny") == 1)
-        peer.close()
-        await until(lambda: server.metric("queue_requests", model="tiny") == 0)
 
 
 async def test_what_an_http_process_cancels_during_a_step_is_answered_then(tmp_path: Path) -> None:
@@ -227,32 +197,10 @@ async def test_an_http_process_waits_for_the_end_of_a_step_whatever_its_timeout(
         assert server.metric("refusals_total", model="tiny", reason="queue_timeout") == 0, "it counts itself"
 
 
-async def test_short_steps_are_not_looked_into(tmp_path: Path) -> None:
-    runner = EchoRunner()
-    async with channel_server(tmp_path, runner) as server:
-        peer = await claimed(server)
-        assert (await answer_of(peer)).status == 200
-        executor = server.app.engine.executor
-        assert isinstance(executor, Executor)
-        poller = executor.lanes[0].poller
-        await until(lambda: poller.looks == 0)  # the first step of a size may be long
-        assert (await answer_of(peer)).status == 200
-        assert poller.looks == 0
-        peer.close()
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_outputs_of_requests_with_a_timeout_have_the_same_bits(tmp_path: Path, ranks: int) -> None:
-    async with serving(
-        tiny_settings(
-            {"prefill_chunk_tokens": 4}, channels={"socket": str(tmp_path / "channels")}, ranks=ranks
-        ),
-        load if ranks == 1 else load_ranks,
-    ) as server:
-        peer = await claimed(server)
+async def test_outputs_of_requests_with_a_timeout_have_the_same_bits(tmp_path: Path) -> None:
+    async with channel(tmp_path, limits={"prefill_chunk_tokens": 4}) as (_, peer):
         for count in (1, 3, 16):
             plain, late = [
                 await asyncio.to_thread(peer.infer, rows(count), timeout=timeout) for timeout in (0.0, 60.0)
             ]
             np.testing.assert_array_equal(late, plain)
-        peer.close()

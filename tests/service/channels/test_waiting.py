@@ -58,20 +58,6 @@ class Waits:
         return call
 
 
-def test_the_most_urgent_leave_first() -> None:
-    waits = Waits()
-    given = [waits.put(priority=priority, caller=caller) for caller, priority in enumerate((128, 255, 1, 2))]
-    assert [call.caller for call in waits.order()] == [2, 3, 0, 1]
-    assert given[0] not in waits.order(), "nothing is left"
-
-
-def test_callers_take_turns() -> None:
-    waits = Waits()
-    for caller in (1, 1, 1, 1, 2, 2, 3):
-        waits.put(caller)
-    assert [call.caller for call in waits.order()] == [1, 2, 3, 1, 2, 1, 1]
-
-
 def test_models_leave_in_proportion_to_their_weights() -> None:
     waits = Waits()
     for _ in range(12):
@@ -120,16 +106,6 @@ def test_those_unlike_all_in_the_channel_may_leave_before_others() -> None:
     assert [call.caller for call in waits.order()] == [1, 3, 1], "the others have their turns"
 
 
-def test_what_is_taken_counts_until_it_is_sent() -> None:
-    waits = Waits()
-    waits.put(1, 17)
-    taken = waits.calls.take()
-    assert waits.totals == [Backlog(1, 17), Backlog(0, 0)]
-    waits.calls.sent(taken)
-    assert waits.totals == [Backlog(0, 0)] * 2
-    assert len(waits.calls) == 0
-
-
 def test_what_is_removed_does_not_leave() -> None:
     waits = Waits()
     kept, removed = waits.put(1), waits.put(2, 17)
@@ -154,17 +130,6 @@ def test_as_many_requests_wait_as_the_limits_allow() -> None:
     waits.take()
     waits.put()
     assert waits.totals == [Backlog(2, 2), Backlog(1, 1)]
-
-
-def test_as_many_tokens_wait_as_the_limits_allow() -> None:
-    waits = Waits(limits={"max_queue_tokens": 64})
-    waits.put(num_tokens=60)
-    waits.calls.check_capacity("tiny", 4, 0)
-    with pytest.raises(QueueFullError, match="60 tokens of at most 64 are waiting, and at least 5 more"):
-        waits.calls.check_capacity("tiny", 5, 0)
-    with pytest.raises(QueueFullError):
-        waits.put(num_tokens=5)
-    waits.put(num_tokens=4)
 
 
 def test_a_caller_without_requests_is_not_shut_out() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from expertd.service.channels.requests import ChannelModel, InvalidRequestError,
 from expertd.service.moe.request import Signal
 from tests.service.apps import HIDDEN, TOP_K, hidden_request, output_of, rows
 from tests.service.channels.peer import ChannelClosedError, Peer
-from tests.service.channels.servers import answer_to, channel_server, claimed
+from tests.service.channels.servers import answer_to, channel, channel_server, claimed
 from tests.service.runners import EchoRunner, Turnstile
 from tests.service.waiting import until
 
 SIZE = 64 * 1024
+REGION: dict[str, Any] = {"memory": {"system": {"byte_size": SIZE}}}
 FP32, BF16 = 3, 1
 GOOD = (2, FP32, FP32, 0, 0, 0, 0, 0, 8192, 0, 0)
 FIELDS = ("num_tokens", "datatype", "output_datatype", "flags", "timeout_us")
@@ -70,8 +72,10 @@ WRONG = {
 
 
 async def test_every_wrong_line_is_an_error_in_its_slot(tmp_path: Path) -> None:
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server, memory={"system": {"byte_size": SIZE}})
+    async with channel(tmp_path, EchoRunner(), request=REGION) as (
+        _,
+        peer,
+    ):
         peer.array(2048, (2, TOP_K), np.int32)[:] = 4
         peer.array(0, (2, HIDDEN), np.float32)[:] = 0
         for text, changes in WRONG.items():
@@ -80,13 +84,14 @@ async def test_every_wrong_line_is_an_error_in_its_slot(tmp_path: Path) -> None:
                 peer.write(peer.sequence, data)
                 answer = await answer_to(peer, peer.sequence)
                 assert (answer.status, answer.error) == expected
-        peer.close()
 
 
 async def test_errors_end_no_wait_of_a_stream(tmp_path: Path) -> None:
     """A stream waits for the answer's sequence, so an error has another place; the channel goes on."""
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server, memory={"system": {"byte_size": SIZE}})
+    async with channel(tmp_path, EchoRunner(), request=REGION) as (
+        _,
+        peer,
+    ):
         peer.array(0, (2, HIDDEN), np.float32)[:] = 0
         for text, changes in WRONG.items():
             flags = changes.get("flags", 0) | 2
@@ -101,13 +106,14 @@ async def test_errors_end_no_wait_of_a_stream(tmp_path: Path) -> None:
             await until(lambda: peer.answered(peer.sequence))  # nobody rings
             assert (await answer_to(peer, peer.sequence)).status == 200
             assert not peer.has_failed(peer.sequence)
-        peer.close()
 
 
 async def test_requests_that_are_written_after_their_ring(tmp_path: Path) -> None:
     """As a GPU writes them when its stream gets there: announced, rung, and written later."""
-    async with channel_server(tmp_path, EchoRunner()) as server:
-        peer = await claimed(server, memory={"system": {"byte_size": SIZE}})
+    async with channel(tmp_path, EchoRunner(), request=REGION) as (
+        _,
+        peer,
+    ):
         peer.array(0, (2, HIDDEN), np.float32)[:] = 0
         for number in range(1, 40):
             word = peer.announce(number, line(flags=2))
@@ -117,7 +123,6 @@ async def test_requests_that_are_written_after_their_ring(tmp_path: Path) -> Non
             peer.words[word] = number
             await until(lambda number=number: peer.answered(number))  # type: ignore[misc]
             assert (await answer_to(peer, number)).status == 200
-        peer.close()
 
 
 lines = st.builds(
@@ -189,7 +194,7 @@ async def test_a_wrong_sequence_ends_the_channel_and_no_other(
     assert callable(lie)
     runner = EchoRunner()
     async with channel_server(tmp_path, runner) as server:
-        liar = await claimed(server, memory={"system": {"byte_size": SIZE}})
+        liar = await claimed(server, **REGION)
         honest = await claimed(server)
         runner.gate.clear()
         sequence = honest.send(1, honest.places(1))
@@ -216,7 +221,7 @@ async def test_a_slot_used_again_before_its_answer_ends_the_channel(
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)
         full_step = asyncio.ensure_future(server.infer(*hidden_request(rows(64))))
         await until(lambda: server.metric("queue_requests", model="tiny") == 1)
-        liar = await claimed(server, num_slots=1, memory={"system": {"byte_size": SIZE}})
+        liar = await claimed(server, num_slots=1, **REGION)
         liar.write(1, line())
         gate.let_one_through()
         assert await asyncio.to_thread(runner.entered.acquire, True, 10)

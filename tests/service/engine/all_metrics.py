@@ -1,16 +1,35 @@
 """Metrics as of a server that has everything, for tests of what reads them."""
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.device import GpuSensors, memory_metrics, use_metrics
 from expertd.service.engine.metrics.ranks import RankDevice, RankState, placement_metrics
 from expertd.service.engine.metrics.steps import QueueState, lane_queue_metrics, queue_metrics
+from expertd.service.engine.placement import PlacementState
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.step_counts import HostCopies, Launches, StepUse
-from tests.service.engine.test_placement_metrics import Given
 
 SHAPE = LayerShape(128, 128, 4, 2)
+
+
+class Given:
+    """The placement of a layer on two ranks."""
+
+    policy, objective, is_moving, failures = "static", "tokens", False, 3
+
+    def states(self) -> dict[str, PlacementState]:
+        ranks = [[0, 1], [2, 0]]
+        loads = [6.0, 1.0, 4.0], [4.0, 7.0]
+        return {"tiny": PlacementState(ranks, [True, True], *loads, 7 / 5.5, False, None, 5, 0.25)}
+
+    def rebalance(self, models: Sequence[str]) -> "Future[None]":
+        raise AssertionError("metrics only read")
+
+    def pin(self, model: str, ranks: Sequence[Sequence[int]]) -> "Future[None]":
+        raise AssertionError("metrics only read")
 
 
 def everything() -> Metrics:

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 
 from expertd.service.engine.callers import FairQueue
 from expertd.service.engine.chunks import begin_chunk
@@ -25,21 +26,21 @@ def taken(queue: FairQueue[Submission], num_tokens: int = 0) -> tuple[int, int]:
     return head.caller, count
 
 
-def test_a_callers_requests_keep_their_order() -> None:
+@pytest.mark.parametrize(
+    ("given", "order"),
+    [
+        ([(1, 3), (1, 8), (1, 1), (1, 8)], [0, 1, 2, 3]),
+        ([(1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (3, 1)], [0, 3, 5, 1, 4, 2]),
+    ],
+    ids=["requests keep their order", "callers take turns"],
+)
+def test_the_order_of_requests(given: list[tuple[int, int]], order: list[int]) -> None:
     queue = FairQueue[Submission](8)
-    given = [pending(1, size) for size in (3, 8, 1, 8)]
     for each in given:
-        queue.put(each)
-    assert queue.num_requests == 4
-    assert [taken(queue)[1] for _ in given] == [3, 8, 1, 8]
+        queue.put(pending(*each))
+    assert queue.num_requests == len(given)
+    assert [taken(queue) for _ in given] == [given[index] for index in order]
     assert queue.num_requests == 0
-
-
-def test_callers_take_turns() -> None:
-    queue = FairQueue[Submission](8)
-    for caller in (1, 1, 1, 2, 2, 3):
-        queue.put(pending(caller, 1))
-    assert [taken(queue)[0] for _ in range(6)] == [1, 2, 3, 1, 2, 1]
 
 
 def test_callers_get_equal_tokens_whatever_the_size_of_their_requests() -> None:

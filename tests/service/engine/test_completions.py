@@ -2,55 +2,14 @@
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
-
-import pytest
 
 from expertd.service.engine.completions import Completions
 from expertd.service.engine.steps import Submission
 from expertd.service.moe.request import zero_request
 from tests.service.waiting import until
-
-
-@pytest.mark.parametrize("count", [8, 3000])
-async def test_reports_let_other_threads_run_a_few_times_however_many_wait(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each time may take 0.2 ms and more: else the event loop would be late by a second."""
-    times = [0]
-    most = 0
-
-    def slept(seconds: float) -> None:
-        times[-1] += 1
-
-    monkeypatch.setattr(time, "sleep", slept)
-    completions, seen = Completions(), list[int]()
-    completions.start()
-    for number in range(count):
-        completions.report_later(lambda number=number: seen.append(number))  # type: ignore[misc]
-    completions.deliver([])
-    while len(seen) < count:
-        before = times[-1]
-        await asyncio.sleep(0)
-        most = max(most, times[-1] - before)
-    assert seen == list(range(count))
-    assert 0 < most < 20
-
-
-async def test_a_report_alone_does_not_hold_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleeping for no time takes 0.1 ms, and the next request may be there."""
-    completions, seen, slept = Completions(), list[int](), list[float]()
-    monkeypatch.setattr(time, "sleep", slept.append)
-    completions.start()
-    completions.report_later(lambda: seen.append(1))
-    completions.deliver([])
-    while not seen:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not slept
 
 
 async def test_reports_may_be_left_to_another_thread() -> None:
@@ -69,27 +28,6 @@ async def test_reports_may_be_left_to_another_thread() -> None:
     await until(lambda: len(seen) == 100)
     assert seen == list(range(100))
     assert not completions.report_one()
-
-
-async def test_the_event_loop_calls_what_a_thread_has_no_time_for() -> None:
-    completions, seen = Completions(), list[int]()
-    completions.leaves_reports = True
-    completions.start()
-
-    def report(number: int) -> None:
-        completions.report_later(lambda: seen.append(number))
-
-    for number in range(64):
-        report(number)
-    completions.report_until(lambda: len(seen) == 2)
-    assert seen == [0, 1]
-    await asyncio.sleep(0.01)
-    assert seen == [0, 1], "few wait for the thread"
-    for number in range(64, 67):
-        report(number)
-    completions.report_until(lambda: True)
-    await until(lambda: len(seen) == 67)
-    assert seen == list(range(67))
 
 
 async def test_another_thread_may_take_the_last_report_at_any_time() -> None:

@@ -1,18 +1,16 @@
-"""The executor alone: how it batches and orders requests, and how it handles failed steps and callers."""
+"""The executor alone: steps of whole requests and of chunks, those that fail, and callers that leave."""
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+from expertd.service.engine.chunks import part_of
 from expertd.service.engine.errors import (
-    ExecutorClosedError,
     QueueFullError,
     QueueTimeoutError,
     RequestRefusedError,
@@ -21,11 +19,10 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.executor import Executor
 from expertd.service.engine.lane import StepLane
-from expertd.service.memory import host_view
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.memory import Span, host_view
+from expertd.service.moe.request import LayerRequest, Output, Signal, StepPlan, StepResult
 from expertd.service.settings.parts import Limits
-from tests.service.runners import Computed, DeviceRunner, EchoRunner, Submitted, Turnstile, layer_request
-from tests.service.waiting import until
+from tests.service.runners import Computed, EchoRunner, Submitted, Turnstile, layer_request
 
 T = TypeVar("T")
 
@@ -95,136 +92,6 @@ async def test_requests_that_wait_for_the_device_are_batched() -> None:
     assert observed.done == [("0", 1), ("0", 4), ("0", 2)]
 
 
-async def test_requests_keep_their_order_and_models_alternate() -> None:
-    order: list[str] = []
-
-    def done(model: str, _: object) -> None:
-        order.append(model)
-
-    runners = EchoRunner(), EchoRunner()
-    async with running(*runners) as executor:
-        first = await held(runners[0], executor)
-        pendings = [Submitted(executor, "0", layer_request([1.0] * 8)) for _ in range(3)]
-        pendings += [Submitted(executor, "1", layer_request([2.0] * 8)) for _ in range(2)]
-        for pending in pendings:
-            pending.answer.add_done_callback(partial(done, pending.model))
-        runners[0].gate.set()
-        for pending in (first, *pendings):
-            await soon(pending.answer)
-    assert order == ["0", "1", "0", "1", "0"]
-
-
-async def test_urgent_requests_come_first_and_equal_ones_in_their_order() -> None:
-    order: list[int] = []
-
-    def done(number: int, _: object) -> None:
-        order.append(number)
-
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        priorities = (128, 7, 255, 128, 7, 1)
-        pendings = [
-            Submitted(executor, "0", layer_request([1.0] * 8), priority=priority) for priority in priorities
-        ]
-        for number, pending in enumerate(pendings):
-            pending.answer.add_done_callback(partial(done, number))
-        assert executor.waiting("0") == (6, 48)
-        assert executor.cancel(pendings[4].pending, TimeoutError())
-        with pytest.raises(TimeoutError):
-            await pendings[4].answer
-        runner.gate.set()
-        for pending in (first, *pendings[:4], pendings[5]):
-            await soon(pending.answer)
-    assert order == [4, 5, 1, 0, 3, 2]
-
-
-async def test_a_model_with_an_urgent_request_comes_before_its_turn() -> None:
-    order: list[tuple[str, int]] = []
-
-    def done(each: tuple[str, int], _: object) -> None:
-        order.append(each)
-
-    runners = EchoRunner(), EchoRunner()
-    async with running(*runners) as executor:
-        first = await held(runners[0], executor)
-        given = [("0", 128), ("0", 128), ("1", 128), ("1", 1), ("1", 1)]
-        pendings = [
-            Submitted(executor, model, layer_request([1.0] * 8), priority=priority)
-            for model, priority in given
-        ]
-        for each, pending in zip(given, pendings, strict=True):
-            pending.answer.add_done_callback(partial(done, each))
-        runners[0].gate.set()
-        for pending in (first, *pendings):
-            await soon(pending.answer)
-    assert order == [("1", 1), ("1", 1), ("0", 128), ("1", 128), ("0", 128)]
-
-
-async def test_smaller_requests_do_not_overtake_a_large_one() -> None:
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        pendings = [Submitted(executor, "0", layer_request([1.0] * n)) for n in (4, 8, 1)]
-        runner.gate.set()
-        for pending in (first, *pendings):
-            await soon(pending.answer)
-    assert runner.steps == [[1], [4], [8], [1]]
-
-
-@pytest.mark.parametrize(
-    ("limits", "text"),
-    [
-        ({"max_queue_tokens": 10}, "8 tokens of at most 10 are waiting"),
-        ({"max_queue_requests": 2}, "2 requests of at most 2 are waiting"),
-    ],
-)
-async def test_a_full_queue_refuses_until_it_has_room(limits: dict[str, int], text: str) -> None:
-    runner = EchoRunner()
-    async with running(runner, observer=None, **limits) as executor:
-        first = await held(runner, executor)
-        pendings = [Submitted(executor, "0", layer_request([1.0] * 4)) for _ in range(2)]
-        with pytest.raises(QueueFullError, match=text) as caught:
-            Submitted(executor, "0", layer_request([1.0] * 4))
-        assert caught.value.retry_after >= 1
-        runner.gate.set()
-        for pending in (first, *pendings):
-            await soon(pending.answer)
-        await soon(Submitted(executor, "0", layer_request([1.0] * 4)).answer)
-
-
-async def test_retry_after_depends_on_recent_step_times() -> None:
-    runner = EchoRunner()
-    async with running(runner, max_queue_tokens=16) as executor:
-        first = await held(runner, executor)
-        for _ in range(2):
-            Submitted(executor, "0", layer_request([1.0] * 8))
-        executor.lanes[0].queues["0"].step_seconds = 2.0
-        with pytest.raises(QueueFullError) as caught:
-            executor.check_capacity("0")
-        assert caught.value.retry_after == 6, "two full steps waiting, one running, two seconds each"
-        runner.gate.set()
-        await soon(first.answer)
-        await soon(executor.drained())
-
-
-async def test_a_request_cancelled_in_the_queue_is_never_computed() -> None:
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        dropped = Submitted(executor, "0", layer_request([1.0]))
-        assert executor.cancel(dropped.pending, QueueTimeoutError("too late"))
-        assert not executor.cancel(dropped.pending, QueueTimeoutError("twice"))
-        assert not executor.cancel(first.pending, QueueTimeoutError("already started"))
-        assert executor.waiting("0") == (0, 0)
-        with pytest.raises(QueueTimeoutError, match="too late"):
-            await soon(dropped.answer)
-        runner.gate.set()
-        await soon(first.answer)
-        await soon(Submitted(executor, "0", layer_request([2.0])).answer)
-    assert runner.steps == [[1], [1]]
-
-
 async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None:
     runner = EchoRunner()
     async with running(runner) as executor:
@@ -242,55 +109,6 @@ async def test_a_request_whose_step_would_end_too_late_is_not_computed() -> None
         await soon(patient.answer)
         await soon(executor.drained())
     assert runner.steps[1:] == [[2]]
-
-
-async def test_steps_are_reported_while_the_device_computes_the_next_one() -> None:
-    threads: list[str] = []
-
-    class Noted(Observed):
-        def step_done(self, *step: Any) -> None:
-            threads.append(threading.current_thread().name)
-            super().step_done(*step)
-
-    runner, observed = DeviceRunner(), Noted()
-    runner.gate = gate = Turnstile()
-    async with running(runner, observer=observed) as executor:
-        executor.set_device(0.0, leaves_cpu=True)
-        pending = [Submitted(executor, "0", layer_request([0.0]))]
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        pending.append(Submitted(executor, "0", layer_request([1.0])))
-        for _ in range(2):  # a step's `wait` and its `finish` both ask
-            gate.let_one_through()
-        await until(lambda: len(threads) == 1)
-        assert len(runner.steps) == 2
-        for _ in range(2):
-            gate.let_one_through()
-        for request in pending:
-            await soon(request.answer)
-        await until(lambda: len(threads) == 2)  # no step follows
-    assert threads == ["expertd-worker", "MainThread"]
-
-
-async def test_no_report_of_a_step_waits_for_a_job() -> None:
-    runner, observed = DeviceRunner(), Observed()
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def job() -> None:
-        begun.set()
-        assert goes_on.wait(10)
-
-    async with running(runner, observer=observed) as executor:
-        executor.set_device(0.0, leaves_cpu=True)
-        pending = await held(runner, executor)
-        done = executor.do_between_steps(job)
-        runner.gate.set()
-        try:
-            assert await asyncio.to_thread(begun.wait, 10)
-            await until(lambda: len(observed.done) == 1)
-        finally:
-            goes_on.set()
-        await asyncio.wrap_future(done)
-        await soon(pending.answer)
 
 
 async def test_one_bad_request_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -345,47 +163,6 @@ async def test_a_cancelled_caller_does_not_disturb_the_others() -> None:
         await soon(executor.drained())
 
 
-async def test_jobs_run_between_steps_and_before_waiting_requests() -> None:
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        later = Submitted(executor, "0", layer_request([1.0]))
-        job = asyncio.ensure_future(executor.between_steps(lambda: len(runner.steps)))
-        await asyncio.sleep(0)
-        assert not job.done()
-        runner.gate.set()
-        assert await soon(job) == 1, "after the current step, before the next one"
-        await soon(first.answer)
-        await soon(later.answer)
-
-
-async def test_only_the_caller_of_a_job_sees_its_exception() -> None:
-    def broken() -> None:
-        raise ValueError("does not fit")
-
-    async with running(EchoRunner()) as executor:
-        with pytest.raises(ValueError, match="does not fit"):
-            await soon(executor.between_steps(broken))
-        assert values(await soon(Submitted(executor, "0", layer_request([1.0])).answer)) == [1.0]
-
-
-async def test_a_closed_executor_refuses_new_requests_and_answers_accepted_ones() -> None:
-    runner = EchoRunner()
-    async with running(runner) as executor:
-        first = await held(runner, executor)
-        second = Submitted(executor, "0", layer_request([2.0]))
-        executor.close()
-        with pytest.raises(ExecutorClosedError):
-            Submitted(executor, "0", layer_request([3.0]))
-        drained = asyncio.ensure_future(executor.drained())
-        await asyncio.sleep(0)
-        assert not drained.done()
-        runner.gate.set()
-        await soon(drained)
-        assert values(first.answer.result()) == [0.0]
-        assert values(second.answer.result()) == [2.0]
-
-
 async def test_an_observer_that_raises_does_not_prevent_answers(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Observed):
         def step_done(self, *_: Any) -> None:
@@ -419,3 +196,124 @@ async def test_a_step_that_outlasts_stop_is_reported_as_running() -> None:
         runner.gate.set()
         await soon(pending.answer)
     assert not executor.running
+
+
+LONG = [float(i) for i in range(1, 33)]
+
+
+def chunking(runner: EchoRunner, observer: Observed | None = None) -> AbstractAsyncContextManager[Executor]:
+    """An executor with chunks of 8 tokens."""
+    limits = {"max_request_tokens": 32, "max_batch_tokens": 32, "prefill_chunk_tokens": 8}
+    return running(runner, observer=observer, **limits)
+
+
+async def next_step(runner: EchoRunner, gate: Turnstile) -> None:
+    """Let the step at the gate end, and wait for the next one."""
+    gate.let_one_through()
+    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+
+
+async def in_chunks(runner: EchoRunner, executor: Executor, request: LayerRequest) -> Submitted:
+    """A long request that will be computed in chunks, behind a request whose step is running."""
+    await held(runner, executor)
+    long = Submitted(executor, "0", request)
+    Submitted(executor, "0", layer_request([0.0]))
+    return long
+
+
+def span(array: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]") -> Span:
+    return Span(array.ctypes.data, array.nbytes, None, array.data.cast("B"), array)
+
+
+async def test_a_request_in_chunks_is_answered_once_with_all_of_its_output() -> None:
+    runner, observed = EchoRunner(), Observed()
+    async with chunking(runner, observed) as executor:
+        long = await in_chunks(runner, executor, layer_request(LONG))
+        runner.gate.set()
+        assert values(await soon(long.answer)) == LONG
+        await soon(executor.drained())
+    assert runner.steps == [[1], [1], [8], [8], [8], [8]]
+    assert long.pending.compute_seconds == pytest.approx(4 * runner.seconds)
+    assert observed.done == [("0", 1)] * 3 + [("0", 0)] * 3, "it counts in its first step"
+
+
+async def test_a_request_that_is_cancelled_between_chunks_is_not_computed_further() -> None:
+    runner = EchoRunner()
+    runner.gate = gate = Turnstile()
+    async with chunking(runner) as executor:
+        first = Submitted(executor, "0", layer_request([0.0]))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        long, other = (Submitted(executor, "0", layer_request(tokens)) for tokens in (LONG, [0.0]))
+        for _ in range(3):
+            await next_step(runner, gate)
+        assert executor.waiting("0") == (1, 16), "the second chunk is being computed"
+        assert executor.cancel(long.pending, QueueTimeoutError("too late"))
+        assert not executor.cancel(long.pending, QueueTimeoutError("twice"))
+        assert executor.waiting("0") == (0, 0)
+        await asyncio.sleep(0)
+        assert not long.answer.done(), "the step still uses its memory"
+        gate.set()
+        with pytest.raises(QueueTimeoutError, match="too late"):
+            await soon(long.answer)
+        for each in (first, other):
+            await soon(each.answer)
+        await soon(executor.drained())
+    assert runner.steps == [[1], [1], [8], [8]]
+
+
+async def test_a_request_is_not_cancelled_once_its_last_chunk_has_begun() -> None:
+    runner = EchoRunner()
+    runner.gate = gate = Turnstile()
+    async with chunking(runner) as executor:
+        Submitted(executor, "0", layer_request([0.0]))
+        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        long = Submitted(executor, "0", layer_request(LONG[:16]))
+        Submitted(executor, "0", layer_request([0.0]))
+        for _ in range(3):
+            await next_step(runner, gate)
+        assert not executor.cancel(long.pending, QueueTimeoutError("too late"))
+        gate.set()
+        assert values(await soon(long.answer)) == LONG[:16]
+
+
+async def test_a_chunk_that_fails_fails_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    runner, observed = EchoRunner(poison=9.0), Observed()
+    async with chunking(runner, observed) as executor:
+        with caplog.at_level("CRITICAL"):
+            long = await in_chunks(runner, executor, layer_request(LONG))  # its second chunk begins with 9
+            other = Submitted(executor, "0", layer_request([5.0] * 8))
+            runner.gate.set()
+            with pytest.raises(StepFailedError, match="the step failed: RuntimeError"):
+                await soon(long.answer)
+            assert values(await soon(other.answer)) == [5.0] * 8
+            await soon(executor.drained())
+    assert runner.steps == [[1], [1, 8], [8], [8]]
+    assert observed.failed == [1]
+
+
+@pytest.mark.parametrize("ids_datatype", ["INT32", "INT64"])
+@pytest.mark.parametrize("datatype", ["BF16", "FP16", "FP32"])
+def test_a_part_has_its_rows_of_every_tensor(datatype: str, ids_datatype: str) -> None:
+    element, wide = (4 if datatype == "FP32" else 2), (8 if ids_datatype == "INT64" else 4)
+    out = np.zeros(6 * 3, np.float32)
+    request = LayerRequest(
+        6, _counted(6, 3 * element), datatype, _counted(6, 2 * wide), ids_datatype, _counted(6, 2 * 4),
+        "FP32", span(out), Signal(1, 2), plan=StepPlan(None, None, "kept"),
+    )  # fmt: skip
+    part = part_of(request, 2, 3)
+    sizes = ((part.hidden_states, 3 * element), (part.topk_ids, 2 * wide), (part.topk_weights, 8))
+    for rows, size in sizes:
+        assert isinstance(rows, memoryview)
+        assert bytes(rows) == b"".join(bytes([row]) * size for row in (2, 3, 4))
+    assert part.output is not None
+    assert part.output.view is not None
+    assert (part.output.address, part.output.num_bytes) == (out.ctypes.data + 24, 36)
+    part.output.view[:] = b"\1" * 36
+    assert (out != 0).nonzero()[0].tolist() == list(range(6, 15))
+    assert (part.num_tokens, part.datatype, part.topk_ids_datatype) == (3, datatype, ids_datatype)
+    assert part.signal is None, "the device would announce an output that is not complete"
+    assert part.plan is None
+
+
+def _counted(rows: int, row_bytes: int) -> bytes:
+    return b"".join(bytes([row]) * row_bytes for row in range(rows))

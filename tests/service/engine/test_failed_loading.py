@@ -1,20 +1,24 @@
-"""Loading that fails late: the server says so, and closes what it has loaded."""
+"""Failures that are no request's: loading that fails late, memory that is refused or not given back."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from expertd.service.engine import idle_memory
 from expertd.service.engine.engine import Phase
 from expertd.service.engine.loading import Loaded
 from expertd.service.memory import Arena, Mapped
 from expertd.service.settings.model import Settings
 from tests.service.apps import error_of, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
+from tests.service.waiting import until
 
 
 def failing(*_: object) -> Any:
@@ -55,3 +59,25 @@ def test_memory_that_cannot_be_registered_is_closed() -> None:
     with pytest.raises(RuntimeError, match="of clay"):
         Arena(1, refused)
     assert not files[0].is_symlink() or "expertd-arena" not in str(files[0].readlink())
+
+
+async def test_an_error_is_logged_once_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = list[int]()
+
+    class Failing(Arena):
+        def give_back(self, num_bytes: int) -> int:
+            tries.append(num_bytes)
+            raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(idle_memory, "PERIOD_SECONDS", 0.001)
+    task = asyncio.ensure_future(idle_memory.give_back_idle(Failing(1)))
+    with caplog.at_level(logging.WARNING):
+        await until(lambda: len(tries) > 2)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert [record.getMessage() for record in caplog.records] == [
+        "memory of large bodies is not given back: [Errno 12] Cannot allocate memory"
+    ]

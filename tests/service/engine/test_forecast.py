@@ -1,5 +1,7 @@
 """How long steps will take, from recent ones."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -70,22 +72,26 @@ def test_larger_steps_never_take_less(forecast: Forecast) -> None:
     assert forecast.step(1) == forecast.step(1000) == pytest.approx(0.015)
 
 
-def test_a_request_waits_for_full_steps_and_for_its_own(forecast: Forecast) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "room", "more", "steps"),
+    [
+        (64, 64, {}, [64]),
+        (65, 64, {}, [64, 1]),
+        (1, 64, {"wait": 0.5}, [1]),
+        (1, 4096, {"arriving": 1000}, [1]),  # it begins at once
+        (1, 4096, {"wait": 0.05, "arriving": 1000}, [1 + 50]),
+        (1, 16, {"wait": 0.05, "arriving": 1000}, [16]),  # there is no room for more
+        (1, 64, {"behind": 30}, [31]),
+        (60, 64, {"behind": 30}, [64]),
+    ],
+)
+def test_a_request_waits_for_full_steps_and_its_own_has_what_arrives_before(
+    forecast: Forecast, num_tokens: int, room: int, more: dict[str, Any], steps: list[int]
+) -> None:
     for tokens in (1, 64):
         forecast.note(tokens, seconds(tokens))
-    assert forecast.until_end(64, 64) == pytest.approx(seconds(64))
-    assert forecast.until_end(65, 64) == pytest.approx(seconds(64) + seconds(1))
-    assert forecast.until_end(1, 64, wait=0.5) == pytest.approx(0.5 + seconds(1))
-
-
-def test_what_waits_or_arrives_before_a_step_begins_is_computed_in_it(forecast: Forecast) -> None:
-    for tokens in (1, 64):
-        forecast.note(tokens, seconds(tokens))
-    assert forecast.until_end(1, 4096, arriving=1000) == pytest.approx(seconds(1)), "it begins at once"
-    assert forecast.until_end(1, 4096, wait=0.05, arriving=1000) == pytest.approx(0.05 + seconds(1 + 50))
-    assert forecast.until_end(1, 16, wait=0.05, arriving=1000) == pytest.approx(0.05 + seconds(16)), "room"
-    assert forecast.until_end(1, 64, behind=30) == pytest.approx(seconds(31))
-    assert forecast.until_end(60, 64, behind=30) == pytest.approx(seconds(64))
+    expected = more.get("wait", 0.0) + sum(map(seconds, steps))
+    assert forecast.until_end(num_tokens, room, **more) == pytest.approx(expected)
 
 
 def test_the_rate_of_arrivals(clock: Clock) -> None:

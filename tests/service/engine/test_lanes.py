@@ -1,19 +1,30 @@
-"""Two lanes: short and long requests in queues of their own, whose steps run at the same time."""
+"""Two lanes: short and long requests in queues of their own, whose steps run at the same time, and load."""
 
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 
+import numpy as np
 import pytest
 
-from expertd.service.engine.errors import ExecutorClosedError, QueueFullError, QueueTimeoutError
+from expertd.service.engine.errors import (
+    EngineError,
+    ExecutorClosedError,
+    QueueFullError,
+    QueueTimeoutError,
+    StepFailedError,
+)
 from expertd.service.engine.executor import Executor, executor_of
-from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.steps import Submission
+from expertd.service.memory import host_view
+from expertd.service.moe.request import LayerRequest, Output, StepResult
 from tests.service.apps import tiny_settings
 from tests.service.engine.test_wakeup import Bell
 from tests.service.runners import DeviceRunner, EchoRunner, Submitted, layer_request
@@ -75,16 +86,20 @@ async def answered(*pendings: Submitted) -> None:
     await asyncio.wait_for(asyncio.gather(*(pending.answer for pending in pendings)), 10)
 
 
-async def test_a_short_request_is_answered_while_a_long_step_runs(one_thread: bool) -> None:
+@pytest.mark.parametrize(("busy", "sizes"), [("prefill", [1, 2]), ("decode", [3, 16])])
+async def test_requests_are_answered_while_a_step_of_the_other_lane_runs(
+    busy: str, sizes: list[int], one_thread: bool
+) -> None:
     async with running(one_thread=one_thread) as pair:
-        long = await pair.held(pair.prefill)
-        await answered(*(pair.send(count) for count in (1, 2)))
-        assert not long.answer.done()
+        runner, other = getattr(pair, busy), pair.decode if busy == "prefill" else pair.prefill
+        first = await pair.held(runner)
+        await answered(*map(pair.send, sizes))
+        assert not first.answer.done()
         assert pair.executor.unanswered == 1
-        pair.prefill.gate.set()
-        await answered(long)
-    assert [sum(step) for step in pair.decode.steps] in ([3], [1, 2])
-    assert pair.prefill.steps == [[8]]
+        runner.gate.set()
+        await answered(first)
+    assert len(runner.steps) == 1
+    assert sorted(size for step in other.steps for size in step) == sizes
 
 
 async def test_each_worker_thread_reads_the_source_of_its_lane() -> None:
@@ -144,17 +159,6 @@ async def test_a_job_of_the_first_thread_waits_for_the_steps_of_both_lanes_there
         await held.answer
 
 
-async def test_a_long_request_is_answered_while_a_short_step_runs(one_thread: bool) -> None:
-    async with running(one_thread=one_thread) as pair:
-        short = await pair.held(pair.decode)
-        await answered(pair.send(3), pair.send(16))
-        assert not short.answer.done()
-        pair.decode.gate.set()
-        await answered(short)
-    assert pair.decode.steps == [[1]]
-    assert sorted(size for step in pair.prefill.steps for size in step) == [3, 16]
-
-
 async def test_steps_of_each_lane_have_its_limits_and_priorities(one_thread: bool) -> None:
     async with running(one_thread=one_thread, prefill_chunk_tokens=0) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
@@ -166,15 +170,6 @@ async def test_steps_of_each_lane_have_its_limits_and_priorities(one_thread: boo
         await answered(*first, *others)
     assert pair.decode.steps == [[1], [2, 2], [2]], "steps of at most decode_batch_tokens"
     assert pair.prefill.steps == [[8], [16], [8, 8]], "the urgent one first"
-
-
-async def test_long_requests_are_computed_in_chunks_beside_others_of_their_lane(one_thread: bool) -> None:
-    async with running(one_thread=one_thread, prefill_chunk_tokens=4) as pair:
-        first = await pair.held(pair.prefill)
-        others = pair.send(3), pair.send(8)
-        pair.prefill.gate.set()
-        await answered(first, *others)
-    assert pair.prefill.steps == [[8], [3], [4], [4]]
 
 
 async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) -> None:
@@ -197,25 +192,12 @@ async def test_a_full_queue_of_one_lane_leaves_the_other_open(one_thread: bool) 
         await answered(first, short, *others, *shorts)
 
 
-async def test_what_waits_is_told_by_lane(one_thread: bool) -> None:
-    told: dict[int, tuple[int, int]] = {}
-    async with running(one_thread=one_thread) as pair:
-        pair.executor.tell_changes(lambda _, lane, backlog: told.update({lane: backlog[:2]}))
-        first = await pair.held(pair.decode), await pair.held(pair.prefill)
-        others = [pair.send(2), pair.send(2), pair.send(9)]
-        assert told == {0: (2, 4), 1: (1, 9)}
-        pair.decode.gate.set()
-        await answered(first[0], *others[:2])
-        assert told == {0: (0, 0), 1: (1, 9)}
-        pair.prefill.gate.set()
-        await answered(first[1], others[2])
-    assert told == {0: (0, 0), 1: (0, 0)}
-
-
 async def test_requests_are_cancelled_on_their_lane(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
         others = [pair.send(count) for count in (2, 8, 1, 9)]
+        for begun in first:
+            assert not pair.executor.cancel(begun.pending, QueueTimeoutError("begun"))
         for pending in others[:2]:
             assert pair.executor.cancel(pending.pending, QueueTimeoutError("late"))
             assert not pair.executor.cancel(pending.pending, QueueTimeoutError("late"))
@@ -261,12 +243,6 @@ async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exceptio
         await answered(pair.send(1), pair.send(8))
 
 
-async def test_a_job_has_time_for_the_other_lanes_steps(one_thread: bool) -> None:
-    async with running(one_thread=one_thread) as pair:
-        job = pair.executor.between_steps(pair.executor.lanes[0].job_in_flight, 0.0)
-        assert (await asyncio.wait_for(job, 10))[1] == JOB_SECONDS
-
-
 async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.prefill)
@@ -283,22 +259,6 @@ async def test_stopping_ends_jobs_that_wait(one_thread: bool) -> None:
             await pair.executor.between_steps(lambda: None)
 
 
-async def test_closed_lanes_refuse_new_requests_and_answer_accepted_ones(one_thread: bool) -> None:
-    async with running(one_thread=one_thread) as pair:
-        pendings = [await pair.held(pair.decode), await pair.held(pair.prefill), pair.send(2), pair.send(9)]
-        pair.executor.close()
-        for count in (1, 8):
-            with pytest.raises(ExecutorClosedError):
-                pair.send(count)
-        drained = asyncio.ensure_future(pair.executor.drained())
-        pair.decode.gate.set()
-        await answered(pendings[0], pendings[2])
-        assert not drained.done()
-        pair.prefill.gate.set()
-        await asyncio.wait_for(drained, 10)
-        await answered(*pendings)
-
-
 async def test_cancel_all_and_give_up_reach_both_lanes(one_thread: bool) -> None:
     async with running(one_thread=one_thread) as pair:
         first = await pair.held(pair.decode), await pair.held(pair.prefill)
@@ -311,22 +271,6 @@ async def test_cancel_all_and_give_up_reach_both_lanes(one_thread: bool) -> None
         for pending in first:
             with pytest.raises(QueueTimeoutError):
                 await pending.answer
-
-
-@pytest.mark.parametrize("number", [0, 1])
-async def test_deferred_calls_stay_on_the_thread_of_their_lane(number: int, one_thread: bool) -> None:
-    done = threading.Event()
-    ran_here: list[bool] = []
-    async with running(one_thread=one_thread) as pair:
-        lane = pair.executor.lanes[number]
-
-        def call() -> None:
-            ran_here.append(lane.is_here)
-            done.set()
-
-        await asyncio.wrap_future(lane.do_between_steps(lambda: pair.executor.defer(call)))
-        assert await asyncio.to_thread(done.wait, 10)
-    assert ran_here == [True]
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -395,10 +339,139 @@ async def test_steps_are_counted_by_lane(one_thread: bool) -> None:
         assert value("queue_seconds_count") == 2
 
 
-async def test_steps_on_the_event_loop_are_counted_while_the_threads_sleep(one_thread: bool) -> None:
+SECONDS = 0.6
+POISON, POISONED = -7.0, 97  # what each request has whose number this divides
+MANY_SIZES = (1, 1, 2, 3, 8, 16)
+
+
+class TimedStep:
+    """A step that is over at a time, if nobody waits for it, too."""
+
+    def __init__(self, end: float, compute: partial[StepResult]) -> None:
+        self._end, self._compute = end, compute
+
+    def is_done(self) -> bool:
+        return time.perf_counter() >= self._end
+
+    def wait(self) -> float:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+        self._compute()  # raises if it is to fail
+        return EchoRunner.seconds
+
+    def finish(self) -> StepResult:
+        self.wait()
+        return self._compute()
+
+
+class TimedRunner(EchoRunner):
+    """An echo whose steps, one after another, take 0.05 to 3 ms without the CPU."""
+
+    _free = 0.0
+
+    def begin(self, requests: Sequence[LayerRequest]) -> TimedStep:  # type: ignore[override]
+        self._free = max(self._free, time.perf_counter()) + random.uniform(0.05e-3, 3e-3)
+        return TimedStep(self._free, partial(self._result, requests))
+
+
+class Sender:
+    """Sends requests with their number in each token, and keeps the answers by it."""
+
+    def __init__(self, lanes: Executor) -> None:
+        self._lanes = lanes
+        self._numbers = count(1)  # from any thread
+        self.sizes: dict[int, int] = {}
+        self.answers: defaultdict[int, list[Output | Exception]] = defaultdict(list)
+
+    def send(self, on_worker: bool = False) -> int:
+        """The number of a new request."""
+        number = next(self._numbers)
+        self.sizes[number] = random.choice(MANY_SIZES)
+        value = float(number if number % POISONED else POISON)
+        request = layer_request([value] * self.sizes[number])
+        timeout = random.choice([None, None, None, 2e-3, 1.0])
+        priority = random.choice([1, 128, 200])
+        keep = self.answers[number].append
+        try:
+            pending = self._lanes.submit(
+                Submission(
+                    "tiny",
+                    request,
+                    keep,
+                    on_worker=on_worker,
+                    alone=not on_worker,
+                    priority=priority,
+                    timeout=timeout,
+                )
+            )
+        except EngineError as error:
+            keep(error)
+            return number
+        if random.random() < 0.1:
+            self._lanes.cancel(pending, QueueTimeoutError("cancelled"))
+        return number
+
+    def is_answered(self, number: int) -> bool:
+        """Whether there is an answer."""
+        return bool(self.answers[number])
+
+    def outcomes(self) -> Counter[str]:
+        """How many requests had each outcome."""
+        return Counter(self._outcome(number) for number in self.sizes)
+
+    def _outcome(self, number: int) -> str:
+        answers = self.answers[number]
+        if len(answers) != 1:
+            return f"{len(answers)} answers"
+        if isinstance(answers[0], Exception):
+            may_fail = number % POISONED == 0 or not isinstance(answers[0], StepFailedError)
+            return "refused" if may_fail else "failed"
+        values = np.frombuffer(host_view(answers[0]), np.float32)
+        return "right" if values.tolist() == [number] * self.sizes[number] else "wrong"
+
+
+@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("spin_seconds", [0.0, 1e-3])
+async def test_every_request_is_answered_once_and_rightly(one_thread: bool, spin_seconds: float) -> None:
+    limits = {"max_request_tokens": 16, "max_batch_tokens": 16, "prefill_chunk_tokens": 4}
+    settings = tiny_settings(limits, lanes={"decode_max_tokens": 2, "decode_batch_tokens": 8})
     metrics = Metrics("0")
-    async with running(metrics, one_thread=one_thread) as pair:
-        for _ in range(3):
-            await until(lambda: all(lane.is_asleep for lane in pair.executor.lanes))
-            await answered(Submitted(pair.executor, "tiny", layer_request([1.0]), alone=True))
-        await until(lambda: metrics.statistics()["tiny"].steps.steps == 3)
+    metrics.add_models({model.name: model.shape for model in settings.models}, 4, ["decode", "prefill"])
+    lanes = executor_of(settings, metrics)
+    assert len(lanes.lanes) == 2
+    lanes.set_runners(*({"tiny": TimedRunner(POISON)} for _ in lanes.lanes))
+    lanes.start()
+    lanes.set_device(spin_seconds, leaves_cpu=one_thread)
+    sender = Sender(lanes)
+    bells = [Bell(lambda _: sender.send(on_worker=True)) for _ in range(4)]
+    for bell in bells:
+        lanes.add_source(bell)
+    end = time.monotonic() + SECONDS
+
+    async def call() -> None:
+        while time.monotonic() < end:
+            number = sender.send()
+            await until(partial(sender.is_answered, number))
+            await asyncio.sleep(random.choice([0, 0, 1e-3, 20e-3]))
+
+    async def ring() -> None:
+        while time.monotonic() < end:
+            random.choice(bells).ring()
+            await asyncio.sleep(random.choice([0, 0.2e-3, 1e-3, 5e-3, 20e-3]))
+
+    def look() -> None:
+        assert not any(lane.is_running for lane in lanes.lanes)
+
+    async def work_between_steps() -> None:
+        while time.monotonic() < end:
+            await asyncio.wait_for(lanes.between_steps(look), 10)
+            await asyncio.sleep(random.choice([0, 1e-3, 50e-3]))
+
+    await asyncio.gather(*(call() for _ in range(4)), *(ring() for _ in range(4)), work_between_steps())
+    await until(lambda: all(map(sender.is_answered, list(sender.sizes))))
+    lanes.close()
+    await asyncio.wait_for(lanes.drained(), 10)
+    assert await asyncio.to_thread(lanes.stop, 10)
+    for bell in bells:
+        bell.close()
+    outcomes = sender.outcomes()
+    assert set(outcomes) == {"right", "refused"}

@@ -1,17 +1,25 @@
 """Metrics: every documented one exists, and changes by the right amount."""
 
-import asyncio
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from expertd.kernels.jit import stats as jit_stats
-from expertd.layout import Layout
+from expertd.service.engine.metrics import Metrics
+from expertd.service.engine.metrics.family import MetricFamily
+from expertd.service.engine.metrics.table import FAMILIES, replaced
 from expertd.service.engine.refusals import REASONS
 from expertd.service.http.app import ExpertApp
-from expertd.service.moe.request import StepResult
 from expertd.service.statuses import STATUSES
+from tests.paths import ROOT
 from tests.service.apps import (
     HIDDEN,
     NUM_EXPERTS,
@@ -24,6 +32,8 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
+from tests.service.engine.all_metrics import SHAPE, everything
+from tests.service.engine.fake_nvml import fake_nvml
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
@@ -45,14 +55,16 @@ async def steps_counted(server: Serving, steps: int) -> None:
     await until(lambda: server.metric("compute_seconds_count", model="tiny", layout="contiguous") >= steps)
 
 
-async def test_requests_and_steps_are_counted() -> None:
+async def test_requests_steps_copies_and_weights_are_counted() -> None:
     async with serving(tiny_settings()) as server:
+        before = await scrape(server)  # loading runs steps, too
         output_of(await server.infer(*hidden_request(rows(3))))
         output_of(await server.infer(*hidden_request(rows(5))))
         assert (await server.infer(b"{")).status_code == 400
         assert (await server.http.post("/v2/models/nobody/infer")).status_code == 404
         await steps_counted(server, 2)
         samples = await scrape(server)
+        weights = server.app.engine.loaded.use().weights["tiny"]  # type: ignore[union-attr]
     assert {labels: value for labels, value in samples["expertd_requests_total"].items() if value} == {
         (("model", "tiny"), ("status", "200")): 2,
         (("model", "tiny"), ("status", "400")): 1,
@@ -88,34 +100,26 @@ async def test_requests_and_steps_are_counted() -> None:
     for name, value in jit_stats()._asdict().items():  # of the process, so other tests may have compiled
         assert samples[f"expertd_jit_{name}_total"] == {(): value}
     assert samples["expertd_model_ready"] == {(model,): 1}
+    stages = {
+        dict(labels)["stage"]: value for labels, value in samples["expertd_stage_seconds_total"].items()
+    }
+    assert set(stages) == {"receive", "queue", "compute", "send"}
+    assert all(value > 0 for value in stages.values())
+    assert stages["compute"] == pytest.approx(samples["expertd_compute_seconds_sum"][layout, model])
+    assert stages["queue"] == pytest.approx(samples["expertd_queue_seconds_sum"][model,])
+    assert sum(stages.values()) == pytest.approx(samples["expertd_request_seconds_sum"][model,])
+    host = (("launch", "host"), model)
+    assert samples["expertd_steps_total"][host] == before["expertd_steps_total"][host] + 2
+    assert sum(samples["expertd_steps_total"].values()) == samples["expertd_steps_total"][host]
+    copied = samples["expertd_host_copy_bytes_total"][()] - before["expertd_host_copy_bytes_total"][()]
+    assert copied == 8 * 4 * HIDDEN, "into the steps; the outputs are the steps' own"
+    assert samples["expertd_host_copy_seconds_total"][()] > 0
+    fp8 = 3 * NUM_EXPERTS * (HIDDEN * 128 + 4)  # e4m3, and a scale for each block of 128 x 128
+    assert samples["expertd_weights_bytes"] == {(model,): weights}
+    assert weights in (fp8 + 4 * NUM_EXPERTS * HIDDEN, fp8 + 2 * NUM_EXPERTS * HIDDEN)
     assert "expertd_device_memory_used_bytes" not in samples, "there is no GPU here"
+    assert "expertd_device_memory_bytes" not in samples
     assert "expertd_partition_sms" not in samples
-
-
-async def test_a_batch_of_several_requests_is_counted() -> None:
-    runner = EchoRunner()
-    async with serving(tiny_settings(), serving_runner(runner)) as server:
-        runner.gate.clear()
-        first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        others = [asyncio.ensure_future(server.infer(*hidden_request(rows(2)))) for _ in range(3)]
-        await until(lambda: server.metric("queue_tokens", model="tiny") >= 6)
-        runner.gate.set()
-        await asyncio.gather(first, *others)
-        await until(lambda: server.metric("batch_requests_count", model="tiny") >= 2)
-        assert server.metric("batch_requests_sum", model="tiny") == 4
-        assert server.metric("batch_tokens_sum", model="tiny", layout="masked") == 7
-        assert server.metric("batch_tokens_bucket", model="tiny", layout="masked", le="4.0") == 1
-        assert server.metric("load_imbalance_ratio_sum", model="tiny", layout="masked") == 4, (
-            "two of four experts"
-        )
-
-
-async def test_a_failed_step_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(tiny_settings(), serving_runner(EchoRunner(poison=float(rows(1)[0, 0])))) as server:
-        assert (await server.infer(*hidden_request(rows(1)))).status_code == 500
-        assert server.metric("step_failures_total", model="tiny") == 1
-        assert server.metric("requests_total", model="tiny", status="500") == 1
 
 
 async def test_every_series_exists_from_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,32 +148,21 @@ async def test_every_series_exists_from_the_start(caplog: pytest.LogCaptureFixtu
     }
 
 
-async def test_every_series_exists_during_loading() -> None:
-    app = ExpertApp(tiny_settings(), serving_runner(EchoRunner()))
-    value = app.metrics.registry.get_sample_value
-    assert value("expertd_queue_requests", {"model": "tiny"}) == 0
-    assert value("expertd_refusals_total", {"model": "tiny", "reason": "not_ready"}) == 0
-    assert value("expertd_expert_tokens_total", {"model": "tiny", "expert": "3"}) == 0
-
-
 def test_statuses_and_reasons_are_complete() -> None:
     infer = ExpertApp(tiny_settings()).openapi()["paths"]["/v2/models/{model}/infer"]["post"]
     assert set(STATUSES) == set(REASONS)
     assert {str(status) for status in (200, 429, *STATUSES.values())} == {*infer["responses"], "499"}
 
 
-async def test_openmetrics_is_sent_on_request() -> None:
+async def test_openmetrics_and_gzip_are_sent_on_request() -> None:
     async with serving(tiny_settings()) as server:
-        headers = {"Accept": "application/openmetrics-text; version=1.0.0"}
-        response = await server.http.get("/metrics", headers=headers)
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    assert response.text.endswith("# EOF\n")
-
-
-async def test_metrics_are_compressed_if_gzip_is_accepted() -> None:
-    async with serving(tiny_settings()) as server:
-        packed = await server.http.get("/metrics", headers={"Accept-Encoding": "deflate, gzip;q=0.5"})
-        plain = await server.http.get("/metrics", headers={"Accept-Encoding": "identity"})
+        accept = "application/openmetrics-text; version=1.0.0"
+        opened, packed, plain = [
+            await server.http.get("/metrics", headers={"Accept-Encoding": "identity", **headers})
+            for headers in ({"Accept": accept}, {"Accept-Encoding": "deflate, gzip;q=0.5"}, {})
+        ]
+    assert opened.headers["content-type"].startswith("application/openmetrics-text")
+    assert opened.text.endswith("# EOF\n")
     assert packed.headers["content-encoding"] == "gzip"
     assert int(packed.headers["content-length"]) < len(plain.content) / 4
     assert "content-encoding" not in plain.headers
@@ -182,54 +175,78 @@ async def test_metrics_are_compressed_if_gzip_is_accepted() -> None:
     assert len(names[0]) > 10
 
 
-async def test_two_applications_do_not_share_metrics() -> None:
-    async with serving(tiny_settings()) as one, serving(tiny_settings()) as other:
-        output_of(await one.infer(*hidden_request(rows(1))))
-        assert one.metric("requests_total", model="tiny", status="200") == 1
-        assert other.metric("requests_total", model="tiny", status="200") == 0
+DOCUMENT = ROOT / "docs" / "monitoring.md"
+_BASE_UNITS = ("seconds", "bytes", "ratio", "watts", "joules", "hertz", "celsius", "tokens")
 
 
-async def test_a_step_without_tokens_has_no_imbalance() -> None:
-    async with serving(tiny_settings()) as server:
-        empty = StepResult([], Layout.CONTIGUOUS, 0, lambda: np.zeros(NUM_EXPERTS, np.int32), 0.001)
-        server.app.metrics.step_done("tiny", empty, [])
-        assert server.metric("load_imbalance_ratio_count", model="tiny", layout="contiguous") == 0
+def own(registry: CollectorRegistry) -> Iterator[Metric]:
+    return (metric for metric in registry.collect() if metric.name.startswith("expertd_"))
 
 
-async def test_stages_add_up_to_the_time_of_requests_with_an_output() -> None:
-    async with serving(tiny_settings()) as server:
-        for _ in range(3):
-            output_of(await server.infer(*hidden_request(rows(3))))
-        assert (await server.infer(b"{")).status_code == 400
-        await steps_counted(server, 3)
-        samples = await scrape(server)
-    stages = {
-        dict(labels)["stage"]: value for labels, value in samples["expertd_stage_seconds_total"].items()
-    }
-    assert set(stages) == {"receive", "queue", "compute", "send"}
-    assert all(value > 0 for value in stages.values())
-    model, layout = ("model", "tiny"), ("layout", "contiguous")
-    assert stages["compute"] == pytest.approx(samples["expertd_compute_seconds_sum"][layout, model])
-    assert stages["queue"] == pytest.approx(samples["expertd_queue_seconds_sum"][model,])
-    assert sum(stages.values()) == pytest.approx(samples["expertd_request_seconds_sum"][model,])
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch)
 
 
-async def test_steps_copies_and_weights_are_counted() -> None:
-    values = rows(3)
-    async with serving(tiny_settings()) as server:
-        before = await scrape(server)
-        output_of(await server.infer(*hidden_request(values)))
-        await steps_counted(server, 1)
-        after = await scrape(server)
-        weights = server.app.engine.loaded.use().weights["tiny"]  # type: ignore[union-attr]
-    host = (("launch", "host"), ("model", "tiny"))
-    assert after["expertd_steps_total"][host] == before["expertd_steps_total"][host] + 1
-    assert sum(after["expertd_steps_total"].values()) == after["expertd_steps_total"][host]
-    copied = after["expertd_host_copy_bytes_total"][()] - before["expertd_host_copy_bytes_total"][()]
-    assert copied == values.nbytes, "into the step; the output is the step's own"
-    assert after["expertd_host_copy_seconds_total"][()] > before["expertd_host_copy_seconds_total"][()]
-    num_groups, matrix = NUM_EXPERTS, HIDDEN * 128
-    fp8 = 3 * num_groups * (matrix + 4)  # e4m3, and a scale for each block of 128 x 128
-    assert after["expertd_weights_bytes"] == {(("model", "tiny"),): weights}
-    assert weights in (fp8 + 4 * NUM_EXPERTS * HIDDEN, fp8 + 2 * NUM_EXPERTS * HIDDEN)
-    assert "expertd_device_memory_bytes" not in after
+def check(metric: Metric, family: MetricFamily) -> None:
+    assert (metric.name, metric.type, metric.documentation) == (family.full_name, family.kind, family.text)
+    for sample in metric.samples:
+        assert set(sample.labels) - {"le"} == set(family.labels), sample.name
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_table_has_every_metric_and_no_other() -> None:
+    found = {metric.name: metric for metric in own(everything().registry)}
+    assert set(found) == {family.full_name for family in FAMILIES}
+    for family in FAMILIES:
+        assert found[family.full_name].samples, family.name
+        check(found[family.full_name], family)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lanes": {"decode_max_tokens": 2, "decode_batch_tokens": 4}}])
+async def test_a_server_reports_what_the_table_says(changes: dict[str, Any]) -> None:
+    families = {family.full_name: family for family in FAMILIES}
+    always = {family.full_name for family in FAMILIES if not family.where}
+    async with serving(tiny_settings(**changes)) as server:
+        found = list(own(server.app.metrics.registry))
+    for metric in found:
+        check(metric, families[metric.name])
+    assert always <= {metric.name for metric in found}
+
+
+def test_names_are_those_of_one_family_with_its_unit() -> None:
+    assert len({family.full_name for family in FAMILIES}) == len(FAMILIES)
+    for family in FAMILIES:
+        for unit in _BASE_UNITS:
+            ends = family.name.endswith(f"_{unit}") or family.name == unit
+            assert ends == (family.unit == unit), f"{family.name} in {family.unit}"
+        assert bool(family.buckets) == (family.kind == "histogram"), family.name
+
+
+def test_the_document_has_the_table_and_the_values_of_labels() -> None:
+    text = DOCUMENT.read_text()
+    assert replaced(text) == text, "python -m expertd.service.engine.metrics.table docs/monitoring.md"
+    for reason in REASONS:
+        assert f"`{reason}`" in text, reason
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \| ", text.partition("## Number of series")[2].partition("\n## ")[0], re.M
+    )
+    bounded = {label for row in rows for label in re.findall(r"\w+", row)}
+    assert bounded == {label for family in FAMILIES for label in family.labels}
+
+
+@pytest.mark.parametrize(("most", "is_there"), [(3, False), (4, True)])
+def test_experts_have_series_up_to_the_limit(most: int, is_there: bool) -> None:
+    metrics = Metrics("0")
+    metrics.add_models({"tiny": SHAPE}, most)
+    names = {metric.name for metric in own(metrics.registry)}
+    assert ("expertd_expert_tokens" in names) == is_there
+    assert "expertd_expert_load_ratio" in names
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_finds_nothing() -> None:
+    text = generate_latest(everything().registry)
+    result = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")

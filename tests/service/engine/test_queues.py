@@ -33,20 +33,64 @@ def test_chunks_are_about_equal(num_tokens: int, most: int, sizes: list[int]) ->
     assert got == sizes
 
 
-def test_long_requests_alone_are_computed_whole() -> None:
-    filled = Filled()
-    filled.add(32, 20)
-    assert filled.rest() == [[32], [20]]
+SMALL = {"max_request_tokens": 8, "max_batch_tokens": 8, "prefill_chunk_tokens": 0}
 
 
-def test_chunks_and_others_take_turns() -> None:
-    filled = Filled()
-    filled.add(32, 32)
-    filled.add(1, 2)
-    assert [filled.step(), filled.step(), filled.step()] == [[1, 2], [8], [8]]
-    filled.add(1)
-    assert [filled.step(), filled.step()] == [[1], [8]]
-    assert filled.rest() == [[8]] * 5
+@pytest.mark.parametrize(
+    ("limits", "sizes", "steps"),
+    [
+        pytest.param({}, (32, 20), [[32], [20]], id="long ones alone are computed whole"),
+        pytest.param({}, (32, 32, 1, 2), [[1, 2], *[[8]] * 8], id="chunks and others take turns"),
+        pytest.param({}, (1, 32), [[1], *[[8]] * 4], id="a long one last"),
+        pytest.param({}, (32, 1), [[1], *[[8]] * 4], id="a long one first"),
+        pytest.param({"prefill_chunk_tokens": 0}, (32, 1), [[32], [1]], id="no chunks"),
+        pytest.param({"join_chunks": True}, (32, 32, 1, 2), [[1, 2, 8], *[[8]] * 7], id="chunks join others"),
+        pytest.param(
+            {"join_chunks": True},
+            (32, *[8] * 6),
+            [[8] * 4, [8] * 4, [8], [8]],
+            id="others leave room for a chunk that joins them",
+        ),
+        pytest.param(
+            {"join_chunks": True, "prefill_chunk_tokens": 31},
+            (32, 31, 31),
+            [[31, 1], [31, 1], [30]],
+            id="a chunk leaves room for others however large it may be",
+        ),
+        pytest.param(SMALL, (2,) * 6, [[2] * 4, [2] * 2], id="at most max_batch_tokens in a step"),
+        pytest.param(SMALL, (4, 8, 1), [[4], [8], [1]], id="small ones do not overtake a large one"),
+    ],
+)
+def test_steps(limits: dict[str, int], sizes: tuple[int, ...], steps: list[list[int]]) -> None:
+    filled = Filled(None, **limits)
+    filled.add(*sizes)
+    assert filled.rest() == steps
+
+
+@pytest.mark.parametrize(
+    ("given", "order"),
+    [
+        ([("0", 128)] * 3 + [("1", 128)] * 2, "01010"),
+        ([("0", 128), ("0", 128), ("1", 128), ("1", 1), ("1", 1)], "11010"),
+    ],
+)
+def test_models_alternate_but_for_urgent_requests(given: list[tuple[str, int]], order: str) -> None:
+    filled = Filled({"0": 1.0, "1": 1.0}, **SMALL)
+    for model, priority in given:
+        filled.queues[model].note(8, 0.001)
+        filled.add(8, model=model, priority=priority)
+    assert "".join(filled.chunks()[0].submission.model for _ in given) == order
+
+
+def test_urgent_requests_come_first_and_equal_ones_in_their_order() -> None:
+    filled = Filled(None, **SMALL)
+    given = [filled.add(8, priority=priority)[0] for priority in (128, 7, 255, 128, 7, 1)]
+    assert filled.queues.remove(given[4])
+    order = [given.index(filled.chunks()[0].submission) for _ in range(5)]
+    assert order == [5, 1, 0, 3, 2]
+    filled.add(4, 8, priority=1)
+    filled.add(4, priority=2)
+    assert filled.rest() == [[4], [8], [4]], "a less urgent one does not overtake a large one"
 
 
 def test_others_wait_for_one_chunk_however_often_they_come() -> None:
@@ -57,23 +101,6 @@ def test_others_wait_for_one_chunk_however_often_they_come() -> None:
         steps.append(filled.step())
         filled.add(1)
     assert steps == [[1], [8], [1, 1], [8], [1, 1], [8]]
-
-
-def test_chunks_may_join_others() -> None:
-    filled = Filled(join_chunks=True)
-    filled.add(32, 32)
-    filled.add(1, 2)
-    assert filled.step() == [1, 2, 8]
-    filled.add(1)
-    assert filled.step() == [1, 8]
-    assert filled.rest() == [[8]] * 6
-
-
-@pytest.mark.parametrize("sizes", [(1, 32), (32, 1)])
-def test_it_does_not_matter_which_comes_first(sizes: tuple[int, int]) -> None:
-    filled = Filled()
-    filled.add(*sizes)
-    assert filled.rest() == [[1], [8], [8], [8], [8]]
 
 
 def test_requests_that_arrive_while_a_long_one_is_computed_compete_with_the_next() -> None:
@@ -117,29 +144,6 @@ def test_requests_of_several_models_compete() -> None:
     assert steps.index([1]) <= 1
 
 
-def test_chunks_can_be_turned_off() -> None:
-    filled = Filled(prefill_chunk_tokens=0)
-    filled.add(32, 1)
-    assert filled.rest() == [[32], [1]]
-
-
-def test_others_leave_room_for_a_chunk_that_joins_them() -> None:
-    filled = Filled(join_chunks=True)
-    filled.add(32)
-    filled.add(*[8] * 6)
-    assert filled.step() == [8, 8, 8, 8], "three requests and a chunk"
-    assert filled.queues["0"].num_requests == 4
-    assert filled.rest() == [[8, 8, 8, 8], [8], [8]]
-
-
-def test_a_chunk_leaves_room_for_others_however_large_it_may_be() -> None:
-    filled = Filled(prefill_chunk_tokens=31, join_chunks=True)
-    filled.add(32, 31, 31)
-    assert filled.step() == [31, 1], "the room that the first one leaves"
-    assert filled.step() == [31, 1]
-    assert filled.rest() == [[30]]
-
-
 @pytest.mark.parametrize("join_chunks", [False, True])
 def test_priorities_hold_for_long_requests(join_chunks: bool) -> None:
     filled = Filled(join_chunks=join_chunks)
@@ -171,14 +175,6 @@ def test_callers_share_the_long_requests_of_a_model() -> None:
     assert callers == [1, 2, 1, 1]
 
 
-def test_a_callers_long_requests_delay_others_by_one_chunk() -> None:
-    filled = Filled()
-    filled.add(*[32] * 8, caller=1)
-    filled.add(1, caller=2)
-    filled.add(1, caller=1)
-    assert [filled.step(), filled.step()] == [[1, 1], [8]]
-
-
 def test_what_is_left_of_a_removed_request_is_not_computed() -> None:
     filled = Filled()
     first, second = filled.add(32, 32)
@@ -205,22 +201,20 @@ def test_a_failed_chunk_ends_its_request() -> None:
     assert filled.queues["0"].num_tokens == 0
 
 
-def test_models_share_the_devices_time_by_weight() -> None:
-    filled = Filled({"0": 1.0, "1": 3.0})
-    for model, seconds in (("0", 0.001), ("1", 0.001)):
-        filled.queues[model].note(1, seconds)
+@pytest.mark.parametrize(
+    ("weights", "seconds", "steps"),
+    [((1.0, 3.0), (0.001, 0.001), (10, 30)), ((1.0, 1.0), (0.009, 0.001), (4, 36))],
+    ids=["by weight", "long steps are fewer"],
+)
+def test_models_share_the_devices_time(
+    weights: tuple[float, float], seconds: tuple[float, float], steps: tuple[int, int]
+) -> None:
+    filled = Filled(dict(zip("01", weights, strict=True)))
+    for model, of_step in zip("01", seconds, strict=True):
+        filled.queues[model].note(32, of_step)
         filled.add(*[32] * 100, model=model)
     models = Counter(filled.queues.next_step()[0].submission.model for _ in range(40))
-    assert models == {"0": 10, "1": 30}
-
-
-def test_a_model_with_long_steps_gets_fewer_of_them() -> None:
-    filled = Filled({"0": 1.0, "1": 1.0})
-    for model, seconds in (("0", 0.009), ("1", 0.001)):
-        filled.queues[model].note(32, seconds)
-        filled.add(*[32] * 100, model=model)
-    models = Counter(filled.queues.next_step()[0].submission.model for _ in range(50))
-    assert models == {"0": 5, "1": 45}
+    assert models == dict(zip("01", steps, strict=True))
 
 
 def test_a_model_that_was_idle_has_no_claim_to_the_past() -> None:

@@ -10,12 +10,19 @@ from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
 from tests.service.engine.filled import Filled
 
 
-@pytest.mark.parametrize("limit", [{"max_queue_requests": 3}, {"max_queue_tokens": 40}])
-def test_a_full_queue_has_room_for_one_request_of_each_other_key(limit: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ({"max_queue_requests": 3}, "3 requests of at most 3 are waiting"),
+        ({"max_queue_tokens": 40}, "40 tokens of at most 40 are waiting"),
+    ],
+)
+def test_a_full_queue_has_room_for_one_request_of_each_other_key(limit: dict[str, int], text: str) -> None:
     filled = Filled(None, **limit)
     filled.add(32, 4, 4, caller=1)
-    with pytest.raises(QueueFullError):
+    with pytest.raises(QueueFullError, match=text) as refused:
         filled.add(1, caller=1)
+    assert refused.value.retry_after >= 1
     with pytest.raises(QueueFullError):
         filled.add(1)  # without a key, anybody may call, again and again
     for caller in (2, 3):

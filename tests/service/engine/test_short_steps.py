@@ -9,17 +9,13 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from expertd.service.engine import short_steps
 from expertd.service.engine.errors import (
     QueueTimeoutError,
-    RequestRefusedError,
-    SomeRefusedError,
     StepFailedError,
 )
 from expertd.service.engine.executor import Executor
-from expertd.service.engine.short_steps import ShortSteps
 from expertd.service.memory import host_view
-from expertd.service.moe.request import LayerRequest, StepResult
+from expertd.service.moe.request import LayerRequest
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.engine.test_executor import Observed, running
 from tests.service.engine.test_wakeup import belled
@@ -39,36 +35,6 @@ class Threads(EchoRunner):
     def begin(self, requests: Sequence[LayerRequest]) -> Computed:
         self.here.append(threading.current_thread() is threading.main_thread())
         return super().begin(requests)
-
-
-class OnDevice(Threads):
-    """Steps that a device computes until they are waited for; notes how many were observed by then.
-
-    A request of `refused` is refused.
-    """
-
-    def __init__(self, observer: Observed, refused: float) -> None:
-        super().__init__()
-        self.observer, self.refused = observer, refused
-        self.observed: list[int] = []
-
-    def begin(self, requests: Sequence[LayerRequest]) -> Computed:
-        if np.frombuffer(host_view(requests[0].hidden_states), np.float32)[0] == self.refused:
-            raise SomeRefusedError({0: RequestRefusedError("refused")})
-        return OnDeviceStep(self, super().begin(requests).finish())
-
-
-class OnDeviceStep(Computed):
-    def __init__(self, runner: OnDevice, result: StepResult) -> None:
-        super().__init__(result)
-        self._runner = runner
-
-    def is_done(self) -> bool:
-        return False
-
-    def finish(self) -> StepResult:
-        self._runner.observed.append(len(self._runner.observer.done))
-        return super().finish()
 
 
 async def asleep(executor: Executor) -> None:
@@ -190,72 +156,3 @@ async def test_over_http_after_some_requests_of_one_connection(callers: int) -> 
     assert not any(runner.here[:8])
     assert all(runner.here[9:]) == (callers == 1)
     assert any(runner.here) == (callers == 1)
-
-
-async def test_the_event_loop_stays_awake_for_a_moment_after_quick_callers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runner, rounds = Threads(), 0
-    stay_awake = ShortSteps._stay_awake
-
-    def counted(steps: ShortSteps) -> None:
-        nonlocal rounds
-        rounds += 1
-        stay_awake(steps)
-
-    monkeypatch.setattr(ShortSteps, "_stay_awake", counted)
-    async with running(runner) as executor:
-        await alone(executor, [1.0])
-        await asyncio.sleep(0.01)
-        await alone(executor, [2.0])
-        assert rounds == 0, "its caller was slow"
-        await Submitted(executor, "0", layer_request([3.0]), alone=True).answer
-        assert rounds > 0
-        await asyncio.sleep(0.01)
-        after = rounds
-        await asyncio.sleep(0.01)
-    assert rounds == after, "not for long"
-    assert runner.here == [False, True, True]
-
-
-@pytest.mark.parametrize("refused", [0.0, 5.0])
-async def test_a_step_of_a_quick_caller_is_reported_while_the_next_one_computes(
-    monkeypatch: pytest.MonkeyPatch, refused: float
-) -> None:
-    observer = Observed()
-    runner = OnDevice(observer, refused)
-    async with running(runner, observer=observer) as executor:
-        executor.set_device(0.0, leaves_cpu=True)
-        for value in (1.0, 2.0):
-            await alone(executor, [value])
-        await until(lambda: len(observer.done) == 2)
-        monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 10.0)
-        await Submitted(executor, "0", layer_request([3.0]), alone=True).answer
-        await asyncio.sleep(0.01)
-        assert len(observer.done) == 2, "the caller may come back"
-        await Submitted(executor, "0", layer_request([4.0]), alone=True).answer
-        assert runner.observed[-1] == 3
-        answer = Submitted(executor, "0", layer_request([5.0]), alone=True).answer
-        await asyncio.wait([answer])
-        assert isinstance(answer.exception(), RequestRefusedError) == (refused == 5.0)
-        monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 0.0)
-        await until(lambda: len(observer.done) == 4 + (refused != 5.0))  # the caller does not come back
-        assert runner.here[1:] == [True] * (len(runner.here) - 1)
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-async def test_a_step_of_a_quick_caller_is_reported_if_the_next_one_is_the_workers(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
-) -> None:
-    monkeypatch.setattr(short_steps, "_AWAKE_SECONDS", 10.0)
-    observer = Observed()
-    runner = OnDevice(observer, 0.0) if on_gpu else Threads()
-    async with running(runner, observer=observer) as executor:
-        executor.set_device(0.0, leaves_cpu=on_gpu)
-        for value in (1.0, 2.0, 3.0):
-            await alone(executor, [value])
-        if not on_gpu:
-            await until(lambda: len(observer.done) == 3)  # at once: nothing computes beside the CPU
-        await Submitted(executor, "0", layer_request([4.0])).answer
-        await until(lambda: len(observer.done) == 4)
-    assert runner.here == [False, True, True, False]

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -147,21 +146,6 @@ async def test_what_arrives_during_a_job_is_read_at_once() -> None:
         await until(lambda: len(answers) == 1)
 
 
-async def test_a_worker_with_sources_that_has_nothing_to_do_sleeps() -> None:
-    async with belled(EchoRunner(), Observed(), spin_seconds=50e-6) as (executor, bell, answers):
-        bell.ring()
-        await until(lambda: len(answers) == 1)
-        await asyncio.sleep(0.05)
-        ident = executor.lanes[0].worker.thread.ident
-        assert ident is not None
-        clock = time.pthread_getcpuclockid(ident)
-        before = time.clock_gettime(clock)
-        await asyncio.sleep(0.5)
-        assert time.clock_gettime(clock) - before < 0.005, "less than 1 % of the time"
-        bell.ring()
-        await until(lambda: len(answers) == 2)
-
-
 class Slow(EchoRunner):
     """An echo that says that its steps take long."""
 
@@ -213,43 +197,6 @@ async def test_reports_do_not_wait_for_a_thread_that_stays_awake_for_long() -> N
         await until(lambda: len(answers) == 1 and len(observed.done) == 1)
 
 
-async def test_deferred_calls_are_in_no_returning_callers_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd.service.engine.lane._RETURN_SECONDS", 1.0)
-    runner = EchoRunner()
-    deferred: list[int] = []  # the number of steps that had begun
-    answers: list[Output | Exception] = []
-    async with belled(runner, Observed(), spin_seconds=1.0) as (executor, _, _):
-
-        def done(answer: Output | Exception) -> None:
-            executor.defer(lambda: deferred.append(len(runner.steps)))
-            answers.append(answer)
-
-        bell = Bell(
-            lambda value: executor.submit(Submission("0", layer_request([value]), done, on_worker=True))
-        )
-        executor.add_source(bell)
-        bell.ring()
-        await until(lambda: len(answers) == 1)
-        await asyncio.sleep(0.1)
-        assert deferred == [], "its caller may return"
-        bell.ring()
-        await until(lambda: len(answers) == 2)
-        await until(lambda: len(deferred) == 2)  # the caller does not return
-        assert deferred == [2, 2]
-        executor.remove_source(bell)
-        bell.close()
-
-
-def test_a_ring_before_a_source_is_added_is_heard() -> None:
-    wakeup, bell = Wakeup(), Bell()
-    bell.ring()
-    wakeup.add(bell)
-    assert wakeup.wait(10) == [bell]
-    assert wakeup.wait(0) is None, "once"
-    wakeup.close()
-    bell.close()
-
-
 def test_a_removed_source_is_not_polled() -> None:
     wakeup, bell = Wakeup(), Bell()
     wakeup.add(bell)
@@ -275,28 +222,3 @@ def test_many_sources_that_ring_at_once_are_all_heard() -> None:
     wakeup.close()
     for bell in bells:
         bell.close()
-
-
-def test_a_wake_up_ends_a_wait_that_begins_later_and_one_that_runs() -> None:
-    wakeup = Wakeup()
-    wakeup.wake()
-    assert wakeup.wait(None) == []
-    timer = threading.Timer(0.05, wakeup.wake)
-    timer.start()
-    assert wakeup.wait(None) == []
-    timer.join()
-    wakeup.close()
-
-
-def test_rings_that_do_not_wake_are_seen_later() -> None:
-    wakeup, bell = Wakeup(rings_wake=False), Bell()
-    wakeup.add(bell)
-    bell.ring()
-    assert wakeup.wait(0.05) is None
-    assert wakeup.wait(0) == [bell]
-    assert wakeup.wait(0) is None
-    wakeup.wake()
-    assert wakeup.wait(10) == []
-    wakeup.remove(bell)
-    bell.close()
-    wakeup.close()

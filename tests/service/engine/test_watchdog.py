@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +21,7 @@ from expertd.service.engine.watchdog import limit_of
 from expertd.service.settings.model import Settings
 from tests.paths import ROOT
 from tests.service.apps import error_of, hidden_request, rows, serving, serving_runner, tiny_settings
-from tests.service.processes import ServerProcess, clean_environment
+from tests.service.processes import ServerProcess, clean_environment, forked_python, started
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
@@ -47,28 +45,38 @@ async def test_every_request_is_answered_and_the_server_is_not_ready() -> None:
         await until(lambda: not server.app.engine.executor.unanswered)  # counted after the last answer
 
 
-async def test_steps_that_end_are_left_alone() -> None:
-    settings = tiny_settings(step_timeout_seconds=0.5)
-    async with serving(settings, serving_runner(EchoRunner())) as server:
-        end = asyncio.get_running_loop().time() + 1.2
-        while asyncio.get_running_loop().time() < end:
-            assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
-        assert server.app.engine.why_not_ready() is None
-
-
 def test_a_step_may_take_many_times_as_long_as_before() -> None:
     assert limit_of(60.0, 0.0) == 60.0, "nothing is known of its size"
     assert limit_of(60.0, 0.001) == 10.0
     assert limit_of(60.0, 1.0) == 20.0
     assert limit_of(60.0, 10.0) == 60.0
     assert limit_of(5.0, 0.001) == 5.0
+
+
+def test_a_step_is_late_by_its_own_time() -> None:
     now = 100.0
-    times = StepTime("the device", 60.0, lambda: now)
-    assert times.why_late(1, 10.0) is None
-    for _ in range(11):
-        now += 1.0
-        why = times.why_late(1, 10.0)
-    assert why == "the device hangs: expected the end of a step within 10 s, got none"
+    times = StepTime("a rank", 2.0, lambda: now)
+
+    def why_late(number: int | None, seconds: float, limit: float | None = None) -> str | None:
+        """After looks at this step for some time."""
+        nonlocal now
+        why = None
+        for _ in range(round(seconds / 0.25)):
+            now += 0.25
+            why = times.why_late(number, limit)
+        return why
+
+    assert why_late(None, 10.0) is None
+    assert why_late(1, 2.0) is None
+    assert why_late(2, 2.0) is None, "it had to wait for the first"
+    expected = "a rank hangs: expected the end of a step within {} s, got none"
+    assert why_late(2, 0.5) == expected.format(2)
+    assert why_late(3, 2.0) is None
+    assert why_late(4, 9.0, 10.0) is None, "another limit"
+    assert why_late(4, 1.5, 10.0) == expected.format(10)
+    assert why_late(5, 0.5) is None
+    now += 100.0
+    assert times.why_late(5) is None, "time in which this process did not run does not count"
 
 
 async def test_a_device_that_has_failed_ends_the_server() -> None:
@@ -115,13 +123,13 @@ async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
 
 @pytest.mark.slow
 async def test_a_job_may_take_as_long_as_it_says_since_it_last_went_on() -> None:
-    settings = tiny_settings(step_timeout_seconds=1)
+    settings = tiny_settings(step_timeout_seconds=0.5)
     async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
         executor = server.app.engine.executor
-        await executor.between_steps(lambda: time.sleep(2))
+        await executor.between_steps(lambda: time.sleep(1))
 
         def parts() -> None:
-            for _ in range(20):
+            for _ in range(10):
                 time.sleep(0.1)
                 executor.lanes[0].jobs.goes_on()
 
@@ -193,12 +201,12 @@ sys.exit(serve(tiny_settings(port=0, step_timeout_seconds=1), serving_runner(run
 
 
 @pytest.mark.slow
-def test_the_process_exits(tmp_path: Path) -> None:
-    log = tmp_path / "server.log"
+def test_the_process_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    log, program = tmp_path / "server.log", tmp_path / "server.py"
+    program.write_text(SERVER)
     with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER], stderr=stderr, cwd=ROOT, env=clean_environment()
-        )
+        process = started([sys.executable, program], stderr, clean_environment())
     try:
         server = ServerProcess(process, log)
         server.wait_ready()
@@ -214,31 +222,30 @@ def test_the_process_exits(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_process_whose_event_loop_hangs_exits_at_once() -> None:
-    program = textwrap.dedent(
-        """
-        import asyncio, time
-        from expertd.service.engine import watchdog
+STUCK = """
+import asyncio, time
+from expertd.service.engine import watchdog
 
-        class Stuck:
-            def step_in_flight(self):
-                return 1, 0.0
+class Stuck:
+    def step_in_flight(self):
+        return 1, 0.0
 
-            def job_in_flight(self):
-                return None, 0.0
+    def job_in_flight(self):
+        return None, 0.0
 
-        async def main():
-            watchdog._ANSWER_SECONDS = 0.2
-            watchdog.Watchdog([Stuck()], 0.3, lambda why: None)
-            time.sleep(30)
+async def main():
+    watchdog._ANSWER_SECONDS = 0.2
+    watchdog.Watchdog([Stuck()], 0.3, lambda why: None)
+    time.sleep(30)
 
-        asyncio.run(main())
-        """
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=20,
-        env=clean_environment(),
-    )  # fmt: skip
+asyncio.run(main())
+"""
+
+
+def test_a_process_whose_event_loop_hangs_exits_at_once(tmp_path: Path) -> None:
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    ran = forked_python(program)
     assert ran.returncode == 1
     assert "and the event loop too: exiting at once" in ran.stderr
 

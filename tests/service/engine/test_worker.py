@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +19,6 @@ class FakeLane:
     to_do      things to do
     runs       whether a step runs; it is done when `step_done` is set
     answered   when the last request was
-    reports    what waits to be called
     """
 
     def __init__(self, busy_seconds: float = 0.0) -> None:
@@ -29,8 +27,7 @@ class FakeLane:
         self.step_done = threading.Event()
         self.busy_seconds = busy_seconds
         self.answered = -1e9
-        self.is_over = self.flushed = False
-        self.reports: deque[int] = deque()
+        self.is_over = False
 
     @property
     def is_asleep(self) -> bool:
@@ -61,18 +58,12 @@ class FakeLane:
     def wait_for_callers(self) -> None: ...
     def cancel_jobs(self) -> None: ...
 
-    @property
-    def num_reports(self) -> int:
-        return len(self.reports)
+    num_reports = 0
 
     def report_one(self) -> bool:
-        if self.reports:
-            self.reports.popleft()
-            return True
         return False
 
-    def flush(self) -> None:
-        self.flushed = True
+    def flush(self) -> None: ...
 
 
 @contextmanager
@@ -125,72 +116,3 @@ def test_the_second_lanes_work_is_done_while_a_step_of_the_first_runs() -> None:
         first.step_done.set()
         first.to_do = 1
         assert becomes(first, 1, 10)
-
-
-def test_a_thread_ends_once_both_lanes_have() -> None:
-    first, second = FakeLane(), FakeLane()
-    second.runs = True
-    with working(first, second) as worker:
-        first.is_over = second.is_over = True
-        worker.wakeup.wake()
-        worker.thread.join(0.05)
-        assert worker.thread.is_alive(), "a step runs"
-        second.step_done.set()
-        worker.thread.join(10)
-        assert not worker.thread.is_alive()
-
-
-def test_a_thread_that_has_nothing_to_do_retires() -> None:
-    worker = Worker(FakeLane(), "one", True, 0.0)
-    worker.thread.start()
-    worker.retire()
-    assert not worker.thread.is_alive()
-
-
-def has_reported(lane: FakeLane, left: int, seconds: float) -> bool:
-    """Whether at most this number of reports is left within `seconds`."""
-    end = time.perf_counter() + seconds
-    while lane.num_reports > left and time.perf_counter() < end:
-        time.sleep(1e-3)
-    return lane.num_reports <= left
-
-
-def test_what_has_been_reported_does_not_wait_for_the_end_of_an_endless_second_lane() -> None:
-    first, second = FakeLane(), FakeLane()
-    first.reports.extend(range(3))
-    second.runs = True
-    with working(first, second):
-        assert has_reported(first, 0, 10)
-        assert second.runs
-        assert not first.flushed, "the thread has called them"
-
-
-@pytest.mark.parametrize("runs", [True, False])
-def test_reports_are_called_while_a_step_runs_and_few_while_the_next_request_is_awaited(
-    runs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("expertd.service.engine.worker._QUIET_SECONDS", SPIN_SECONDS / 2)
-    first, second = FakeLane(), FakeLane(busy_seconds=60.0)
-    first.answered = time.perf_counter()
-    first.runs, first.to_do = runs, 1
-    second.reports.extend(range(100))
-    with working(first, second):
-        if runs:
-            assert has_reported(second, 0, 10)
-            assert first.runs
-        else:
-            assert has_reported(second, 64, 10), "64 may wait"
-            assert not has_reported(second, 63, SPIN_SECONDS / 6)
-            assert has_reported(second, 0, 10), "none has come"
-
-
-def test_the_event_loop_gets_the_reports_before_the_thread_sleeps_or_ends() -> None:
-    first, second = FakeLane(), FakeLane()
-    with working(first, second):
-        end = time.perf_counter() + 10
-        while not (first.flushed and second.flushed) and time.perf_counter() < end:
-            time.sleep(1e-3)
-        assert first.flushed
-        assert second.flushed
-        first.flushed = False
-    assert first.flushed

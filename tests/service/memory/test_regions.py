@@ -138,30 +138,19 @@ def test_inputs_are_read_in_place_or_copied(in_place: bool, num_bytes: int) -> N
         uses.release()
 
 
-def test_the_output_is_stored_where_the_device_did_not_write_it() -> None:
-    with two_files(in_place=False) as (regions, file):
+@pytest.mark.parametrize(("in_place", "later"), [(False, False), (True, True), (True, False)])
+def test_the_output_is_stored_where_the_device_did_not_write_it(in_place: bool, later: bool) -> None:
+    with two_files(in_place) as (regions, file):
         uses = uses_of(regions)
-        assert uses.output(RegionSlice("out", "b", 32, 64), 16, 48) is None
-        assert uses.store_bytes == 48
-        uses.store(b"x" * 48)
-        assert file.read(66, SIZE + 31) == b"\0" + b"x" * 48 + bytes(17)
-        uses.release()
-    with two_files(in_place=True) as (regions, _):
-        uses = uses_of(regions)
-        span = uses.output(RegionSlice("out", "b", 32, 64), 16, 48)
-        assert span is not None
-        assert (span.num_bytes, uses.store_bytes) == (48, 0)
-        uses.store(span)
-        uses.release()
-
-
-def test_an_output_can_be_stored_where_the_device_could_write_it() -> None:
-    with two_files(in_place=True) as (regions, file):
-        uses = uses_of(regions)
-        assert uses.output(RegionSlice("out", "b", 32, 64), 16, 48, later=True) is None
-        assert uses.store_bytes == 48
-        uses.store(b"x" * 48)
-        assert file.read(66, SIZE + 31) == b"\0" + b"x" * 48 + bytes(17)
+        span = uses.output(RegionSlice("out", "b", 32, 64), 16, 48, later=later)
+        if in_place and not later:
+            assert span is not None
+            assert (span.num_bytes, uses.store_bytes) == (48, 0)
+            uses.store(span)
+        else:
+            assert (span, uses.store_bytes) == (None, 48)
+            uses.store(b"x" * 48)
+            assert file.read(66, SIZE + 31) == b"\0" + b"x" * 48 + bytes(17)
         uses.release()
 
 
@@ -265,13 +254,3 @@ def test_a_copy_without_room_in_the_arena_is_refused() -> None:
         assert arena.used_bytes == SIZE
         first.release()
         assert arena.used_bytes == 0
-
-
-def test_regions_are_held_until_they_are_released() -> None:
-    with two_files(in_place=True) as (regions, _):
-        uses = uses_of(regions)
-        uses.input(RegionSlice("x", "gpu", 0, 16), 16, copied=False)
-        (region,) = regions.of_kind("cuda")
-        assert region.uses == 1
-        uses.release()
-        assert region.uses == 0

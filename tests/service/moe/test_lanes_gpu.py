@@ -140,3 +140,23 @@ def test_changes_of_the_split_keep_the_bits_and_no_memory() -> None:
             torch.cuda.synchronize()
             used.append(torch.cuda.mem_get_info()[0])
     assert min(used[1:]) >= used[1] - (2 << 20), "what a split needs is made once"
+
+
+def test_a_stream_is_the_current_one_inside() -> None:
+    partitions = SMPartitions(0)
+    partitions.apply({"a": 16})
+    before = torch.cuda.current_stream()
+    outer, inner = torch.cuda.Stream(), partitions.stream("a")  # type: ignore[no-untyped-call]
+    with device_of("cuda").steps_on(outer):
+        assert torch.cuda.current_stream() == outer
+        with device_of("cuda").steps_on(inner):
+            assert torch.cuda.current_stream() == inner
+        assert torch.cuda.current_stream() == outer
+    assert torch.cuda.current_stream() == before
+
+
+def test_an_error_ends_it() -> None:
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="step"), device_of("cuda").steps_on(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        raise RuntimeError("step")
+    assert torch.cuda.current_stream() == before

@@ -1,6 +1,9 @@
-"""The memory that a layer needs, and what is free."""
+"""The memory that a layer needs, what is free, and the sentence of a model that does not fit."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +14,13 @@ from expertd.kernels import resolve_backend
 from expertd.service.device import device_of
 from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.needs import GRAPH_TOKENS, needs_of, part_of_layer, together, weights_bytes
+from expertd.service.moe.needs import needs_of, part_of_layer, together, weights_bytes
+from expertd.service.moe.out_of_memory import in_one_sentence
 from expertd.service.moe.request import zero_request
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.step.graphs import TOKEN_COUNTS
 from expertd.service.moe.weights import random_weights
+from tests.service.apps import MODEL, serving, tiny_settings
 from tests.service.cgroups import V2, fake_groups
 
 HOPPER, REFERENCE = BACKENDS["hopper"], BACKENDS["reference"]
@@ -47,10 +51,6 @@ def test_the_needs_have_their_parts() -> None:
     assert needs_of(SHAPE, 4096, HOPPER, graph_tokens=0).graphs == 0
     assert needs_of(SHAPE, 1024, HOPPER).steps < needs_of(SHAPE, 4096, HOPPER).steps
     assert str(on_cpu).startswith(f"{on_cpu.total / 1e6:.1f} MB (weights ")
-
-
-def test_the_largest_graph_counts() -> None:
-    assert TOKEN_COUNTS[-1] == GRAPH_TOKENS
 
 
 def test_layers_share_memory_for_steps_and_graphs() -> None:
@@ -92,10 +92,6 @@ def test_the_limit_of_a_container_or_service_counts(
     assert free_host_bytes(meminfo, tmp_path / "none") == 4_096_000
 
 
-def test_this_machine_has_free_memory() -> None:
-    assert free_host_bytes() > 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("weighs_input", [False, True])
 def test_a_layer_on_a_gpu_needs_no_more_than_was_computed(weighs_input: bool) -> None:
@@ -109,3 +105,59 @@ def test_a_layer_on_a_gpu_needs_no_more_than_was_computed(weighs_input: bool) ->
     runner.run([zero_request(tokens, SHAPE.hidden_size)])
     used = torch.cuda.max_memory_allocated(device) - before
     assert used <= needs_of(SHAPE, tokens, HOPPER, weighs_input=weighs_input).total
+
+
+SMALL = LayerShape(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, num_shared_experts=1)
+CPU = device_of("cpu")
+NEEDS = needs_of(SMALL, 16, REFERENCE)
+
+
+def test_the_bytes_of_weights() -> None:
+    weights = random_weights(SMALL, 0, "cpu")
+    tensors = (weights.gate_up.data, weights.gate_up.scales, weights.down.data, weights.down.scales)
+    # A router's bytes are those of float32, which is the widest that it may have.
+    router = weights.router.numel() * 4
+    assert weights_bytes(SMALL) == router + sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda: torch.empty(2**60, dtype=torch.uint8),
+        lambda: torch.empty((2**62, 2**62)),
+        lambda: torch.empty(2**62, dtype=torch.float64),
+        lambda: _raise(torch.OutOfMemoryError("CUDA out of memory")),
+        lambda: _raise(MemoryError()),
+    ],
+)
+def test_every_error_of_an_allocation_says_what_was_needed(fail: Callable[[], object]) -> None:
+    expected = rf"model a: expected {re.escape(str(NEEDS))} of free memory, got \d+\.\d MB"
+    with pytest.raises(MemoryError, match=f"^{expected}$"), in_one_sentence("a", NEEDS, CPU):
+        fail()
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match=r"^a kernel failed$"), in_one_sentence("a", NEEDS, CPU):
+        raise RuntimeError("a kernel failed")
+
+
+async def test_a_server_logs_the_sentence_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    # More than any address space, whatever the system lets a process allocate.
+    model: dict[str, Any] = {**MODEL, "hidden_size": 128 << 40}
+    async with serving(tiny_settings({"max_body_bytes": 1 << 60}, models=[model])) as server:
+        assert server.app.engine.loaded is None
+    (record,) = [record for record in caplog.records if record.message.startswith("loading failed")]
+    assert re.search(r"model tiny: expected \d+\.\d MB \(weights .*\) of free memory, got", record.message)
+    assert not record.exc_info
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_is_reported_likewise() -> None:
+    device = torch.device("cuda", 0)
+    with pytest.raises(MemoryError, match=r"^model a: expected .*, got \d+\.\d MB$"):  # noqa: SIM117
+        with in_one_sentence("a", NEEDS, device_of(device)):
+            torch.empty(2**50, dtype=torch.uint8, device=device)
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -32,8 +32,12 @@ def test_a_rule_is_followed(rule: str) -> None:
     if rule != "common":
         assert diff(expected(tokens, ids, topk_weights, weights, COMMON), theirs) > 1e-3
     out = torch.empty(TOKENS, SHAPE.hidden_size, dtype=torch.bfloat16)
-    assert layer(tokens, ids, topk_weights, out=out) is out
+    offsets = torch.zeros(SHAPE.num_groups + 1, dtype=torch.int32)
+    assert layer(tokens, ids, topk_weights, out=out, offsets=offsets) is out
     assert diff(out, theirs) < 2e-4
+    counted = layer.tokens_per_expert(offsets.numpy())
+    assert counted.tolist() == ids.flatten().bincount(minlength=SHAPE.num_experts).tolist()
+    assert layer(tokens[:0]).shape == (0, SHAPE.hidden_size)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -65,23 +69,6 @@ def test_parts_of_a_layer_add_up_to_it(rule: str) -> None:
         part = replace(weights, gate_up=gate_up, down=down, shared_gate=gate)
         total += MoELayer(shape, part, resolve_backend("reference"), rule=RULES[rule])(tokens)
     assert diff(total, whole(tokens)) < 1e-4
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_no_tokens_give_no_rows(rule: str) -> None:
-    layer = MoELayer(SHAPE, gated_weights(), resolve_backend("reference"), rule=RULES[rule])
-    assert layer(torch.empty(0, SHAPE.hidden_size)).shape == (0, SHAPE.hidden_size)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_rows_of_each_expert_are_counted(rule: str) -> None:
-    layer = MoELayer(SHAPE, gated_weights(), resolve_backend("reference"), rule=RULES[rule])
-    offsets = torch.zeros(SHAPE.num_groups + 1, dtype=torch.int32)
-    tokens = hidden_states()
-    ids, weights = layer.route(tokens)
-    layer(tokens, ids, weights, offsets=offsets)
-    counted = layer.tokens_per_expert(offsets.numpy())
-    assert counted.tolist() == ids.flatten().bincount(minlength=SHAPE.num_experts).tolist()
 
 
 @pytest.mark.parametrize("rule", RULES)

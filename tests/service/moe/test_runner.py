@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from expertd.kernels import resolve_backend
 from expertd.service.device import device_of
 from expertd.service.memory import host_view
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import Output
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.device_step import without_outside
@@ -24,9 +23,9 @@ from expertd.service.moe.weights import random_weights
 from tests.backends import KINDS, plain_backend
 from tests.kernels.helpers import diff, fresh_generator
 from tests.service.moe.reference_layer import assert_close, reference_layer
+from tests.service.moe.requests import DTYPES, as_bytes, layer_request, rows_of
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
-DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 
 
 @pytest.fixture(scope="module", params=[None, *KINDS])
@@ -39,23 +38,6 @@ def runner(request: pytest.FixtureRequest) -> Iterator[LayerRunner]:
         yield LayerRunner(layer, device_of(backend.device))
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _request(hidden_states: Tensor, datatype: str = "FP32", **changes: Any) -> LayerRequest:
-    fields: dict[str, Any] = {
-        "num_tokens": hidden_states.shape[0],
-        "hidden_states": _bytes(hidden_states.to(DTYPES[datatype])),
-        "datatype": datatype,
-        "topk_ids": None,
-        "topk_ids_datatype": "INT32",
-        "topk_weights": None,
-        "output_datatype": datatype,
-    }
-    return LayerRequest(**fields | changes)
-
-
 def _hidden_states(num_tokens: int) -> Tensor:
     return torch.randn(num_tokens, SHAPE.hidden_size, generator=fresh_generator())
 
@@ -66,47 +48,32 @@ def _routing(num_tokens: int) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(num_tokens, SHAPE.top_k, generator=generator)
 
 
-def _output(output: Output, datatype: str) -> Tensor:
-    rows = torch.frombuffer(bytearray(host_view(output)), dtype=DTYPES[datatype])
-    return rows.view(-1, SHAPE.hidden_size)
+def _output(output: Output, datatype: str = "FP32") -> Tensor:
+    return rows_of(output, datatype, SHAPE.hidden_size)
 
 
 @pytest.mark.parametrize("output_datatype", DTYPES)
 @pytest.mark.parametrize("datatype", DTYPES)
 def test_every_pair_of_datatypes(runner: LayerRunner, datatype: str, output_datatype: str) -> None:
     hidden_states = _hidden_states(3)
-    result = runner.run([_request(hidden_states, datatype, output_datatype=output_datatype)])
+    result = runner.run([layer_request(hidden_states, datatype, output_datatype=output_datatype)])
     expected = reference_layer(hidden_states.to(DTYPES[datatype]), runner.layer.weights, SHAPE.top_k)
     assert len(host_view(result.outputs[0])) == 3 * SHAPE.hidden_size * DTYPES[output_datatype].itemsize
     assert_close(_output(result.outputs[0], output_datatype), expected)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_buffer_is_accepted(runner: LayerRunner, kind: type) -> None:
-    hidden_states = _hidden_states(2)
-    request = _request(hidden_states)
-    expected = runner.run([request]).outputs
-    assert runner.run([replace(request, hidden_states=kind(request.hidden_states))]).outputs == expected
-
-
-@pytest.mark.parametrize("ids_datatype", ["INT32", "INT64"])
-def test_mixed_requests_in_one_step_get_their_own_results(runner: LayerRunner, ids_datatype: str) -> None:
-    ids_dtype = torch.int32 if ids_datatype == "INT32" else torch.int64
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_mixed_requests_in_one_step_get_their_own_results(
+    runner: LayerRunner, ids_dtype: torch.dtype
+) -> None:
     sizes, datatypes = [3, 1, 5, 2], ["FP32", "BF16", "FP16", "FP32"]
     requests, expected = [], []
     for index, (num_tokens, datatype) in enumerate(zip(sizes, datatypes, strict=True)):
-        hidden_states = _hidden_states(num_tokens).to(DTYPES[datatype])
-        given: dict[str, Any] = {}
-        routing: dict[str, Tensor] = {}
+        hidden_states, given, routing = _hidden_states(num_tokens).to(DTYPES[datatype]), None, {}
         if index % 2:
             ids, weights = _routing(num_tokens)
-            routing = {"topk_ids": ids, "topk_weights": weights}
-            given = {
-                "topk_ids": _bytes(ids.to(ids_dtype)),
-                "topk_ids_datatype": ids_datatype,
-                "topk_weights": _bytes(weights),
-            }
-        requests.append(_request(hidden_states, datatype, **given))
+            given, routing = (ids.to(ids_dtype), weights), {"topk_ids": ids, "topk_weights": weights}
+        requests.append(layer_request(hidden_states, datatype, given, output_datatype=datatype))
         expected.append(reference_layer(hidden_states, runner.layer.weights, SHAPE.top_k, **routing))  # type: ignore[arg-type]
     for request in requests:
         runner.validate(request)
@@ -123,12 +90,7 @@ def test_mixed_requests_in_one_step_get_their_own_results(runner: LayerRunner, i
 def test_given_routing_in_every_request(runner: LayerRunner) -> None:
     hidden_states = _hidden_states(3)
     ids, weights = torch.tensor([[7, 0]] * 3), torch.tensor([[0.25, -2.0]] * 3)
-    request = _request(
-        hidden_states,
-        topk_ids=_bytes(ids),
-        topk_ids_datatype="INT64",
-        topk_weights=_bytes(weights),
-    )
+    request = layer_request(hidden_states, "FP32", (ids, weights))
     runner.validate(request)
     result = runner.run([request])
     assert result.layout == "masked"
@@ -136,17 +98,19 @@ def test_given_routing_in_every_request(runner: LayerRunner) -> None:
     expected = reference_layer(
         hidden_states, runner.layer.weights, SHAPE.top_k, topk_ids=ids, topk_weights=weights
     )
-    assert_close(_output(result.outputs[0], "FP32"), expected)
+    assert_close(_output(result.outputs[0]), expected)
 
 
 def test_nan_stays_in_its_own_request(runner: LayerRunner) -> None:
     good, bad = _hidden_states(5), _hidden_states(2)  # in the same layout, alone or together
-    alone = _output(runner.run([_request(good)]).outputs[0], "FP32")
+    alone = _output(runner.run([layer_request(good, "FP32")]).outputs[0])
     bad[0, 3] = math.nan
-    together = runner.run([_request(bad), _request(good)]).outputs
-    assert _output(together[0], "FP32")[0].isnan().all()
-    assert _output(together[0], "FP32")[1].isfinite().all()
-    assert diff(_output(together[1], "FP32"), alone) < 1e-4
+    together = [
+        _output(each) for each in runner.run([layer_request(each, "FP32") for each in (bad, good)]).outputs
+    ]
+    assert together[0][0].isnan().all()
+    assert together[0][1].isfinite().all()
+    assert diff(together[1], alone) < 1e-4
 
 
 def test_invalid_routing_is_rejected(runner: LayerRunner) -> None:
@@ -167,11 +131,11 @@ def test_invalid_routing_is_rejected(runner: LayerRunner) -> None:
         ([[0, 2**32 - 1], [2, 3]], weights, f"{outside}, got 4294967295 in token 0, slot 1"),
     ]
     for ids, topk_weights, message in cases:
-        request = _request(
-            hidden_states,
-            topk_ids=None if ids is None else _bytes(torch.tensor(ids)),
+        request = replace(
+            layer_request(hidden_states),
+            topk_ids=None if ids is None else as_bytes(torch.tensor(ids)),
             topk_ids_datatype="INT64",
-            topk_weights=None if topk_weights is None else _bytes(topk_weights),
+            topk_weights=None if topk_weights is None else as_bytes(topk_weights),
         )
         with pytest.raises(ValueError, match=message):
             runner.validate(request)
@@ -184,13 +148,7 @@ def test_one_invalid_id_is_found_among_many(runner: LayerRunner, num_tokens: int
     hidden_states, weights = _hidden_states(num_tokens), torch.ones(num_tokens, 2)
 
     def validate(ids: NDArray[np.int64]) -> None:
-        request = _request(
-            hidden_states,
-            topk_ids=ids.tobytes(),
-            topk_ids_datatype="INT64",
-            topk_weights=_bytes(weights),
-        )
-        runner.validate(request)
+        runner.validate(layer_request(hidden_states, "FP32", (torch.from_numpy(ids), weights)))
 
     validate(ids)
     for none in (-1, 8):

@@ -1,7 +1,6 @@
-"""Which steps are timed, their stages on a CPU, and those of a GPU whose clock the test turns."""
+"""Which steps are timed, and their stages on a CPU."""
 
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,11 @@ from expertd.service.device import Device, device_of
 from expertd.service.device.cuda import CudaDevice
 from expertd.service.engine.chunks import part_of
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import LayerRequest, StepPlan
+from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step import stages as module
-from expertd.service.moe.step.batch import Batch
-from expertd.service.moe.step.stages import Events, GpuStages, HostStages, StageTimer, TimedStep
+from expertd.service.moe.step.stages import StageTimer
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.requests import layer_request
@@ -98,25 +96,6 @@ def test_outputs_are_the_same() -> None:
     assert runner.run([made]).outputs == timed
 
 
-def test_other_requests_take_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[HostStages] = []
-
-    def counted() -> HostStages:
-        made.append(HostStages())
-        return made[-1]
-
-    monkeypatch.setattr(module, "HostStages", counted)
-    runner = runner_of(layer_of())
-    runner.run([request(3, timed=False), request(4, timed=False)])
-    assert not made
-    untimed = LayerRunner(layer_of(), device_of("cpu"))
-    traced = request(3)
-    untimed.run([traced])
-    assert traced.timed == []
-    runner.run([traced])
-    assert len(made) == 1
-
-
 def test_a_step_of_a_long_request_is_one_of_its() -> None:
     whole = request(64)
     runner = runner_of(layer_of())
@@ -126,131 +105,6 @@ def test_a_step_of_a_long_request_is_one_of_its() -> None:
     assert len(whole.timed) == 2
     first, second = (step.stages() for step in whole.timed)
     assert first[-1].ended < second[0].began
-
-
-class Ways:
-    """Stands in for a GPU's graphs and steps launch by launch, and records which of them a step takes."""
-
-    def __init__(self) -> None:
-        self.taken: list[str] = []
-        self.stages: list[object] = []
-
-    def fits(self, batch: Batch) -> bool:
-        return True
-
-    def again(self, request: LayerRequest) -> str | None:
-        return self._take("again")
-
-    def begin(self, batch: Batch, *where: object) -> str:
-        self.stages.append(where[2] if len(where) == 3 else None)
-        return self._take("launches" if where else "graph")
-
-    def _take(self, way: str) -> str:
-        self.taken.append(way)
-        return way
-
-
-def test_a_traced_step_replays_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of its number of tokens nor its own of before; the next step does again."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Event", TurnedClock)
-    runner, ways = runner_of(layer_of()), Ways()
-    monkeypatch.setattr(runner, "_device", GPU)
-    monkeypatch.setattr(runner, "_graphs", ways)
-    monkeypatch.setattr(runner, "_on_device", ways, raising=False)
-    monkeypatch.setattr(runner, "_timer", StageTimer(GPU, 0.0))
-    made = request(3)
-    for plan in (None, StepPlan(None, None, None)):
-        made.plan = plan
-        for timed in (False, True, False):
-            made.timed = [] if timed else None
-            runner.begin([made])
-    assert ways.taken == ["graph", "launches", "graph", "again", "launches", "again"]
-    assert [type(stages) for stages in ways.stages if stages] == [GpuStages, GpuStages]
-    assert runner.launches.graph == 4
-
-
-NOW = 100.0  # the host's time, in seconds
-
-
-class TurnedClock:
-    """Events of a GPU that passes each when it is recorded, `tick` milliseconds after the one before."""
-
-    now, tick, passes, fails = 0.0, 0.25, True, False
-    made = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        type(self).made += 1
-        self._at: float | None = None
-
-    def record(self, stream: object) -> None:
-        type(self).now += self.tick
-        self._at = self.now
-
-    def query(self) -> bool:
-        if self.fails:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return self.passes
-
-    def synchronize(self) -> None:
-        assert self.passes
-
-    def elapsed_time(self, end: "TurnedClock") -> float:
-        assert self._at is not None
-        assert end._at is not None
-        assert end._at > self._at, "expected the later event"
-        return end._at - self._at
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> type[TurnedClock]:
-    turned = type("Turned", (TurnedClock,), {})
-    monkeypatch.setattr(torch.cuda, "Event", turned)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: "idle")
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: NOW))
-    return turned
-
-
-def launch(events: Events) -> GpuStages:
-    """A step with copies, which each begin anew: six events."""
-    stages = GpuStages(events)
-    for stream, marked in (("in", ["copy_in"]), ("steps", ["sort"]), ("out", ["copy_out"])):
-        stages.begin(stream)  # type: ignore[arg-type]
-        for name in marked:
-            stages.mark(name)
-    return stages
-
-
-def check(step: TimedStep, gaps: Sequence[float]) -> None:
-    stages = step.stages()
-    assert [stage.name for stage in stages] == ["copy_in", "sort", "copy_out"]
-    for stage in stages:
-        assert stage.ended - stage.began == pytest.approx(0.25e-3, rel=1e-3)
-    for (one, other), gap in zip(pairwise(stages), gaps, strict=True):
-        assert other.began - one.ended == pytest.approx(gap, rel=1e-3)
-    # The last event precedes that of the clock, recorded now, by 0.25 ms.
-    assert stages[-1].ended == pytest.approx(NOW - 0.25e-3)
-
-
-def test_a_gpus_times(clock: type[TurnedClock]) -> None:
-    events = Events(GPU)
-    step = launch(events)
-    check(step, (0.25e-3, 0.25e-3))
-    assert step.clock == "gpu"
-    assert step.stages() == step.stages(), "they are read once"
-
-
-def test_events_are_used_again(clock: type[TurnedClock]) -> None:
-    events = Events(GPU)
-    for _ in range(3):
-        launch(events).stages()
-    assert clock.made == 7  # six and the clock's
-    steps = [launch(events) for _ in range(20)]
-    for step in steps:
-        step.stages()
-    assert clock.made == 7 + 6 * 19
-    assert len(events._free) == module._KEPT
 
 
 @pytest.mark.parametrize("device", [GPU, device_of("cpu")])
@@ -264,17 +118,3 @@ def test_few_steps_are_timed(device: Device, monkeypatch: pytest.MonkeyPatch) ->
         now = 5.0 + step / 1e3
         timed += timer.new() is not None
     assert timed == 10
-
-
-def test_a_step_that_runs_or_fails_has_no_stages(clock: type[TurnedClock]) -> None:
-    events = Events(GPU)
-    step = launch(events)
-    clock.passes = False
-    assert list(step.stages()) == []
-    clock.passes = True
-    assert len(step.stages()) == 3, "once it has ended"
-    failed = launch(events)
-    clock.fails = True
-    assert list(failed.stages()) == []
-    clock.fails = False
-    assert list(failed.stages()) == [], "nor later, for its events say nothing"

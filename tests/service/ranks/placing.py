@@ -1,14 +1,11 @@
-"""Requests, callers and calls of tests whose experts change their ranks."""
+"""Requests and calls of tests whose experts change their ranks."""
 
-import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.service.apps import MODEL, Serving, binary_request, output_of, rows
-from tests.service.waiting import until
+from tests.service.apps import MODEL, Serving, binary_request, rows
 
 EXPERTS = 64
 TOP_K = 4
@@ -59,42 +56,3 @@ async def change(server: Serving, **body: Any) -> Any:
 
 def held(layer: Any) -> list[list[int]]:
     return [sorted(rank["experts"]) for rank in layer["ranks"]]
-
-
-class Traffic:
-    """Callers that ask again at once; `wrong` has what they should not have been told."""
-
-    def __init__(self, server: Serving, bodies: Sequence[tuple[bytes, int]]) -> None:
-        self._server, self._bodies = server, bodies
-        self.right = self.refused = 0
-        self.wrong: list[str] = []
-        self._expected: list[NDArray[np.float32]] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._stopped = False
-
-    async def __aenter__(self) -> "Traffic":
-        self._expected = [output_of(await self._server.infer(*body)) for body in self._bodies]
-        self._tasks = [asyncio.create_task(self._call(number)) for number in range(len(self._bodies))]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stopped = True
-        await asyncio.gather(*self._tasks)
-
-    async def more(self, count: int = 20) -> None:
-        """Wait for some more right answers."""
-        wanted = self.right + count
-        await until(lambda: self.right >= wanted or bool(self.wrong), 30)
-
-    async def _call(self, number: int) -> None:
-        while not self._stopped:
-            response = await self._server.infer(*self._bodies[number])
-            if response.status_code == 503 and response.headers["retry-after"] == "1":
-                self.refused += 1
-                await asyncio.sleep(0.01)
-            elif response.status_code != 200:
-                self.wrong.append(f"{response.status_code}: {response.text[:200]!r}")
-            elif np.array_equal(output_of(response), self._expected[number]):
-                self.right += 1
-            else:
-                self.wrong.append(f"other bits in {number}")

@@ -1,13 +1,11 @@
 """The other side of a ring, in a process of its own: it adds 1 to each number, until 0.
 
 `python ring_program.py SLOTS SLOT_BYTES MEMORY THEIR_BELL OUR_BELL`, the last three descriptors. The memory
-has two rings: to this process, and back. Its last answer is the time in ns that the reader ran between the
-first two messages.
+has two rings: to this process, and back.
 """
 
 import mmap
 import sys
-import time
 
 from expertd.service.ranks.ring import Bell, Ring, ring_bytes
 
@@ -19,16 +17,13 @@ def main() -> None:
     view = memoryview(mmap.mmap(memory, 2 * middle))
     inward, back = (Ring(part, num_slots, slot_bytes) for part in (view[:middle], view[middle:]))
     their_bell, our_bell = Bell(theirs), Bell(ours)
-    used: list[int] = []
     number = -1
     while number:
         our_bell.wait(lambda: not inward.is_empty(), 50e-6)
         message = inward.take()
         assert message is not None
-        used.append(time.thread_time_ns())
         number = int.from_bytes(message[:8], "little")
-        answer = number + 1 if number else used[1] - used[0]
-        back.put(answer.to_bytes(8, "little") + message[8:])
+        back.put((number + 1).to_bytes(8, "little") + message[8:])
         their_bell.ring()
 
 

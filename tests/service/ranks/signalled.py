@@ -1,4 +1,4 @@
-"""`python -m tests.service.ranks.signalled`: an agent that waits, and gets thousands of signals."""
+"""A program: an agent that waits, and gets thousands of signals."""
 
 import os
 import signal

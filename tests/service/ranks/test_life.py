@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from expertd.service.memory import host_view
-from expertd.service.moe.request import zero_request
 from expertd.service.ranks.front.rank import Rank
 from expertd.service.ranks.setup import STOP
-from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.apps import hidden_request, rows, tiny_settings
 from tests.service.http.processes import alive, two_processes
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, started
 from tests.service.ranks.servers import rank_processes, serving_ranks
-from tests.service.runners import Submitted
 from tests.service.sockets import Answer, connect, infer, read_answer
 from tests.service.waiting import wait_for
 
@@ -39,15 +36,6 @@ def _server(directory: Path, fork: bool = True, **changes: Any) -> Iterator[tupl
 
 def _ended(processes: list[int]) -> Callable[[], bool]:
     return lambda: not any(alive(process) for process in processes)
-
-
-async def test_a_drain_answers_what_was_accepted() -> None:
-    async with serving_ranks(tiny_settings(ranks=2)) as server:
-        engine = server.app.engine
-        asked = [Submitted(engine.executor, "tiny", zero_request(5, HIDDEN)) for _ in range(20)]
-        assert await engine.drain()
-        for request in asked:
-            assert host_view(await request.answer) == bytes(4 * 5 * HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +92,7 @@ def test_sigterm_to_every_process_is_one_signal(tmp_path: Path) -> None:
         assert not re.search("WARNING|ERROR", server.log())
 
 
+@pytest.mark.thorough  # new processes import torch
 def test_ranks_end_with_a_front_end_that_is_killed(tmp_path: Path) -> None:
     with _server(tmp_path, fork=False) as (server, ranks):  # whose parent it is
         server.process.kill()

@@ -1,7 +1,9 @@
-"""Ranks load weights of every kind, and a rank that cannot load is reported in a sentence."""
+"""Ranks load weights of every kind, each byte once, and one that cannot is reported in a sentence."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from expertd.kernels import ExpertBiases
 from expertd.service.checkpoints import CheckpointError, resolve_checkpoints
-from expertd.service.engine.layers import LoadCancelledError
+from expertd.service.engine.layers import LoadCancelledError, weights_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.front.loading import load_ranks
+from expertd.service.ranks.regions import MappedRegions
+from expertd.service.ranks.rendezvous import Rendezvous
+from expertd.service.ranks.setup import RankSetup
+from expertd.service.ranks.worker.mover import RankPlacements
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import PlacementSettings
-from expertd.service.settings.served import CheckpointSettings
+from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from tests.families import HIDDEN, Sizes
 from tests.service.apps import MODEL, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint, edit_tensors
@@ -137,3 +144,68 @@ def test_a_load_that_is_cancelled_leaves_no_ranks() -> None:
     with pytest.raises(LoadCancelledError):
         load_ranks(tiny_settings(ranks=2), lambda: len(rank_processes()) == 2)
     assert rank_processes() == []
+
+
+RANKS = 2
+
+
+def read_on_ranks(settings: Settings, physical: list[int] | None = None) -> None:
+    """Have each rank of a node read its part of the only model, one after another, in this process.
+
+    physical  the expert of each physical one; None: contiguous parts
+    """
+    (model,) = settings.models
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set("placements", json.dumps([physical]))
+    for rank in range(settings.num_ranks):
+        setup = RankSetup(settings, rank, Rendezvous("127.0.0.1", 1, "127.0.0.1", "lo"), 0)
+        placements = RankPlacements(setup, store, MappedRegions())
+        weights_of(model, torch.device("cpu"), lambda: False, placements.held(model))
+
+
+def forget(path: Path) -> None:
+    """Have the page cache drop a file."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A weights file of 40 MB."""
+    path = tmp_path_factory.mktemp("file") / "layer.safetensors"
+    save_weights(path, random_weights(large("x").shape, 0, "cpu"))
+    yield path
+    path.unlink()
+
+
+def large(path: Any) -> ModelSettings:
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_experts": 12, "top_k": 2}
+    more = {"name": "large", "num_shared_experts": 1, "weights": {"path": path}}
+    return ModelSettings.model_validate({**sizes, **more})
+
+
+def storage_bytes(call: Callable[[], object]) -> int:
+    """What this process reads from storage meanwhile."""
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[9])
+
+    before = read()
+    call()
+    return read() - before
+
+
+@pytest.mark.parametrize("physical", [None, [*range(12), 5, 0]], ids=["parts", "replicas"])
+def test_ranks_read_each_byte_of_the_storage_once(file: Path, physical: list[int] | None) -> None:
+    """What several need (router, shared expert, replicas), they have from the page cache."""
+    size = file.stat().st_size
+    forget(file)
+    if storage_bytes(file.read_bytes) < size:
+        pytest.skip("the file system does not count what it reads, or does not forget files")
+    forget(file)
+    placed = PlacementSettings(policy="static", replicas=2) if physical else PlacementSettings()
+    settings = Settings(backend="reference", ranks=RANKS, models=(large(file),), placement=placed)
+    got = storage_bytes(lambda: read_on_ranks(settings, physical))
+    assert size <= got + os.sysconf("SC_PAGE_SIZE") * 4, "the ends of a file may lie in the page cache"
+    assert got < 1.03 * size, f"expected {size} bytes, got {got}"

@@ -62,14 +62,6 @@ def test_a_rank_keeps_its_part_of_a_step() -> None:
     assert other.hidden_states != first.requests[0].hidden_states
 
 
-def test_a_rank_keeps_no_step_of_several_requests() -> None:
-    """They would be many, and seldom come again."""
-    rank = Rank()
-    both = rank.steps.of(body_of(7, requests=2))
-    assert sum(request.num_tokens for request in both.requests) == 5
-    assert rank.steps.of(body_of(7, requests=2)) is not both
-
-
 def test_a_step_is_forgotten_with_its_memory() -> None:
     rank = Rank()
     maps = Path("/proc/self/maps")

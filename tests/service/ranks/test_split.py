@@ -1,4 +1,4 @@
-"""A step's rows over the ranks: all of them, in place, with the step's datatypes on every rank."""
+"""A step over the ranks: each row in place, the same datatypes, graph and order of steps on every rank."""
 
 import random
 from dataclasses import replace
@@ -8,8 +8,10 @@ import pytest
 from expertd.service.memory import Span
 from expertd.service.moe.split import part_of
 from expertd.service.moe.step.batch import Batch
+from expertd.service.moe.step.graphs import TOKEN_COUNTS
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand
-from expertd.service.ranks.worker.own_steps import requests_of
+from expertd.service.ranks.worker.own_steps import graph_of, requests_of
+from expertd.service.ranks.worker.worker import share_sms
 
 HIDDEN, TOP_K = 128, 2
 
@@ -110,3 +112,46 @@ def test_a_command_survives_its_bytes() -> None:
     requests.append(replace(placed(3, 64, "FP8"), scales=Place(9, 2**33)))
     command = StepCommand(2**40, 7, requests)
     assert StepCommand.unpacked(command.packed()) == command
+
+
+HOST, GPU = 1, 2
+
+
+def in_region(num_tokens: int, routing: int = 0, rows: int = HOST, datatype: str = "BF16") -> PlacedRequest:
+    """A request whose rows lie in a region, and its routing, 0: it has none."""
+    place = Place(routing, 64) if routing else NOWHERE
+    hidden_states = Place(rows, 0)
+    return PlacedRequest(num_tokens, datatype, "INT32", "BF16", hidden_states, place, place, hidden_states)
+
+
+@pytest.mark.parametrize("rows", [HOST, GPU])
+def test_small_steps_are_graphs_wherever_their_rows_lie(rows: int) -> None:
+    requests = [in_region(3, rows=rows), in_region(2, rows=HOST)]
+    assert graph_of(requests, 3, GPU.__eq__) == (4, True)
+    routed = [in_region(3, HOST, rows)]
+    assert graph_of(routed, 3, GPU.__eq__) == (4, False)
+
+
+def test_other_steps_are_launched_kernel_by_kernel() -> None:
+    most = TOKEN_COUNTS[-1]
+    assert graph_of([in_region(most)], most, GPU.__eq__) is not None
+    assert graph_of([in_region(2 * most)], most + 1, GPU.__eq__) is None, "too many tokens on a rank"
+    assert graph_of([in_region(3), in_region(3, HOST)], 3, GPU.__eq__) is None, "some have routing"
+    assert graph_of([in_region(3), in_region(3, datatype="FP32")], 3, GPU.__eq__) is None
+    assert graph_of([in_region(3, GPU)], 3, GPU.__eq__) is None, "a rank's part may begin anywhere"
+
+
+@pytest.mark.parametrize(
+    ("partition", "other", "expected"),
+    [
+        (None, None, False),  # one stream
+        ("a", "a", False),
+        ("a", "b", False),  # SMs of their own
+        ("a", None, True),
+        (None, "a", True),
+    ],
+)
+def test_steps_in_a_partition_and_on_the_whole_device_share_sms(
+    partition: str | None, other: str | None, expected: bool
+) -> None:
+    assert share_sms(partition, other) is expected

@@ -1,11 +1,10 @@
 """What keeps ranks running when starting, rendezvous or hearing them fails; with fakes for the processes."""
 
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +18,8 @@ from expertd.service.ranks.nodes import agent
 from expertd.service.ranks.recording import write_trace
 from tests.paths import ROOT
 from tests.service.apps import tiny_settings
+from tests.service.processes import forked_python
+from tests.service.ranks import signalled
 from tests.service.ranks.nodes import node_settings
 
 
@@ -77,10 +78,10 @@ def test_what_the_system_refuses_at_the_start_is_one_sentence(
 
 
 @pytest.mark.slow
-def test_a_signal_may_interrupt_an_agents_wait_anywhere() -> None:
+def test_a_signal_may_interrupt_an_agents_wait_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a lock that its handler waits for, it would hang."""
-    program = [sys.executable, "-m", "tests.service.ranks.signalled"]
-    subprocess.run(program, cwd=ROOT, check=True, timeout=60)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    assert forked_python(Path(signalled.__file__)).returncode == 0
 
 
 def test_answers_of_ranks_have_the_time_of_the_steps_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

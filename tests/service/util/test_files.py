@@ -2,7 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,48 +60,51 @@ def as_nobody(code: str, directory: Path) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.slow
-def test_an_unreadable_weights_file(open_directory: Path, tmp_path: Path) -> None:
-    path = open_directory / "layer.safetensors"
+def weights(directory: Path) -> tuple[Path, str]:
+    path = directory / "layer.safetensors"
     save_weights(path, random_weights(SHAPE, 0, "cpu"))
-    path.chmod(0)
-    output = as_nobody(f"load_weights({str(path)!r}, LayerShape(256, 128, 3, 2), 'cpu')", tmp_path)
-    assert output.startswith(f"{path}: {DENIED}; make it readable (chmod a+r")
-    assert "--user in a container" in output
+    return path, f"load_weights({str(path)!r}, LayerShape(256, 128, 3, 2), 'cpu')"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["config.json", "model.safetensors"])
-def test_an_unreadable_file_of_a_checkpoint(open_directory: Path, tmp_path: Path, pattern: str) -> None:
-    directory = open_directory / "model"
-    write(directory, bf16, quantization=None)
-    for file in directory.iterdir():
+def checkpoint(name: str, directory: Path) -> tuple[Path, str]:
+    """With one unreadable file, or its folder."""
+    model = directory / "model"
+    write(model, bf16, quantization=None)
+    for file in model.iterdir():
         file.chmod(0o644)
-    (path,) = directory.glob(pattern)
-    path.chmod(0)
-    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))", tmp_path)
-    assert output.startswith(f"{path}: {DENIED}; ")
+    return model / name, f"models_of(CheckpointSettings(path={str(model)!r}, layers='all'))"
 
 
-@pytest.mark.slow
-def test_an_unreadable_directory(open_directory: Path, tmp_path: Path) -> None:
-    directory = open_directory / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    directory.chmod(0)
-    output = as_nobody(f"models_of(CheckpointSettings(path={str(directory)!r}, layers='all'))", tmp_path)
-    directory.chmod(0o700)
-    assert output.startswith(
-        f"{directory}/config.json: cannot be read: Permission denied to uid {UID}; make it"
-    )
-
-
-@pytest.mark.slow
-def test_an_unreadable_configuration_file(open_directory: Path, tmp_path: Path) -> None:
-    path = open_directory / "config.yaml"
+def configuration(directory: Path) -> tuple[Path, str]:
+    path = directory / "config.yaml"
     path.write_text("port: 1")
+    return path, f"load_settings(Path({str(path)!r}))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [
+        weights,
+        partial(checkpoint, "config.json"),
+        partial(checkpoint, "model.safetensors"),
+        partial(checkpoint, ""),
+        configuration,
+    ],
+)
+def test_what_is_unreadable_is_named_with_the_remedy(
+    make: Callable[[Path], tuple[Path, str]], open_directory: Path, tmp_path: Path
+) -> None:
+    path, code = make(open_directory)
+    is_folder = path.is_dir()
     path.chmod(0)
-    assert as_nobody(f"load_settings(Path({str(path)!r}))", tmp_path).startswith(f"{path}: {DENIED}; ")
+    output = as_nobody(code, tmp_path)
+    path.chmod(0o700)
+    expected = f"{path}: {DENIED}; make it readable (chmod a+r"
+    if is_folder:
+        expected = f"{path}/config.json: cannot be read: Permission denied to uid {UID}; make it"
+    assert output.startswith(expected)
+    assert is_folder or "--user in a container" in output
 
 
 def test_other_file_types_and_encodings_are_refused(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd.service.util.logs import JsonLines, TextLines, level, set_level, shows_bars, with_fields
+from expertd.service.util.logs import JsonLines, TextLines, level, set_level, with_fields
 from tests.service.checkpoints.builders import Checkpoint
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, serving, started
+from tests.service.processes import EXPERTD, clean_environment, serving, started
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) [\w.]+: .+")
 
@@ -136,22 +136,12 @@ for number in range(3):
     assert [text.rpartition(": ")[2] for text in written] == [f"line {number}\n" for number in range(3)]
 
 
-def test_a_closed_stderr_shows_no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    assert not shows_bars()
-
-
 @pytest.mark.slow
-def test_a_server_shows_bars_while_it_loads(checkpoint: Path) -> None:
-    written = serve_on_a_terminal("--model", checkpoint, "--layers", "all", "--log-level", "debug")
+def test_on_a_terminal_bars_replace_log_lines(checkpoint: Path) -> None:
+    written = serve_on_a_terminal("--model", checkpoint, "--layers", "all")
     assert "\rlayers: " in written
     assert "model.layers.2: " in written, "a bar of bytes"
     assert any("listening on http://" in line for line in whole_lines(written))
-
-
-@pytest.mark.slow
-def test_on_a_terminal_bars_replace_log_lines(checkpoint: Path) -> None:
-    written = serve_on_a_terminal("--model", checkpoint, "--layers", "0-1")
     assert "loading model" not in written
     for module in ("loading", "layers", "local_models"):
         assert f"INFO expertd.service.engine.{module}" not in written
@@ -168,15 +158,11 @@ def test_a_terminal_without_a_size_gets_log_lines(checkpoint: Path) -> None:
 @pytest.mark.slow
 def test_without_a_terminal_there_are_only_log_lines(checkpoint: Path, tmp_path: Path) -> None:
     with serving(["--model", checkpoint, "--layers", "0-1"], tmp_path) as server:
-        log = lines_of(server)
+        log = server.log().splitlines()
     assert [line for line in log if not LINE.fullmatch(line)] == []
     for layer in (0, 1):
         assert any(f"loading model model.layers.{layer}" in line for line in log)
         assert any(f"MB of model.layers.{layer}, " in line for line in log)
-
-
-def lines_of(server: ServerProcess) -> list[str]:
-    return server.log().splitlines()
 
 
 def record(text: str, *arguments: object, **more: object) -> logging.LogRecord:
@@ -210,10 +196,6 @@ def test_a_line_of_json_has_everything() -> None:
         "message": "a\n\N{SNOWMAN}",
         "model": "m",
     }
-
-
-def test_what_json_does_not_know_becomes_text() -> None:
-    assert json.loads(JsonLines("").format(record("a", **with_fields(path=ValueError("x")))))["path"] == "x"
 
 
 def test_levels_are_known() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertd.kernels import Routing
 from expertd.service.device import device_of
-from expertd.service.moe.parallel import Combined, Dispatched, Exchange, ExchangeError
+from expertd.service.moe.parallel import Exchange, ExchangeError
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
 from tests.kernels.helpers import diff
@@ -74,52 +74,6 @@ def test_two_nodes_may_serve_a_layer_each(ranks: Ranks) -> None:
 
 
 FLOATS = "torch.float32 or torch.bfloat16 or torch.float16"
-
-
-class _Padded(Exchange):
-    """One rank alone, whose exchange returns its whole capacity, as one without the host's help would."""
-
-    rank, num_ranks, failed = 0, 1, None
-
-    def dispatch(
-        self,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        owners: Tensor,
-        row_dtype: torch.dtype,
-    ) -> Dispatched:
-        return _PaddedDispatch(hidden_states, topk_ids, topk_weights)
-
-    def refuse(self) -> None:
-        raise AssertionError
-
-
-class _PaddedDispatch(Dispatched):
-    def __init__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-        def padded(rows: Tensor, value: float) -> Tensor:
-            return torch.nn.functional.pad(rows, (0, 0, 0, 40), value=value)
-
-        self._here = topk_ids >= 0
-        self.hidden_states = padded(hidden_states, torch.nan)
-        self.topk_ids = padded(topk_ids, -1)
-        self.topk_weights = padded(topk_weights, torch.nan)
-
-    def combine(self, rows: Tensor) -> Combined:
-        assert rows.shape == self.hidden_states.shape
-        return Combined(rows, torch.arange(len(self._here), dtype=torch.int32)[:, None])
-
-    def combine_slots(self, rows: Tensor) -> Combined:
-        row = self._here.flatten().cumsum(0).view_as(self._here) - 1
-        return Combined(rows, torch.where(self._here, row, -1).to(torch.int32))
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_an_exchange_may_pad_what_arrives(exact: bool) -> None:
-    case = make_case((9,), SHARED, given=make_routing((9,)), exact=exact)
-    out, tokens, _ = run_case(_Padded(), case)
-    assert_close(out, reference_of(case))
-    assert tokens == torch.bincount(case.all_given[0].flatten() + 1, minlength=11)[1:].tolist()
 
 
 class _Counting:

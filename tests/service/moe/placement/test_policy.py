@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from expertd.service.moe.placement import Placement, contiguous_placement, global_placement
-from tests.service.moe.placement.greedy import LOADS, chosen_replicas, draw, greedy_global, repeated
+from expertd.service.moe.placement import global_placement
+from tests.service.moe.placement.greedy import LOADS, draw, greedy_global, repeated
 
 # experts, ranks, replicas
 SIZES = [
@@ -36,7 +36,7 @@ def allowed(loads: NDArray[np.float64], num_ranks: int, num_physical: int) -> fl
 @pytest.mark.parametrize("sizes", SIZES)
 def test_never_worse_than_the_greedy_rules(name: str, sizes: tuple[int, int, int]) -> None:
     num_experts, num_ranks, num_physical = sizes
-    for seed in range(8):
+    for seed in range(4):
         loads = draw(name, np.random.default_rng(seed), num_experts)
         ours = global_placement(loads, num_ranks, num_physical).imbalance(loads)
         assert ours <= allowed(loads, num_ranks, num_physical), f"seed {seed}"
@@ -44,7 +44,7 @@ def test_never_worse_than_the_greedy_rules(name: str, sizes: tuple[int, int, int
 
 def test_small_layers_of_few_tokens_are_never_worse_than_the_greedy_rules() -> None:
     # In some of these layers the greedy rules put an expert on a rank twice, and gain by it.
-    for seed in range(2000):
+    for seed in range(600):
         rng = np.random.default_rng(seed)
         num_experts, num_ranks = int(rng.integers(1, 9)), int(rng.integers(1, 6))
         num_physical = num_experts + int(rng.integers(0, 9))
@@ -54,28 +54,13 @@ def test_small_layers_of_few_tokens_are_never_worse_than_the_greedy_rules() -> N
         assert ours <= allowed(loads, num_ranks, num_physical), f"seed {seed}, {sizes}"
 
 
-def test_exchanges_balance_better_than_the_greedy_rules_alone() -> None:
-    rng = np.random.default_rng(0)
-    layers = [draw("lognormal", rng, 256) for _ in range(20)]
-    ours = np.mean([global_placement(loads, 32, 288).imbalance(loads) for loads in layers]) - 1
-    theirs = np.mean([greedy_global(loads, 32, 288) / loads.sum() * 32 for loads in layers]) - 1
-    assert ours < 0.6 * theirs
-
-
-@pytest.mark.parametrize(("num_experts", "num_ranks"), [(64, 2), (256, 4)])
-def test_zipf_over_few_ranks_is_balanced_by_32_spare_replicas(num_experts: int, num_ranks: int) -> None:
-    rng = np.random.default_rng(0)
-    for loads in (draw("zipf 1.0", rng, num_experts) for _ in range(10)):
-        assert global_placement(loads, num_ranks, num_experts + 32).imbalance(loads) <= 1.05
-
-
 @pytest.mark.parametrize("name", ["lognormal", "zipf 1.0", "dirichlet 1"])
 @pytest.mark.parametrize(("num_experts", "num_ranks", "num_physical"), SIZES[:6])
 def test_no_rank_holds_an_expert_twice(
     name: str, num_experts: int, num_ranks: int, num_physical: int
 ) -> None:
     rng = np.random.default_rng(0)
-    for loads in (draw(name, rng, num_experts) for _ in range(20)):
+    for loads in (draw(name, rng, num_experts) for _ in range(8)):
         assert repeated(global_placement(loads, num_ranks, num_physical)) == 0
 
 
@@ -102,53 +87,10 @@ def test_without_load_spare_replicas_are_spread_evenly() -> None:
         assert global_placement(loads, 4, 16).imbalance(loads) == 1.0
 
 
-def test_more_replicas_than_ranks_can_hold_apart_are_spread_evenly() -> None:
-    assert global_placement(np.ones(4), 1, 8).num_replicas.tolist() == [2] * 4
-    assert global_placement(np.ones(4), 2, 12).num_replicas.tolist() == [3] * 4
-
-
-def test_equal_loads_are_placed_in_the_order_of_experts_and_ranks() -> None:
-    placement = global_placement(np.tile([1.0, 2.0], 64), 8, 128)
-    order = [*range(1, 128, 2), *range(0, 128, 2)]
-    assert (placement.physical_to_logical.reshape(8, 16) == np.reshape(order, (16, 8)).T).all()
-
-
 def test_equal_loads_give_the_same_placement_every_time() -> None:
     loads = np.random.default_rng(0).integers(0, 3, size=64)
     first = global_placement(loads, 8, 80)
     assert (first.physical_to_logical == global_placement(loads.tolist(), 8, 80).physical_to_logical).all()
-
-
-def _activated(placement: Placement, topk_ids: NDArray[np.int64], positions: Any) -> NDArray[np.int64]:
-    """Physical experts that got any token, by rank."""
-    used = np.unique(chosen_replicas(placement, topk_ids, positions))
-    return np.bincount(placement.rank_of_slot()[used], minlength=placement.num_ranks)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_balanced_activations_beat_balanced_tokens_in_decode(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    popularity = 1 / np.arange(1, 65)
-    # 32 tokens a step, top 4 of 64 experts: Gumbel noise draws without replacement.
-    noise = rng.gumbel(size=(600, 32, 64))
-    steps = np.argsort(-(np.log(popularity) + noise), axis=2)[:, :, :4]
-    counts = np.stack([np.bincount(step.ravel(), minlength=64) for step in steps])
-    by_tokens = global_placement(counts[:300].sum(axis=0), 8, 80)
-    by_activation = global_placement((counts[:300] > 0).sum(axis=0), 8, 80)
-    static = contiguous_placement(64, 8)
-    busiest: dict[str, list[int]] = {"tokens": [], "activation": [], "static": []}
-    for number, step in enumerate(steps[300:]):
-        same_step = np.full(32, number)
-        tokens = _activated(by_tokens, step, np.arange(32))
-        activation = _activated(by_activation, step, same_step)
-        # Replicas activate no more experts if a step uses one of each.
-        assert activation.sum() == len(np.unique(step)) <= tokens.sum(), f"seed {seed}"
-        busiest["tokens"].append(int(tokens.max()))
-        busiest["activation"].append(int(activation.max()))
-        busiest["static"].append(int(_activated(static, step, same_step).max()))
-    mean = {name: float(np.mean(values)) for name, values in busiest.items()}
-    assert mean["activation"] < 0.9 * mean["tokens"], f"seed {seed}: {mean}"
-    assert mean["activation"] < 0.95 * mean["static"], f"seed {seed}: {mean}"
 
 
 @pytest.mark.parametrize(

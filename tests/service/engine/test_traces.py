@@ -1,9 +1,10 @@
-"""Traces of several processes as one, of the form that torch's profiler writes for a GPU."""
+"""Traces, of the form that torch's profiler writes for a GPU: names of streams, several processes as one."""
 
 import json
 from typing import Any
 
 from expertd.service.engine.joint_trace import joint, of_process
+from expertd.service.engine.stream_marks import with_stream_names
 
 BASE = 1_790_000_000_000_000_000
 
@@ -52,7 +53,7 @@ def named(trace: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["name"] == name]
 
 
-def test_processes_and_their_gpus_are_named() -> None:
+def test_processes_flows_and_times_are_those_of_one_trace() -> None:
     found = joined()
     names = {event["pid"]: event["args"]["name"] for event in named(found, "process_name")}
     assert sorted(names.values()) == [
@@ -61,13 +62,45 @@ def test_processes_and_their_gpus_are_named() -> None:
     assert [names[event["pid"]] for event in named(found, "kernel")] == ["rank 0: GPU 0", "rank 1: GPU 1"]
     assert [names[event["pid"]] for event in named(found, "launch")] == ["rank 0: CPU", "rank 1: CPU"]
     assert found["expertd"] == {"steps": 2}
-
-
-def test_flows_and_times_are_those_of_one_trace() -> None:
-    found = joined()
     flows = [(event["ph"], event["id"]) for event in named(found, "ac2g")]
     assert len(set(flows)) == 4
     assert len({number for _, number in flows}) == 2
     assert [event["ts"] for event in named(found, "launch")] == [5.0, 2005.0]
     orders = [event["args"]["sort_index"] for event in named(found, "process_sort_index")]
     assert len(set(orders)) == 5
+
+
+def annotation(name: str, stream: int) -> dict[str, Any]:
+    where = {"pid": 0, "tid": stream, "ts": 5.5, "dur": 1.0}
+    return {"ph": "X", "cat": "gpu_user_annotation", "name": name, **where, "args": {"External id": 3}}
+
+
+def thread(stream: int) -> dict[str, Any]:
+    name = {"name": f"stream {stream} "}
+    return {"name": "thread_name", "ph": "M", "ts": 0.0, "pid": 0, "tid": stream, "args": name}
+
+
+def stream_names(*events: dict[str, Any]) -> dict[int, str]:
+    trace = json.loads(with_stream_names(json.dumps({"traceEvents": events}, indent=2).encode()))
+    assert len(trace["traceEvents"]) == len(events)
+    return {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+
+
+def test_streams_that_were_marked_have_names() -> None:
+    events = [
+        annotation("expertd stream: decode lane, partition decode (16 SMs)", 7),
+        annotation("expertd stream: copies in", 77),
+        annotation("expertd stream: copies out", 77),
+        annotation("expertd stream: copies in", 77),
+        annotation("another range", 8),
+    ]
+    assert stream_names(thread(7), *events, thread(77), thread(8)) == {
+        7: "decode lane, partition decode (16 SMs) (stream 7)",
+        77: "copies in, copies out (stream 77)",
+        8: "stream 8 ",
+    }
+
+
+def test_a_trace_without_marks_stays_as_it_is() -> None:
+    trace = json.dumps({"traceEvents": [thread(7)]}).encode()
+    assert with_stream_names(trace) == trace
