@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from expertd_client.arenas import A, Holder, Lease, Need, Opening
 from expertd_client.deadline import Deadline
+from expertd_client.semaphore import Signal, Until
 from expertd_client.steps import Steps
-from expertd_client.turns import Signal, Until
 
 
 def take_place(

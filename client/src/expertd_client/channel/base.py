@@ -14,8 +14,8 @@ from expertd_client.channel.waiting import Answer, Waiters
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, InvalidRequestError, ServerUnreachableError
 from expertd_client.retries import is_lost, with_retries
+from expertd_client.semaphore import Semaphore
 from expertd_client.steps import Steps
-from expertd_client.turns import Turns
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class BaseChannel:
         self._gpu = made.opened.device
         self._enqueuer: Enqueuer | None = None  # once requests are enqueued on a stream; then all of them are
         self._current_stream = None if self._gpu is None else _current_stream(self._gpu)
-        self._opening = Turns(1)  # one task at a time opens it again
+        self._opening = Semaphore(1)  # one task at a time opens it again
         self._use(made.opened)
 
     @property
@@ -206,7 +206,7 @@ class BaseChannel:
         lost = self._link
         if lost.is_closed or not deadline.may_repeat():
             raise lost.closed_error()
-        yield from self._opening.take(deadline)
+        yield from self._opening.acquire(deadline)
         try:
             if self._link is lost:
                 opened = yield from self._made.reopen(self._opened, deadline)
@@ -216,7 +216,7 @@ class BaseChannel:
                 self._waiters.close(is_lost=True)
                 self._use(opened)
         finally:
-            self._opening.give_back()
+            self._opening.release()
 
     def _use(self, opened: Opened) -> None:
         self._opened, self._link = opened, opened.link

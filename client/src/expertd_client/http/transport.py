@@ -10,22 +10,22 @@ from expertd_client.errors import ExpertError
 from expertd_client.http.answers import read_json, read_output
 from expertd_client.http.attempts import Attempts, Reader, Request
 from expertd_client.http.requests import control_request, infer_request
+from expertd_client.semaphore import Semaphore
 from expertd_client.steps import Steps, as_work
 from expertd_client.transport import TransportName
-from expertd_client.turns import Turns
 
 T = TypeVar("T")
 
 
 class HttpTransport:
-    """Calls over HTTP, at most `max_connections` at a time: further ones wait for their turn."""
+    """Calls over HTTP, at most `max_connections` at a time: further ones wait."""
 
     name: TransportName = "http"
 
     def __init__(self, address: Address, max_connections: int, max_retries: int) -> None:
         self.address = address
         self._attempts = Attempts(address, max_retries)
-        self._turns = Turns(max_connections)
+        self._semaphore = Semaphore(max_connections)
 
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have the layer's output written into the memory of `call.output`."""
@@ -45,8 +45,8 @@ class HttpTransport:
         if self._attempts.pool.closed:
             raise ExpertError("client: expected an open one, got a closed one")
         deadline.check()
-        yield from self._turns.take(deadline)
+        yield from self._semaphore.acquire(deadline)
         try:
             return (yield from self._attempts.call(request, read, deadline))
         finally:
-            self._turns.give_back()
+            self._semaphore.release()

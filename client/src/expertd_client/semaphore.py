@@ -1,4 +1,4 @@
-"""Calls that wait for each other."""
+"""Calls that wait for each other, in threads and in event loops."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ class Until:
         return left if self.seconds is None else min(left, self.seconds)
 
 
-class Turns:
+class Semaphore:
     """At most `count` calls of this process at a time; others wait, and the first of them is next."""
 
     _left: int
@@ -74,25 +74,25 @@ class Turns:
         self.begin()
         _all.add(self)
 
-    def take(self, deadline: Deadline) -> Steps[None]:
-        """Take a turn, which is to be given back. Raises DeadlineError."""
+    def acquire(self, deadline: Deadline) -> Steps[None]:
+        """Wait until fewer than `count` calls hold it. Raises DeadlineError."""
         with self._lock:
             if self._left:
                 self._left -= 1
                 return
             signal = Signal()
             self._waiting.append(signal)
-        has_turn = False
+        has_it = False
         try:
-            has_turn = yield Until(signal, deadline)
+            has_it = yield Until(signal, deadline)
         finally:
-            if not has_turn:
+            if not has_it:
                 self._forget(signal)
-        if not has_turn:
+        if not has_it:
             raise deadline.error()
 
-    def give_back(self) -> None:
-        """Hand the turn on."""
+    def release(self) -> None:
+        """Let the next call go on."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().set()
@@ -106,21 +106,21 @@ class Turns:
         self._waiting = deque()
 
     def _forget(self, signal: Signal) -> None:
-        """A call does not wait any more; it may have been given a turn at the last moment."""
+        """A call does not wait any more; it may have been let through at the last moment."""
         with self._lock:
             if not signal.is_set:
                 with suppress(ValueError):  # after a fork, the child's queue is empty
                     self._waiting.remove(signal)
                 return
-        self.give_back()
+        self.release()
 
 
-_all: "weakref.WeakSet[Turns]" = weakref.WeakSet()
+_all: "weakref.WeakSet[Semaphore]" = weakref.WeakSet()
 
 
 def _begin_in_child() -> None:
-    for turns in list(_all):
-        turns.begin()
+    for semaphore in list(_all):
+        semaphore.begin()
 
 
 os.register_at_fork(after_in_child=_begin_in_child)
