@@ -154,9 +154,9 @@ def test_parts_of_a_layer_with_biases_add_up_to_it(tmp_path: Path) -> None:
     assert diff(torch.stack(parts).sum(0), expected) < 2e-4
 
 
-def test_fp8_by_blocks_of_gates_and_ups_in_turns_is_rounded(tmp_path: Path) -> None:
+def test_fp8_by_blocks_of_interleaved_gates_and_ups_is_rounded(tmp_path: Path) -> None:
     checkpoint = Checkpoint("gpt-oss", tmp_path / "fp8", torch.float32)
-    got = "FP8, a scale per 128x128 of gates and ups in turns; with requantize: allow, it is rounded to that"
+    got = "FP8, a scale per 128x128 of interleaved gates and ups; with requantize: allow, it is rounded to that"
     with pytest.raises(
         CheckpointError, match=rf"gate_up_proj: expected floats, .* or per tensor, got {got} FP8$"
     ):
