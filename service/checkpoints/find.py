@@ -203,10 +203,10 @@ class _Finder:
         """Raise CheckpointError if the matrix, which could be served, must not be rounded."""
         if matrix.is_native or self._requantize:
             return
-        weight, turns = matrix.encoded.weight, " of gates and ups in turns" if matrix.rows.step > 1 else ""
+        weight, rows = matrix.encoded.weight, " of interleaved gates and ups" if matrix.rows.step > 1 else ""
         raise CheckpointError(
             f"{weight.file}: {weight.name}: expected floats, or FP8 with a scale per 128x128 block or per "
-            f"tensor, got {matrix.encoded.encoding}{turns}; with requantize: allow, it is rounded to that FP8"
+            f"tensor, got {matrix.encoded.encoding}{rows}; with requantize: allow, it is rounded to that FP8"
         )
 
     def _stacked(self, tensors: list[WeightTensors], experts: range) -> list[Group]:

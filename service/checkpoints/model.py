@@ -34,7 +34,7 @@ class Names:
     shared_projections  of the shared expert, gate, up, down; None: named like those of the routed ones
     shared_gate   the weight of the shared expert's gate; None: it has none
     stacked       all experts' projections in one tensor each: (gate and up, down), or gate, up, down
-    interleaved   in the first of these, rows are of a gate and of an up in turns
+    interleaved   in the first of these, rows of gates and of ups alternate
     biases        all experts' biases: (gate and up, down), in the same order; None: there are none
     """
 
@@ -109,7 +109,7 @@ class Matrix:
 class Biases:
     """The tensors [E, ...] of all experts' biases, and the held experts, in order.
 
-    interleaved  those of gates and of ups come in turns; else all of an expert's gates come first
+    interleaved  those of gates and of ups alternate; else all of an expert's gates come first
     """
 
     gate_up: Stored
