@@ -256,26 +256,6 @@ async def test_json_and_binary_give_the_same_output() -> None:
     np.testing.assert_array_equal(from_raw, from_binary)
 
 
-async def test_the_versioned_path_works_too() -> None:
-    body, length = GOOD
-    headers = {"Inference-Header-Content-Length": str(length)}
-    async with serving(tiny_settings()) as server:
-        response = await server.http.post("/v2/models/tiny/versions/1/infer", content=body, headers=headers)
-    assert output_of(response).shape == (3, HIDDEN)
-
-
-async def test_responses_have_the_request_id_and_the_right_content_type() -> None:
-    async with serving(tiny_settings()) as server:
-        response = await server.infer(*hidden_request(rows(1), id="seven"))
-        assert response.headers["content-type"] == "application/octet-stream"
-        header = json.loads(response.content[: int(response.headers["inference-header-content-length"])])
-        assert header["id"] == "seven"
-        response = await server.infer(json_request(json_input(rows(1)), id="eight"))
-        assert response.headers["content-type"] == "application/json"
-        assert "inference-header-content-length" not in response.headers
-        assert response.json()["id"] == "eight"
-
-
 @pytest.mark.parametrize("request_id", ["", "42", 'ä\n"\u20ac', "x" * 1000])
 @pytest.mark.parametrize("is_binary", [True, False])
 async def test_a_response_has_what_the_protocol_says(request_id: str, is_binary: bool) -> None:

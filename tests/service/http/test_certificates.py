@@ -82,21 +82,6 @@ def test_wrong_files_are_reported_once_and_not_used(
     assert looked(found, clock) is not before
 
 
-def test_files_that_come_back_unchanged_are_logged(
-    tmp_path: Path, settings: TlsSettings, clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    found = Certificates(settings)
-    caplog.set_level(logging.INFO)
-    away = (tmp_path / "tls.pem").rename(tmp_path / "away")
-    for _ in range(3):
-        looked(found, clock)
-    away.rename(tmp_path / "tls.pem")
-    for _ in range(3):
-        looked(found, clock)
-    _, line = [record.getMessage() for record in caplog.records]
-    assert line == f"tls: {tmp_path}/tls.pem can be read again, and has not changed"
-
-
 def test_a_process_begins_with_what_another_one_has(
     tmp_path: Path, settings: TlsSettings, clock: list[float]
 ) -> None:

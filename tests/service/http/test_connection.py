@@ -71,24 +71,6 @@ def test_connect_is_refused_and_nothing_after_it_is_executed(server: ServerProce
 
 
 @pytest.mark.parametrize(
-    ("line", "version"),
-    [
-        ("GET / HTTP/0.9", "0.9"),
-        ("GET /", "0.9"),
-        ("GET / HTTP/1.2", "1.2"),
-        ("GET / HTTP/2.0", "2.0"),
-        ("PRI * HTTP/2.0", "2.0"),
-    ],
-)
-def test_other_versions_get_505(server: ServerProcess, line: str, version: str) -> None:
-    host = None if line.startswith("PRI") else "x"
-    (answer,) = ask(server.port, head(line, host=host) + b"SM\r\n\r\n")
-    assert answer.status == 505
-    assert answer.error == f"HTTP version: expected 1.1 or 1.0, got {version}"
-    assert answer.headers["connection"] == "close"
-
-
-@pytest.mark.parametrize(
     ("data", "status", "text"),
     [
         (head("GET /v2 HTTP/1.1", host=None), 400, "Host: expected one header, got none"),

@@ -189,17 +189,6 @@ def test_large_bodies_do_not_starve_others(
     uvloop.run(run())
 
 
-@TINY_CHUNKS
-def test_tiny_chunks_before_another_request_are_a_whole_body(data: bytes, status: int) -> None:
-    async def check(server: Serving, port: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(data + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
-        assert [answer.status for answer in answers(await reader.read())] == [status, 200]
-        writer.close()
-
-    served(check)
-
-
 def test_a_client_that_leaves_while_its_chunks_wait_is_counted() -> None:
     async def check(server: Serving, port: int) -> None:
         for data in (RAW[:-5], RAW[: len(RAW) // 2]):

@@ -25,31 +25,6 @@ def pattern(size: int) -> bytes:
     return bytes(i * 7 % 251 for i in range(size))
 
 
-def test_a_small_body_is_bytes(arena: Arena) -> None:
-    body = InferBody(arena, BodyLimit(MIB), 5, 2)
-    body.write(memoryview(b"ab"))
-    body.write(memoryview(b"cde"))
-    assert body.rest is None
-    assert body.content() == b"abcde"
-
-
-def test_a_large_body_is_written_in_place_with_aligned_tensors(arena: Arena) -> None:
-    data = pattern(LARGE_BYTES)
-    body = InferBody(arena, BodyLimit(MIB), len(data), 187)
-    body.write(memoryview(data)[:1000])
-    rest = body.rest
-    assert rest is not None
-    assert len(rest) == len(data) - 1000
-    rest[:] = data[1000:]
-    body.advance(len(rest))
-    content = body.content()
-    assert isinstance(content, Span)
-    assert host_view(content) == data
-    assert content.part(187, 1).address % 256 == 0
-    body.release()
-    body.release()
-
-
 @pytest.mark.parametrize("piece", [1000, 50_000, LARGE_BYTES])
 def test_a_body_of_unknown_length_grows(arena: Arena, piece: int) -> None:
     data = pattern(MIB)
@@ -84,9 +59,3 @@ def test_without_room_it_is_refused(arena: Arena) -> None:
         assert refusal.headers == {"Retry-After": "1"}
     growing.release()
     other.release()
-
-
-def test_without_an_arena_all_bodies_are_bytes() -> None:
-    body = InferBody(None, BodyLimit(MIB), LARGE_BYTES, 0)
-    body.write(memoryview(bytes(LARGE_BYTES)))
-    assert body.content() == bytes(LARGE_BYTES)

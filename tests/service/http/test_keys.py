@@ -25,7 +25,6 @@ from tests.service.apps import (
 )
 from tests.service.keys import all_keys, bearer, key_of, write_keys
 from tests.service.runners import EchoRunner
-from tests.service.settings.refusals import BILLION_VALUES
 from tests.service.sockets import INFER, Answer, connect, head, infer, read_answer
 
 BODY, LENGTH = hidden_request(rows(1))
@@ -192,19 +191,6 @@ async def test_a_broken_file_leaves_the_keys_as_they_were(
         assert key_of("infer") not in caplog.text
 
 
-async def test_a_file_of_aliases_leaves_the_keys_as_they_were(
-    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with guarded(keys) as server:
-        with closing(connect(server.port)) as sock:
-            keys.write_text(BILLION_VALUES)
-            clock[0] += 1
-            assert await statuses(sock, "infer", "nobody") == [200, 401]
-        expected = "expected at most 20000 values, also where aliases repeat them, got more"
-        errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-        assert errors == [f"keys: {keys}:5: {expected}; the keys that were read before remain in use"]
-
-
 async def test_a_file_that_comes_back_unchanged_is_logged(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -267,21 +253,6 @@ async def test_the_access_log_has_names_and_no_keys(keys: Path, caplog: pytest.L
             'metrics "PUT /v1/partitions HTTP/1.1" 403',
         ]
         assert "secret" not in caplog.text
-
-
-async def test_a_key_that_was_removed_is_not_in_the_log(
-    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = tiny_settings(keys=keys, access_log=True, log_format="json")
-    async with serving(settings, serving_runner(EchoRunner())) as server:
-        caplog.set_level(logging.INFO, "expertd.service.inference.call")
-        with closing(connect(server.port)) as sock:
-            assert await statuses(sock, "infer") == [200]
-            write_keys(keys, other=["infer"])
-            clock[0] += 1
-            assert await statuses(sock, "infer") == [401]
-    logged = [vars(record)["fields"] for record in caplog.records if "fields" in vars(record)]
-    assert [(fields["status"], fields.get("key")) for fields in logged] == [(200, "infer"), (401, None)]
 
 
 async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refused(

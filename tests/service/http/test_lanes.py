@@ -1,7 +1,6 @@
 """Lanes, served: the same answers as without, over HTTP and channels, while the other lane is busy."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -257,17 +256,3 @@ async def test_a_drain_answers_both_lanes() -> None:
         assert await drain
         for task in tasks:
             output_of(await task)
-
-
-async def test_each_thread_is_prepared_before_its_first_step() -> None:
-    prepared: list[str] = []
-    loader = two_runners(EchoRunner(), EchoRunner())
-
-    def load_two(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
-        thread = lambda: prepared.append(threading.current_thread().name)  # noqa: E731
-        return replace(loader(settings, cancelled), prepare_thread=thread)
-
-    async with serving(tiny_settings(lanes=LANES), load_two) as server:
-        for count in (1, 64):
-            output_of(await server.infer(*hidden_request(rows(count))))
-    assert prepared == ["expertd-worker", "expertd-worker-1", threading.current_thread().name]

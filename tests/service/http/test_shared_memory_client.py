@@ -3,8 +3,6 @@
 import os
 import re
 import secrets
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +16,12 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException, shared_memory
 
-from expertd.service.memory.system import FOLDER
 from expertd.service.settings.loader import load_settings
 from tests.paths import DEMO, ROOT
 from tests.service.apps import HIDDEN, json_request, rows
 from tests.service.processes import ServerProcess, server_process
 from tests.service.regions import SYSTEM, enabled, region_input, region_output
 from tests.service.shm import shm_file
-from tests.service.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -141,23 +137,3 @@ def test_files_that_are_truncated_under_load_never_stop_the_server(server: Serve
         direct = http.post("/v2/models/tiny/infer", content=json_request(given)).json()["outputs"][0]["data"]
         np.testing.assert_allclose(file.floats(64, HIDDEN, size).ravel(), np.array(direct, np.float32))
         assert http.post(f"{SYSTEM}/unregister").status_code == 200
-
-
-_CALLER = """
-import sys, time
-from multiprocessing.shared_memory import SharedMemory
-memory = SharedMemory(create=True, size=4096)
-print(memory.name, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_the_file_of_a_python_caller_that_is_killed_is_unlinked() -> None:
-    """So the server frees its region: see the tests of the engine."""
-    process = subprocess.Popen([sys.executable, "-c", _CALLER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    path = FOLDER / process.stdout.readline().decode().strip()
-    assert path.exists()
-    process.kill()
-    process.communicate()
-    wait_for(lambda: not path.exists(), "the file is unlinked")

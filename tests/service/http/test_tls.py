@@ -222,23 +222,3 @@ def test_too_many_connections_are_closed_without_a_handshake() -> None:
 
     limits: dict[str, float] = {"max_connections_per_address": 2, "header_timeout_seconds": 30}
     run(check, limits, after=lambda server: counted(server, 503) == 1)
-
-
-def test_many_connections_from_one_address_are_refused_without_tls() -> None:
-    async def main() -> None:
-        settings = tiny_settings({"max_connections_per_address": 1})
-        async with serving(settings, serving_runner(EchoRunner())) as server:
-
-            def check() -> None:
-                with closing(connect(server.port)) as first:
-                    assert asked(first, LIVE).status == 200
-                    with closing(connect(server.port)) as second:
-                        (answer,) = read_to_end(second)
-                    assert answer.status == 503
-                    assert answer.error == "connections from one address: expected at most 1, got 2"
-                    assert asked(first, LIVE).status == 200
-
-            await asyncio.to_thread(check)
-            assert counted(server, 503) == 1
-
-    uvloop.run(main())

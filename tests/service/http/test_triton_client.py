@@ -8,11 +8,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from expertd.kernels import expand_rows, quantize_rows
 from expertd.service.engine.loading import load
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import host_view
@@ -165,21 +163,6 @@ def test_sixteen_bit_datatypes(client: Any, runner: Runner, datatype: str, dtype
     np.testing.assert_allclose(answer.astype(np.float32), direct, rtol=0.01, atol=1e-3)
 
 
-def test_the_metadata_say_how_to_send_fp8(client: Any, runner: Runner) -> None:
-    parameters = client.get_model_metadata("tiny")["inputs"][0]["parameters"]
-    assert "UINT8" in parameters["datatypes"].split(",")
-    assert (parameters["fp8_format"], parameters["fp8_scale_columns"]) == ("e4m3", HIDDEN)
-    made = quantize_rows(torch.from_numpy(rows(7)))
-    scales = made.scales.contiguous()
-    inputs = [
-        tensor(made.data.view(torch.uint8).numpy(), datatype="UINT8"),
-        tensor(scales.numpy(), parameters["fp8_scale"]),
-    ]
-    answer = client.infer("tiny", inputs).as_numpy("hidden_states")
-    direct = expected(runner, expand_rows(made.data, scales).numpy())
-    np.testing.assert_allclose(answer, direct, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_compression(client: Any, runner: Runner, algorithm: str) -> None:
     values = rows(7)
@@ -192,23 +175,6 @@ def test_compression(client: Any, runner: Runner, algorithm: str) -> None:
     np.testing.assert_allclose(
         result.as_numpy("hidden_states"), expected(runner, values), rtol=1e-5, atol=1e-6
     )
-
-
-def test_given_routing(client: Any) -> None:
-    values = rows(3)
-    ids = np.array([[0, 1], [1, 2], [2, 3]], np.int64)
-    weights = np.full((3, TOP_K), 0.5, np.float32)
-
-    def answer(scale: float) -> npt.NDArray[np.float32]:
-        inputs = [
-            tensor(values),
-            tensor(ids, "topk_ids", "INT64"),
-            tensor(weights * np.float32(scale), "topk_weights"),
-        ]
-        result: npt.NDArray[np.float32] = client.infer("tiny", inputs).as_numpy("hidden_states")
-        return result
-
-    np.testing.assert_allclose(answer(2.0), 2 * answer(1.0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -259,7 +225,3 @@ def test_errors_reach_the_caller_and_the_next_request_works(
     assert caught.value.status() == status
     assert text in caught.value.message()
     assert client.infer("tiny", [tensor(rows(1))]).as_numpy("hidden_states").shape == (1, HIDDEN)
-
-
-def test_the_config_is_not_needed_after_the_start(server: ServerProcess, tmp_path: Path) -> None:
-    assert server.process.poll() is None

@@ -20,7 +20,7 @@ from tests.service.http.processes import GOOD, asked, connected, samples, two_pr
 from tests.service.http.test_fp8 import fp8_request, quantized
 from tests.service.processes import ServerProcess, server_process
 from tests.service.shm import shm_file
-from tests.service.sockets import INFER, ask, connect, head, infer, read_answer
+from tests.service.sockets import INFER, ask, connect, head, infer
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
@@ -132,6 +132,32 @@ def test_all_other_calls_are_passed_through(server: ServerProcess, single: Serve
         assert many.delete(f"/v1/channels/{opened.json()['id']}").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        head("GET /v2 HTTP/1.1", "Connection: close"),
+        head("GET /docs HTTP/1.1", "Connection: close"),
+        head("GET /none HTTP/1.1", "Connection: close"),
+        infer(*hidden_request(rows(1)), "Connection: close"),
+        b"no request\r\n\r\n",
+    ],
+    ids=["passed on", "page", "none", "infer", "refused"],
+)
+def test_every_response_has_the_headers_for_browsers_once(server: ServerProcess, data: bytes) -> None:
+    with connect(server.port) as sock:
+        sock.sendall(data)
+        received = b""
+        while piece := sock.recv(1 << 20):
+            received += piece
+    lines = received.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")[1:]
+    for expected in ("x-content-type-options: nosniff", "cache-control: no-store"):
+        name = expected.partition(":")[0]
+        assert [line for line in lines if line.startswith(f"{name}:")] == [expected]
+    policies = [line for line in lines if line.startswith("content-security-policy: ")]
+    assert len(policies) == (b"/docs" in data)
+    assert all("frame-ancestors 'none'" in policy for policy in policies)
+
+
 def buffered(server: ServerProcess) -> dict[tuple[str, ...], float]:
     return samples(server, "buffered_bytes")
 
@@ -184,22 +210,6 @@ def test_requests_that_name_regions_are_answered(server: ServerProcess) -> None:
         assert httpx.post(f"{path}/unregister").status_code == 200
         unknown = httpx.post(f"{url}{INFER}", json={"inputs": [entry]})
         assert unknown.status_code == 400
-
-
-def test_connections_are_spread_evenly(server: ServerProcess) -> None:
-    def sockets(pid: int) -> int:
-        links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists()]
-        return sum(link.startswith("socket:") for link in links)
-
-    first, second = workers_of(server)
-    before = sockets(first), sockets(second)
-    with ExitStack() as stack:
-        for _ in range(40):
-            sock = stack.enter_context(connect(server.port))
-            sock.sendall(head("GET /v2/health/live HTTP/1.1"))
-            read_answer(sock)
-        added = sockets(first) - before[0], sockets(second) - before[1]
-    assert abs(added[0] - added[1]) <= 4
 
 
 def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:

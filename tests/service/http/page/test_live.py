@@ -25,7 +25,6 @@ from tests.service.apps import (
 )
 from tests.service.http.processes import two_processes
 from tests.service.http.routes.test_partitions import Device
-from tests.service.keys import bearer, write_keys
 from tests.service.processes import server_process
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until, wait_for
@@ -133,24 +132,6 @@ async def test_too_many_viewers_and_viewers_who_leave() -> None:
                 assert refused.headers["retry-after"] == "5"
             await until(lambda: server.app._feed.num_viewers == 0)
             assert (await client.get(f"{url}?events=1")).status_code == 200
-
-
-async def test_the_page_can_be_off() -> None:
-    async with serving(tiny_settings(page={"enabled": False})) as server:
-        for path in ("/", "/page/main.js", "/v1/live"):
-            assert error_of(await server.http.get(path), 404).startswith("path: expected one of this API")
-
-
-async def test_who_may_look(tmp_path: Path) -> None:
-    rights = {"infer": ["infer"], "admin": ["admin"], "metrics": ["metrics"]}
-    settings = tiny_settings(keys=write_keys(tmp_path / "keys.yaml", **rights))
-    async with serving(settings) as server:
-        for path in ("/", "/page/main.js", "/page/page.css"):
-            assert (await server.http.get(path)).status_code == 200, "it has no data"
-        url = "/v1/live?events=1"
-        assert (await server.http.get(url)).status_code == 401
-        for name, status in (("infer", 403), ("admin", 200), ("metrics", 200)):
-            assert (await server.http.get(url, headers=bearer(name))).status_code == status
 
 
 @pytest.mark.slow

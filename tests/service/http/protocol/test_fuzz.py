@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol import OipError, decompress, parse_request
-from expertd.service.inference.limits import BodyLimit
+from expertd.service.http.protocol import OipError, parse_request
 from expertd.service.memory import host_view
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
@@ -66,17 +65,3 @@ def test_any_json_parses_or_is_refused(value: Any, tail: bytes, length: int | No
     header = json.dumps(value).encode()
     _parses_or_refuses(header + tail, len(header))
     _parses_or_refuses(header + tail, length)
-
-
-@settings(max_examples=200)
-@given(st.binary(max_size=100), st.integers(0, 120) | st.none())
-def test_any_bytes_parse_or_are_refused(body: bytes, length: int | None) -> None:
-    _parses_or_refuses(body, length)
-
-
-@settings(max_examples=200)
-@given(st.binary(max_size=60), st.sampled_from(["gzip", "deflate", "br", ""]))
-def test_any_bytes_decompress_or_are_refused(body: bytes, encoding: str) -> None:
-    with pytest.raises(OipError) as caught:
-        decompress(body, encoding, BodyLimit(100))
-    assert caught.value.status in (400, 415)
