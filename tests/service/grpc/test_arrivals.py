@@ -13,7 +13,6 @@ import pytest
 
 from expertd.service.grpc.arrivals import Arrivals, Arrived
 from expertd.service.grpc.stream import StreamCall
-from expertd.service.grpc.tables import SERVICE
 from expertd.service.inference.errors import RequestError
 from tests.service.apps import rows, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of, refusal
@@ -185,17 +184,6 @@ async def test_a_stream_ends_whose_answers_nobody_receives() -> None:
         await StreamCall(messages(), at_once, 0.05).run(never)
 
 
-@pytest.mark.slow
-async def test_an_idle_stream_is_told_why_it_ends() -> None:
-    settings = tiny_settings({"body_timeout_seconds": 0.5}, keep_alive_seconds=1, **ON)
-    async with grpc_serving(EchoRunner(), settings) as calls:
-        stream = calls.stream()
-        await stream.write(hidden_message(rows(1)))
-        output_of((await stream.read()).infer_response)
-        text, _ = await refusal(stream.read(), grpc.StatusCode.DEADLINE_EXCEEDED)
-        assert text == "stream: expected the next request within 1 s, got none"
-
-
 async def test_a_stream_that_is_cancelled_at_once_has_begun_nothing() -> None:
     """A warning of a coroutine that nobody awaited would fail this."""
 
@@ -282,14 +270,6 @@ async def test_messages_that_are_parsed_in_a_thread_wait_in_the_line_for_json(
         await until(lambda: left() == 1)
         gc.collect()
     assert "never retrieved" not in caplog.text
-
-
-async def test_a_call_whose_message_does_not_arrive_is_counted() -> None:
-    settings = tiny_settings({"body_timeout_seconds": 0.1}, **ON)
-    async with grpc_serving(EchoRunner(), settings) as calls:
-        call = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
-        await refusal(call, grpc.StatusCode.DEADLINE_EXCEEDED)
-        await until(lambda: calls.serving.metric("requests_total", model="", status="408") == 1)
 
 
 async def test_an_answer_is_not_kept() -> None:

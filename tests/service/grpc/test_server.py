@@ -26,6 +26,7 @@ from tests.service.grpc.calls import ON, grpc_serving, hidden_message, output_of
 from tests.service.keys import all_keys, key_of, write_keys
 from tests.service.processes import clean_environment
 from tests.service.runners import EchoRunner
+from tests.service.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -40,16 +41,6 @@ def test_without_its_packages_the_command_says_how_to_get_them(
         ValueError, match=rf"^grpc.port: expected the packages of expertd\[grpc\] .*no {package}$"
     ):
         check_grpc(tiny_settings(**ON))
-
-
-def test_a_port_in_use_is_refused_before_anything_is_loaded() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        settings = tiny_settings(grpc={"port": port})
-        with pytest.raises(
-            BindError, match=f"^grpc.port: expected a free address, got 127.0.0.1:{port}: Address"
-        ):
-            GrpcServer(ExpertApp(settings), settings)
 
 
 async def test_a_port_that_is_taken_meanwhile_is_refused() -> None:
@@ -162,19 +153,6 @@ async def test_a_key_that_is_not_ascii_is_an_unknown_one(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-async def test_calls_that_need_no_key_do_not_name_models(tmp_path: Path) -> None:
-    settings = tiny_settings(**ON, keys=all_keys(tmp_path / "keys.yaml"))
-    async with grpc_serving(EchoRunner(), settings) as calls:
-        for version in ("", "2"):
-            asked = CLASSES["ModelReadyRequest"](name="other" if not version else "tiny", version=version)
-            assert not (await calls.call("ModelReady", asked)).ready
-        key = (("authorization", f"Bearer {key_of('infer')}"),)
-        asked = CLASSES["ModelMetadataRequest"](name="other")
-        metadata = calls.call("ModelMetadata", asked, metadata=key)
-        text, _ = await refusal(metadata, grpc.StatusCode.NOT_FOUND)
-        assert text == "model: expected tiny, got 'other'"
-
-
 async def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
     settings = tiny_settings({"body_timeout_seconds": 0.05}, **ON)
     async with grpc_serving(EchoRunner(), settings) as calls:
@@ -185,6 +163,7 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
         await none.done_writing()
         text, _ = await refusal(none, grpc.StatusCode.INVALID_ARGUMENT)
         assert text == "request: expected a message, got none"
+        await until(lambda: calls.serving.metric("requests_total", model="", status="408") == 1)
 
 
 async def test_an_unexpected_error_shows_no_internals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,23 +252,6 @@ async def test_a_key_may_have_the_name_that_stands_for_none_in_the_log(tmp_path:
     async with grpc_serving(EchoRunner(), settings) as calls:
         key = (("authorization", f"Bearer {key_of('-')}"),)
         output_of(await calls.infer(hidden_message(rows(1)), metadata=key))
-
-
-async def test_json_lines_of_other_calls_have_their_fields(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys = all_keys(tmp_path / "keys.yaml")
-    settings = tiny_settings(**ON, access_log=True, log_format="json", keys=keys)
-    caplog.set_level(logging.INFO, "uvicorn.access")
-    async with grpc_serving(EchoRunner(), settings) as calls:
-        key = (("authorization", f"Bearer {key_of('infer')}"),)
-        await calls.call("ServerMetadata", metadata=key)
-        await refusal(calls.call("ServerMetadata"), grpc.StatusCode.UNAUTHENTICATED)
-    found = [getattr(record, "fields", {}) for record in access_records(caplog)]
-    clients = [line.pop("client") for line in found]
-    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", client) for client in clients)
-    same = {"method": "gRPC", "path": f"/{SERVICE}/ServerMetadata"}
-    assert found == [{**same, "key": "infer", "status": 200}, {**same, "key": "-", "status": 401}]
 
 
 def test_the_command_checks_the_port(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,12 @@ import struct
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import numpy as np
 import pytest
 import uvloop
 
-from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.apps import Serving, hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
-from tests.service.sockets import connect, head, infer, read_to_end
+from tests.service.sockets import connect, infer, read_to_end
 from tests.service.waiting import until
 
 REQUEST = infer(*hidden_request(rows(1)))
@@ -132,27 +131,3 @@ def test_a_drain_answers_pipelined_requests_too() -> None:
         assert [answer.headers.get("connection") for answer in got] == [None, None, "close"]
 
     held(check)
-
-
-def test_a_response_that_is_never_read_is_dropped_and_counted() -> None:
-    tokens = 32768
-    limits = {
-        "max_request_tokens": tokens,
-        "max_batch_tokens": tokens,
-        "max_queue_tokens": 2 * tokens,
-        "max_body_bytes": 8 * tokens * HIDDEN,
-    }
-
-    async def check(this: Held) -> None:
-        this.runner.gate.set()
-        body, length = hidden_request(np.ones((tokens, HIDDEN), np.float32))
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", this.port))
-            await asyncio.to_thread(sock.sendall, infer(body, length))
-            await until(lambda: this.counted(499) == 1)
-        with connect(this.port) as sock:
-            sock.sendall(head("GET /v2 HTTP/1.1", "Connection: close"))
-            assert (await asyncio.to_thread(read_to_end, sock))[0].status == 200
-
-    held(check, {"limits": limits, "keep_alive_seconds": 1})

@@ -31,8 +31,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
             assert word not in log
 
 
-@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0, other"])
-@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("protocol", "pieces"), [("h2c", 1), ("websocket", 2), ("TLS/1.0, other", 3), ("websocket", 3)]
+)
 def test_an_upgrade_is_ignored(server: ServerProcess, protocol: str, pieces: int) -> None:
     body, length = hidden_request(rows(1))
     request = infer(body, length, "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}")
@@ -77,18 +78,11 @@ def test_connect_is_refused_and_nothing_after_it_is_executed(server: ServerProce
         (head("GET /v2 HTTP/1.1", "Host: y"), 400, "Host: expected one header, got 2"),
         (head("GET /v2 HTTP/1.0", "Host: y"), 400, "Host: expected one header, got 2"),
         (head("POST /v2 HTTP/1.1", "Transfer-Encoding: chunked", "Content-Length: 5"), 400, "Content-Length"),
-        (head("POST /v2 HTTP/1.1", "Content-Length: 5", "Transfer-Encoding: chunked"), 400, "Content-Length"),
-        (head("POST /v2 HTTP/1.1", "Content-Length: 5", "Content-Length: 5"), 400, "Content-Length"),
+        (head("POST /v2 HTTP/1.1", "Transfer-Encoding: gzip, chunked"), 501, "chunked, got 'gzip, chunked'"),
         (
             head("POST /v2 HTTP/1.0", "Transfer-Encoding: chunked"),
             400,
             "HTTP version: expected 1.1 with Transfer",
-        ),
-        (head("POST /v2 HTTP/1.1", "Transfer-Encoding: gzip, chunked"), 501, "chunked, got 'gzip, chunked'"),
-        (
-            head("POST /v2 HTTP/1.1", "Transfer-Encoding: gzip", "Transfer-Encoding: chunked"),
-            501,
-            "chunked, got 'gzip, chunked'",
         ),
         (
             head("GET http://x:99999/ HTTP/1.1"),
@@ -124,6 +118,7 @@ def test_http_1_0_without_host_is_answered_and_closed(server: ServerProcess) -> 
         ("/v2%2Fhealth/live", 404),
         ("/v2%2fhealth/live", 404),
         ("/v1%2Fpartitions", 404),
+        ("/v2/models/ti%2Fny", 404),
         ("/v1/partitions", 409),
     ],
 )
@@ -131,12 +126,8 @@ def test_targets(server: ServerProcess, target: str, status: int) -> None:
     (answer,) = ask(server.port, head(f"GET {target} HTTP/1.1", "Connection: close"))
     assert answer.status == status
     if status == 404 and "%" in target:
-        assert answer.error.lower().endswith(f"got '{target.lower()}'")
-
-
-def test_an_encoded_slash_stays_in_a_model_name(server: ServerProcess) -> None:
-    (answer,) = ask(server.port, head("GET /v2/models/ti%2Fny HTTP/1.1", "Connection: close"))
-    assert "got 'ti%2Fny'" in answer.error
+        name = target.removeprefix("/v2/models/").lower()
+        assert answer.error.lower().endswith(f"got '{name}'")
 
 
 def test_heads_beyond_the_limits_get_431(server: ServerProcess) -> None:

@@ -22,14 +22,16 @@ BODY = hidden_request(rows(3))
 METRICS = bearer("metrics")
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    return all_keys(tmp_path / "keys.yaml")
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return all_keys(tmp_path_factory.mktemp("keys") / "keys.yaml")
 
 
-@pytest.fixture
-def server(keys: Path, tmp_path: Path) -> Iterator[ServerProcess]:
-    with server_process(two_processes(keys=keys, shared_memory={"enabled": True}), tmp_path) as process:
+@pytest.fixture(scope="module")
+def server(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One for all tests, of which the last changes its keys."""
+    settings = two_processes(keys=keys, shared_memory={"enabled": True})
+    with server_process(settings, tmp_path_factory.mktemp("server")) as process:
         yield process
 
 
@@ -74,7 +76,9 @@ def test_requests_that_name_regions_are_passed_on_without_their_key(server: Serv
             assert asked(sock, data).status == status
 
 
-def test_every_process_reads_a_change(server: ServerProcess, keys: Path) -> None:
+def test_every_process_reads_a_change_and_one_that_is_replaced_has_the_last_valid_keys(
+    server: ServerProcess, keys: Path
+) -> None:
     with ExitStack() as stack:
         socks = [stack.enter_context(connect(server.port)) for _ in range(4)]
 
@@ -84,17 +88,12 @@ def test_every_process_reads_a_change(server: ServerProcess, keys: Path) -> None
         assert answered("infer", 200)
         write_keys(keys, new=["infer"], metrics=["metrics"])
         wait_for(lambda: answered("new", 200) and answered("infer", 401), "all processes have the new keys")
+        wait_for(lambda: server.log().count("and has new and metrics") == 3, "the engine's process, too")
         keys.write_text("[")
         wait_for(lambda: server.log().count("the keys that were read before remain") == 3, "all have read it")
         assert answered("new", 200)
         assert answered("infer", 401)
-
-
-def test_a_process_that_is_replaced_has_the_last_valid_keys(server: ServerProcess, keys: Path) -> None:
-    write_keys(keys, new=["infer"], metrics=["metrics"])
-    wait_for(lambda: server.log().count("and has new and metrics") == 3, "all processes have the new keys")
     before = workers_of(server)
-    keys.write_text("[")
     for pid in before:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: len(set(workers_of(server)) - set(before)) == 2, "others have been started")

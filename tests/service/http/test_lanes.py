@@ -236,23 +236,3 @@ async def test_a_lane_that_fails_is_tried_again() -> None:
         async with asyncio.timeout(10):
             while (await server.http.get(ready)).status_code != 200:
                 await asyncio.sleep(0.01)
-
-
-async def test_a_drain_answers_both_lanes() -> None:
-    async with two_lanes() as (server, decode, prefill):
-        tasks = []
-        for runner, count in ((decode, 1), (prefill, 64)):
-            runner.gate.clear()
-            tasks += [await ask(server, count)]
-            await entered(runner)
-            tasks += [await ask(server, count)]
-        await until(lambda: server.metric("queue_requests", model="tiny") == 2)
-        drain = asyncio.ensure_future(server.app.engine.drain())
-        await until(lambda: server.app.engine.draining)
-        decode.gate.set()
-        await asyncio.wait({tasks[1]})
-        assert not drain.done()
-        prefill.gate.set()
-        assert await drain
-        for task in tasks:
-            output_of(await task)

@@ -172,16 +172,6 @@ def test_the_layer_reads_and_writes_in_place(run: Run, kind: str) -> None:
     run(check)
 
 
-def test_small_bodies_stay_bytes(run: Run) -> None:
-    async def check(server: Server) -> None:
-        assert (await server.ask(infer(*body(1.0, tokens=100)))).status == 200
-        (received,) = server.runner.requests
-        assert isinstance(received.hidden_states, memoryview)
-        assert received.output is None
-
-    run(check)
-
-
 def test_requests_in_the_bytes_behind_a_large_body_are_answered(run: Run) -> None:
     async def check(server: Server) -> None:
         data = request("plain", 1.0) + request("chunked", 2.0) + head("GET /v2 HTTP/1.1", "Connection: close")
@@ -293,15 +283,6 @@ def test_a_refused_body_holds_nothing(
 def suppressed(call: Callable[..., object], *arguments: object) -> None:
     with suppress(OSError):
         call(*arguments)
-
-
-def test_a_late_body_holds_nothing(run: Run) -> None:
-    async def check(server: Server) -> None:
-        answer = await server.ask(request("plain", 1.0)[:-1])
-        assert (answer.status, answer.headers["connection"]) == (408, "close")
-        assert server.arena.used_bytes == 0
-
-    run(check, {"body_timeout_seconds": 0.2})
 
 
 def test_stopping_refuses_a_body_that_has_not_arrived(run: Run) -> None:

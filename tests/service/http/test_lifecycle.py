@@ -186,16 +186,6 @@ async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered(
             await until(lambda: not connections)
 
 
-async def test_after_sigterm_requests_are_accepted_until_the_delay_is_over() -> None:
-    async with serving(tiny_settings(shutdown_delay_seconds=0.2)) as server:
-        drain = asyncio.ensure_future(server.app.engine.drain())
-        await asyncio.sleep(0)
-        assert error_of(await server.http.get("/v2/health/ready"), 503) == "the server is draining"
-        output_of(await server.infer(*GOOD))
-        assert await drain
-        error_of(await server.infer(*GOOD), 503)
-
-
 async def test_a_drain_that_times_out_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     runner = EchoRunner()
     settings = tiny_settings(drain_timeout_seconds=0.05)

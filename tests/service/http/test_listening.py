@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from expertd.service.http.listening import BindError, NoChannelsError, listen, listen_for_channels
 from expertd.service.settings.model import Settings
 from tests.paths import DEMO
-from tests.service.apps import tiny_settings
+from tests.service.apps import hidden_request, tiny_settings
 from tests.service.processes import EXPERTD, clean_environment, expertd, started
 from tests.service.waiting import wait_for
 
@@ -190,11 +191,12 @@ def test_the_file_of_another_server_is_not_removed(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signals", [1, 2, 3])
+@pytest.mark.parametrize(("signals", "http_workers"), [(1, 2), (3, 1)])
 def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(
-    path: Path, signals: int, tmp_path: Path
+    path: Path, signals: int, http_workers: int, tmp_path: Path
 ) -> None:
-    command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, "--uds", path]
+    options = ["--http-workers", str(http_workers)]
+    command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, "--uds", path, *options]
     with (tmp_path / "server.log").open("wb") as stderr:
         process = started(command, stderr, clean_environment())
         try:
@@ -202,14 +204,23 @@ def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(
             with httpx.Client(transport=transport, base_url="http://unix", timeout=30) as client:
                 wait_for(lambda: accepts(path), "the server listens")
                 wait_for(lambda: client.get("/v2/health/ready").status_code == 200, "the server is ready")
+                body = hidden_request(np.ones((2, 512), np.float32))
+                headers = {"Inference-Header-Content-Length": str(body[1])}
+
+                def answers() -> bool:
+                    answer = client.post("/v2/models/demo/infer", content=body[0], headers=headers)
+                    return answer.status_code == 200
+
+                wait_for(answers, "the process has its channel")
                 assert "got" in expertd("serve", "--config", DEMO, "--uds", path).stderr
                 for _ in range(signals):
                     process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            code = process.wait(30)
         finally:
             process.kill()
             process.wait()
         log = Path(stderr.name).read_text()
+    assert signals > 1 or code == 0, log
     assert f"listening on unix:{path}" in log
     assert "Traceback" not in log
     assert not path.exists()

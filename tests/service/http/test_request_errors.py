@@ -22,6 +22,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.runners import EchoRunner
+from tests.service.sockets import INFER
 
 GOOD = hidden_request(rows(3))
 
@@ -49,89 +50,56 @@ async def test_invalid_routing_is_refused(ids: list[int], weights: list[float], 
         output_of(await server.infer(*GOOD))
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "expected"),
-    [
-        ("OPTIONS", "/none", 404, "path: expected one of this API (see /docs), got '/none'"),
-        ("GET", "/none", 404, "path: expected one of this API (see /docs), got '/none'"),
-        ("GET", "/v2/", 404, "path: expected one of this API (see /docs), got '/v2/'"),
-        ("GET", "/v2/models/other", 404, "model: expected tiny, got 'other'"),
-        ("GET", "/v2/models/other/ready", 404, "model: expected a served one, got 'other'"),
-        ("GET", "/v2/models/tiny/versions/2", 404, "version of model tiny: expected 1, got '2'"),
-        ("POST", "/v2/models/other/infer", 404, "model: expected tiny, got 'other'"),
-        ("POST", "/v2/models/tiny/versions/2/infer", 404, "version of model tiny: expected 1, got '2'"),
-        (
-            "GET",
-            "/v2/models/tiny/infer",
-            405,
-            "method: expected OPTIONS or POST at '/v2/models/tiny/infer', got",
-        ),
-        (
-            "PUT",
-            "/v2/models/tiny/infer",
-            405,
-            "method: expected OPTIONS or POST at '/v2/models/tiny/infer', got",
-        ),
-        ("POST", "/v2/health/live", 405, "method: expected GET, HEAD or OPTIONS at '/v2/health/live', got"),
-        (
-            "POST",
-            "/openapi.json",
-            405,
-            "method: expected GET, HEAD or OPTIONS at '/openapi.json', got 'POST'",
-        ),
-        (
-            "DELETE",
-            "/v1/partitions",
-            405,
-            "method: expected GET, HEAD, OPTIONS or PUT at '/v1/partitions', got 'DELETE'",
-        ),
-        (
-            "GET",
-            "/v2/repository/index",
-            405,
-            "method: expected OPTIONS or POST at '/v2/repository/index', got",
-        ),
-        ("POST", "/v2/models/tiny/infer", 400, "request: expected JSON, got invalid JSON: "),
-        ("GET", "/v1/partitions", 409, "partitions: expected a backend whose device has SMs"),
-    ],
-)
-async def test_errors_have_one_format(method: str, path: str, status: int, expected: str) -> None:
-    async with serving(tiny_settings()) as server:
-        response = await server.http.request(method, path)
-        assert expected in error_of(response, status)
-        if status == 405:
-            allowed = response.headers["allow"].split(", ")
-            assert allowed
-            assert all(method in error_of(response, 405) for method in allowed)
-
-
+GET_ONLY = "GET, HEAD or OPTIONS"
+ERRORS: list[tuple[str, str, int, str]] = [
+    ("OPTIONS", "/none", 404, "path: expected one of this API (see /docs), got '/none'"),
+    ("GET", "/none", 404, "path: expected one of this API (see /docs), got '/none'"),
+    ("GET", "/v2/", 404, "path: expected one of this API (see /docs), got '/v2/'"),
+    ("GET", "/v2/models/other", 404, "model: expected tiny, got 'other'"),
+    ("GET", "/v2/models/other/ready", 404, "model: expected a served one, got 'other'"),
+    ("GET", "/v2/models/tiny/versions/2", 404, "version of model tiny: expected 1, got '2'"),
+    ("POST", "/v2/models/other/infer", 404, "model: expected tiny, got 'other'"),
+    ("POST", "/v2/models/tiny/versions/2/infer", 404, "version of model tiny: expected 1, got '2'"),
+    ("GET", INFER, 405, f"method: expected OPTIONS or POST at '{INFER}', got"),
+    ("PUT", INFER, 405, f"method: expected OPTIONS or POST at '{INFER}', got"),
+    ("POST", "/v2/health/live", 405, f"method: expected {GET_ONLY} at '/v2/health/live', got"),
+    ("POST", "/openapi.json", 405, f"method: expected {GET_ONLY} at '/openapi.json', got 'POST'"),
+    ("DELETE", "/v1/partitions", 405, "method: expected GET, HEAD, OPTIONS or PUT at '/v1/partitions', got"),
+    ("GET", "/v2/repository/index", 405, "method: expected OPTIONS or POST at '/v2/repository/index', got"),
+    ("POST", INFER, 400, "request: expected JSON, got invalid JSON: "),
+    ("GET", "/v1/partitions", 409, "partitions: expected a backend whose device has SMs"),
+]
 LONG = "x" * 60_000
+LONG_VALUES: list[tuple[str, str, dict[str, str], Any, int]] = [
+    ("GET", f"/{LONG}", {}, None, 404),
+    ("GET", f"/v2/models/{LONG}", {}, None, 404),
+    ("POST", f"/v2/models/{LONG}/infer", {}, None, 404),
+    ("GET", f"/v2/models/tiny/versions/{LONG}", {}, None, 404),
+    ("DELETE", f"/v2/models/{LONG}/infer", {}, None, 405),
+    ("POST", INFER, {"Content-Encoding": LONG}, None, 415),
+    ("POST", INFER, {"Inference-Header-Content-Length": LONG}, None, 400),
+    ("POST", INFER, {}, {"id": LONG}, 400),
+    ("POST", INFER, {}, {"inputs": [{"name": LONG}]}, 400),
+    ("POST", "/v2/repository/index", {}, {"ready": LONG}, 400),
+    ("PUT", "/v1/partitions", {}, {"partitions": {LONG: 8}}, 422),
+    ("PUT", "/v1/partitions", {}, {"partitions": {}, LONG: 8}, 422),
+    ("PUT", "/v1/partitions", {}, {"partitions": dict.fromkeys(range(999), 8)}, 422),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "headers", "body", "status"),
-    [
-        ("GET", f"/{LONG}", {}, b"", 404),
-        ("GET", f"/v2/models/{LONG}", {}, b"", 404),
-        ("POST", f"/v2/models/{LONG}/infer", {}, b"", 404),
-        ("GET", f"/v2/models/tiny/versions/{LONG}", {}, b"", 404),
-        ("DELETE", f"/v2/models/{LONG}/infer", {}, b"", 405),
-        ("POST", "/v2/models/tiny/infer", {"Content-Encoding": LONG}, b"", 415),
-        ("POST", "/v2/models/tiny/infer", {"Inference-Header-Content-Length": LONG}, b"", 400),
-        ("POST", "/v2/models/tiny/infer", {}, json.dumps({"id": LONG}).encode(), 400),
-        ("POST", "/v2/models/tiny/infer", {}, json.dumps({"inputs": [{"name": LONG}]}).encode(), 400),
-        ("POST", "/v2/repository/index", {}, json.dumps({"ready": LONG}).encode(), 400),
-        ("PUT", "/v1/partitions", {}, json.dumps({"partitions": {LONG: 8}}).encode(), 422),
-        ("PUT", "/v1/partitions", {}, json.dumps({"partitions": {}, LONG: 8}).encode(), 422),
-        ("PUT", "/v1/partitions", {}, json.dumps({"partitions": dict.fromkeys(range(999), 8)}).encode(), 422),
-    ],
-)
-async def test_errors_shorten_long_values(
-    method: str, path: str, headers: dict[str, str], body: bytes, status: int
-) -> None:
+async def test_errors_have_one_format_and_shorten_long_values() -> None:
     async with serving(tiny_settings()) as server:
-        response = await server.http.request(method, path, headers=headers, content=body)
-        assert len(error_of(response, status)) < 400
+        for method, path, status, expected in ERRORS:
+            response = await server.http.request(method, path)
+            assert expected in error_of(response, status)
+            if status == 405:
+                allowed = response.headers["allow"].split(", ")
+                assert allowed
+                assert all(method in error_of(response, 405) for method in allowed)
+        for method, path, headers, body, status in LONG_VALUES:
+            content = b"" if body is None else json.dumps(body).encode()
+            response = await server.http.request(method, path, headers=headers, content=content)
+            assert len(error_of(response, status)) < 400
 
 
 async def test_an_unknown_model_gets_the_first_names_of_many() -> None:
@@ -142,21 +110,16 @@ async def test_an_unknown_model_gets_the_first_names_of_many() -> None:
     assert text == f"model: expected {named} or 50 more, got 'other'"
 
 
-@pytest.mark.parametrize("length", ["-1", "x", "1e3", "9" * 30, "", "+5"])
-async def test_header_lengths_that_are_not_numbers(length: str) -> None:
-    async with serving(tiny_settings()) as server:
-        response = await server.infer(GOOD[0], Inference_Header_Content_Length=length)
-        text = f"Inference-Header-Content-Length: expected a number of bytes, got {length!r}"
-        assert error_of(response, 400) == text
-
-
-async def test_a_header_length_may_be_repeated_if_it_agrees() -> None:
+async def test_header_lengths_are_one_number() -> None:
     body, length = GOOD
-    name, path = "Inference-Header-Content-Length", "/v2/models/tiny/infer"
+    name = "Inference-Header-Content-Length"
     async with serving(tiny_settings()) as server:
-        output_of(await server.http.post(path, content=body, headers=2 * [(name, str(length))]))
+        for wrong in ("-1", "x", "1e3", "9" * 30, "", "+5"):
+            text = error_of(await server.infer(body, Inference_Header_Content_Length=wrong), 400)
+            assert text == f"{name}: expected a number of bytes, got {wrong!r}"
+        output_of(await server.http.post(INFER, content=body, headers=2 * [(name, str(length))]))
         other = [(name, str(length)), (name, "11")]
-        text = error_of(await server.http.post(path, content=body, headers=other), 400)
+        text = error_of(await server.http.post(INFER, content=body, headers=other), 400)
         assert text == f"{name}: expected one number of bytes, got {length} and 11"
 
 

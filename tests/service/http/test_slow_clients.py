@@ -14,7 +14,7 @@ from expertd.service.http.connection import Connection
 from expertd.service.http.sender import Sender
 from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, answers, connect, head, infer, read_answer, read_to_end
+from tests.service.sockets import INFER, connect, head, infer, read_answer, read_to_end
 from tests.service.virtual_time import in_virtual_time
 from tests.service.waiting import until
 
@@ -200,28 +200,6 @@ def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
                 assert counted(server, 408) == 0
 
     uvloop.run(main())
-
-
-@pytest.mark.slow
-def test_a_slow_client_within_the_rate_gets_its_answer() -> None:
-    async def check(server: Serving, port: int) -> None:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", port))
-            await asyncio.to_thread(sock.sendall, request())
-            pieces: list[bytes] = []
-            reader = Trickle(lambda: pieces.append(sock.recv(16384)))
-            await asyncio.sleep(3)  # three periods
-            reader.stop()
-            assert 0 < sum(map(len, pieces)) < OUTPUT_BYTES
-            while sum(map(len, pieces)) < OUTPUT_BYTES:
-                pieces.append(await asyncio.to_thread(sock.recv, 1 << 20))
-                assert pieces[-1], "the connection is open"
-            (answer,) = answers(b"".join(pieces))
-            assert answer.status == 200
-        await until(lambda: counted(server, 200) == 1)
-
-    run(check, {"min_response_bytes_per_second": 0})
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import json
 import socket
 import struct
 import threading
@@ -54,13 +53,6 @@ async def test_other_work_does_not_wait_for_json() -> None:
     waiting = threads.run(Where.JSON_THREAD, loop, gate.wait)
     other = threads.run(Where.ANY_THREAD, loop, gate.set)
     await asyncio.wait_for(asyncio.gather(waiting, other), 10)
-
-
-async def test_errors_reach_the_caller_and_the_thread_goes_on() -> None:
-    threads, loop = Threads(), asyncio.get_running_loop()
-    with pytest.raises(json.JSONDecodeError):
-        await threads.run(Where.JSON_THREAD, loop, lambda: json.loads("{"))
-    assert await threads.run(Where.JSON_THREAD, loop, lambda: json.loads("{}")) == {}
 
 
 @pytest.mark.parametrize("status", [429, 503])

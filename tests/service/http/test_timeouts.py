@@ -4,7 +4,6 @@ import asyncio
 import ctypes
 import socket
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -53,17 +52,6 @@ async def in_step(runner: EchoRunner) -> None:
 
 def refused(server: Serving, reason: str) -> float:
     return server.metric("refusals_total", model="tiny", reason=reason)
-
-
-@pytest.mark.parametrize(("lanes", "seconds"), [({}, 1e-3), ({"decode_max_tokens": 2}, 0.2e-3)])
-async def test_threads_ask_for_the_lock_sooner_than_by_default(lanes: dict[str, int], seconds: float) -> None:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(0.005)
-    try:
-        async with serving(tiny_settings(lanes=lanes)):
-            assert sys.getswitchinterval() == pytest.approx(seconds)
-    finally:
-        sys.setswitchinterval(before)
 
 
 async def test_a_timeout_does_not_wait_for_the_requests_own_step() -> None:
@@ -125,19 +113,6 @@ async def lateness(in_own_step: bool) -> float:
 async def test_a_timeout_is_answered_when_it_passes(in_own_step: bool) -> None:
     late = [await lateness(in_own_step) for _ in range(7)]
     assert 0 <= statistics.median(late) < 0.025, late
-
-
-async def test_a_client_that_leaves_after_its_timeout_is_counted_once() -> None:
-    runner = EchoRunner()
-    async with serving(tiny_settings(), serving_runner(runner)) as server:
-        runner.gate.clear()
-        request = asyncio.ensure_future(server.infer(*hidden_request(rows(1), parameters=TIMEOUT)))
-        await in_step(runner)
-        assert error_of(await request, 503) == IN_ITS_STEP
-        runner.gate.set()
-        output_of(await server.infer(*hidden_request(rows(1))))
-        assert refused(server, "queue_timeout") == 1
-        assert refused(server, "client_gone") == 0
 
 
 async def test_a_step_whose_request_was_answered_leaves_its_regions_as_they_are() -> None:

@@ -11,11 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from tests.paths import DEMO
 from tests.service.apps import MODEL, hidden_request, rows
 from tests.service.held_steps import HeldSteps
 from tests.service.http.processes import (
@@ -27,7 +25,7 @@ from tests.service.http.processes import (
     two_processes,
     workers_of,
 )
-from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process, started
+from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import Answer, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import wait_for
 
@@ -244,41 +242,3 @@ def test_a_client_that_leaves_frees_its_place_in_the_queue(tmp_path: Path) -> No
         assert read_answer(socks[0]).status == 200
         wait_for(lambda: not samples(server, "queue_requests"), "nothing waits")
         assert samples(server, "tokens_total")["contiguous", "tiny"] == 5 * 3 + TOKENS
-
-
-def test_a_queue_timeout_is_the_callers(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        server, _, _ = in_a_step(stack, tmp_path)
-        sock = stack.enter_context(connect(server.port))
-        body = hidden_request(rows(1), parameters={"timeout": 1000})
-        answer = asked(sock, infer(*body))
-        assert answer.status == 503
-        expired = "the request's timeout of 1000 microseconds expired (in the queue|before it was queued)"
-        refused = r"timeout: expected about \d+ microseconds, .* recent steps .*, got \d+"  # what is left
-        assert re.fullmatch(f"{expired}|{refused}", answer.error), answer.error
-
-
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path, log = tmp_path / "socket", tmp_path / "log"
-    command: list[str | Path] = [EXPERTD, "serve", "--config", DEMO, "--uds", path, "--http-workers", "2"]
-    with log.open("wb") as stderr:
-        process = started(command, stderr, clean_environment())
-    try:
-        wait_for(path.exists, "it listens")
-        transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(transport=transport, base_url="http://x", timeout=30) as client:
-            wait_for(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready")
-            values = np.ones((2, 512), np.float32)
-            body, length = hidden_request(values)
-            headers = {"Inference-Header-Content-Length": str(length)}
-
-            def answers() -> bool:
-                return client.post("/v2/models/demo/infer", content=body, headers=headers).status_code == 200
-
-            wait_for(answers, "the process has its channel")
-        process.terminate()
-        assert process.wait(30) == 0, log.read_text()
-        assert not path.exists()
-    finally:
-        process.kill()
-        process.wait()

@@ -61,6 +61,7 @@ def _parses_or_refuses(body: bytes, header_length: int | None) -> None:
 @settings(max_examples=400)
 @given(_request | _json, st.binary(max_size=40), st.integers(0, 300) | st.none())
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_any_json_parses_or_is_refused(value: Any, tail: bytes, length: int | None) -> None:
     header = json.dumps(value).encode()
     _parses_or_refuses(header + tail, len(header))

@@ -84,6 +84,7 @@ _request = st.builds(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=800)
 @given(_request, st.sampled_from([0, 16, 32]))
 def test_any_place_parses_or_is_refused(regions: Regions, value: dict[str, Any], num_bytes: int) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import mmap
 import re
 import weakref
@@ -82,6 +81,7 @@ async def test_a_model_is_loaded_and_unloaded() -> None:
     async with serving(tiny_settings(models=[MODEL, OTHER])) as server:
         expected = output_of(await infer(server, "other"))
     async with two_models() as server:
+        assert "model_repository" in (await server.http.get("/v2")).json()["extensions"]
         assert await states(server) == {"tiny": ("READY", ""), "other": ("UNAVAILABLE", "unloaded")}
         for _ in range(2):  # the second time there is nothing to do
             loaded = await change(server, "load")
@@ -125,80 +125,56 @@ async def test_an_unloaded_model_is_not_there_and_the_server_is_ready_without_it
         assert (await server.http.get("/metrics")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("model", "what", "content", "status", "text"),
-    [
-        ("none", "load", b"{}", 404, "model: expected tiny or other, got 'none'"),
-        ("none", "unload", b"", 404, "model: expected tiny or other, got 'none'"),
-        ("..%2F..%2Fetc", "load", b"", 404, "model: expected tiny or other, got '"),
-        ("%2Fetc%2Fpasswd", "load", b"", 404, "model: expected tiny or other, got '"),
-        ("other", "load", b"{", 400, "body: expected JSON, got invalid JSON: "),
-        ("other", "load", b"[1]", 400, "body: expected an object, got [1]"),
+WRONG: list[tuple[str, bytes, int, str]] = [
+    ("none/load", b"{}", 404, "model: expected tiny or other, got 'none'"),
+    ("none/unload", b"", 404, "model: expected tiny or other, got 'none'"),
+    ("..%2F..%2Fetc/load", b"", 404, "model: expected tiny or other, got '"),
+    ("%2Fetc%2Fpasswd/load", b"", 404, "model: expected tiny or other, got '"),
+    ("other/load", b"{", 400, "body: expected JSON, got invalid JSON: "),
+    ("other/load", b"[1]", 400, "body: expected an object, got [1]"),
+    (
+        "other/load",
+        b"1" * 5000,
+        400,
+        "body: expected integers of at most 4300 digits in JSON, got a longer one",
+    ),
+    *(
+        (f"other/{what}", b'{"parameters": %s}' % value, 400, "parameters: expected an object, got ")
+        for what in ("load", "unload")
+        for value in (b"1", b"[]", b'""', b"0", b"false")
+    ),
+    *(
         (
-            "other",
-            "load",
-            b"1" * 5000,
+            "other/load",
+            b'{"parameters": {"%s": "AA=="}}' % name.encode(),
             400,
-            "body: expected integers of at most 4300 digits in JSON, got a longer one",
-        ),
-        *(
-            (
-                "other",
-                what,
-                b'{"parameters": %s}' % value,
-                400,
-                f"parameters: expected an object, got {shown}",
-            )
-            for what in ("load", "unload")
-            for value, shown in ((b"1", "1"), (b"[]", "[]"), (b'""', "''"), (b"0", "0"), (b"false", "false"))
-        ),
-        (
-            "other",
-            "load",
-            b'{"parameters": {"config": "{}"}}',
-            400,
-            "parameters: expected none, since models are loaded as configured, got config",
-        ),
-        (
-            "other",
-            "load",
-            b'{"parameters": {"file:1/model": "AA=="}}',
-            400,
-            "parameters: expected none, since models are loaded as configured, got file:1/model",
-        ),
-        ("other", "unload", b'{"parameters": {"x": 1}}', 400, "parameters: expected only unload_dependents"),
-        (
-            "other",
-            "unload",
-            b'{"parameters": {"unload_dependents": 1}}',
-            400,
-            "parameter unload_dependents: expected true or false, got 1",
-        ),
-    ],
-)
-async def test_wrong_calls_are_refused(model: str, what: str, content: bytes, status: int, text: str) -> None:
+            f"parameters: expected none, since models are loaded as configured, got {name}",
+        )
+        for name in ("config", "file:1/model")
+    ),
+    ("other/unload", b'{"parameters": {"x": 1}}', 400, "parameters: expected only unload_dependents"),
+    (
+        "other/unload",
+        b'{"parameters": {"unload_dependents": 1}}',
+        400,
+        "parameter unload_dependents: expected true or false, got 1",
+    ),
+]
+WRONG_INDEX = [
+    (b'{"ready": "x"}', "ready: expected true or false, got 'x'"),
+    (b'{"ready": NaN}', "body: expected finite numbers in JSON, got NaN"),
+    (b"[]", 'body: expected {"ready": true or false}, got []'),
+]
+
+
+async def test_wrong_calls_are_refused() -> None:
     async with two_models() as server:
-        assert error_of(await change(server, what, model, content), status).startswith(text)
-        assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
-
-
-async def test_parameters_of_null_are_none() -> None:
-    async with two_models() as server:
-        for what in ("load", "unload"):
-            assert (await change(server, what, content=b'{"parameters": null}')).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b'{"ready": "x"}', "ready: expected true or false, got 'x'"),
-        (b'{"ready": NaN}', "body: expected finite numbers in JSON, got NaN"),
-        (b"[]", 'body: expected {"ready": true or false}, got []'),
-    ],
-)
-async def test_a_wrong_question_for_the_index_is_refused(content: bytes, text: str) -> None:
-    async with two_models() as server:
-        assert error_of(await server.http.post("/v2/repository/index", content=content), 400) == text
+        for path, content, status, text in WRONG:
+            answer = await server.http.post(f"/v2/repository/models/{path}", content=content)
+            assert error_of(answer, status).startswith(text)
+            assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
+        for content, text in WRONG_INDEX:
+            assert error_of(await server.http.post("/v2/repository/index", content=content), 400) == text
 
 
 async def test_a_model_without_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,23 +430,6 @@ async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses(tmp_path
 def test_several_ranks_load_all_models() -> None:
     with pytest.raises(ValueError, match=r"models\.0\.load: expected true with several ranks, got false"):
         tiny_settings(models=[{**MODEL, "load": False}], ranks=2)
-
-
-async def test_a_key_needs_the_right_admin(tmp_path: Path) -> None:
-    from tests.service.keys import all_keys, bearer
-
-    async with two_models(keys=all_keys(tmp_path / "keys.yaml")) as server:
-        for what in ("load", "unload"):
-            path = f"/v2/repository/models/other/{what}"
-            assert error_of(await server.http.post(path, headers=bearer("infer")), 403)
-            assert (await server.http.post(path)).status_code == 401
-            assert (await server.http.post(path, headers=bearer("admin"))).status_code == 200
-
-
-async def test_the_extension_is_announced() -> None:
-    async with two_models() as server:
-        assert "model_repository" in (await server.http.get("/v2")).json()["extensions"]
-        assert json.loads((await change(server, "load")).content)["state"] == "READY"
 
 
 async def test_what_steps_of_unloaded_models_have_used_still_counts() -> None:
