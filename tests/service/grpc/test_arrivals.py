@@ -135,6 +135,16 @@ async def test_streams_have_places_too() -> None:
         output_of((await stream.read()).infer_response)
 
 
+async def one_message() -> AsyncIterator[bytes]:
+    """And no end."""
+    yield b"a"
+    await asyncio.Event().wait()
+
+
+async def at_once(message: Arrived) -> bytes:
+    return message.take()
+
+
 async def _answered(written: list[bytes], answer: Any, *messages: Any) -> None:
     async def given() -> AsyncIterator[bytes]:
         for message in messages:
@@ -168,37 +178,23 @@ async def test_an_idle_stream_ends_after_its_answers() -> None:
 
 @in_virtual_time
 async def test_a_stream_ends_whose_answers_nobody_receives() -> None:
-    async def messages() -> AsyncIterator[bytes]:
-        yield b"a"
-        await asyncio.Event().wait()
-
-    async def at_once(message: Arrived) -> bytes:
-        return message.take()
-
     async def never(data: bytes) -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(
         RequestError, match=r"stream: expected an answer to be received within 0.05 s, got a part"
     ):
-        await StreamCall(messages(), at_once, 0.05).run(never)
+        await StreamCall(one_message(), at_once, 0.05).run(never)
 
 
 async def test_a_stream_that_is_cancelled_at_once_has_begun_nothing() -> None:
     """A warning of a coroutine that nobody awaited would fail this."""
 
-    async def messages() -> AsyncIterator[bytes]:
-        yield b"a"
-        await asyncio.Event().wait()
-
-    async def answer(message: Arrived) -> bytes:
-        return message.take()
-
     async def write(data: bytes) -> None:
         pass
 
     for turns in range(6):
-        running = asyncio.ensure_future(StreamCall(messages(), answer, 10).run(write))
+        running = asyncio.ensure_future(StreamCall(one_message(), at_once, 10).run(write))
         for _ in range(turns):
             await asyncio.sleep(0)
         running.cancel()
@@ -233,19 +229,6 @@ async def test_a_stream_has_so_many_requests_at_a_time_and_one_that_is_not_copie
     is_over.set()
     await asyncio.wait_for(running, 10)
     assert written == [bytes([number]) for number in range(20)]
-
-
-async def test_a_stream_that_is_ended_before_it_begins_to_read() -> None:
-    async def messages() -> AsyncIterator[bytes]:
-        yield b""
-
-    async def never(_: object) -> bytes:
-        raise AssertionError
-
-    stream = StreamCall(messages(), never, 10)
-    stream.end()
-    await asyncio.wait_for(stream.run(never), 10)
-    assert stream.is_cut
 
 
 async def test_messages_that_are_parsed_in_a_thread_wait_in_the_line_for_json(

@@ -90,24 +90,6 @@ def test_grpc_leaves_processes_that_this_one_starts_alone() -> None:
     assert (done.stdout, done.stderr) == ("1\n", ""), "the threads of a forked child"
 
 
-async def test_too_many_calls_are_refused() -> None:
-    runner = EchoRunner()
-    settings = tiny_settings({"max_connections": 2}, **ON)
-    async with grpc_serving(runner, settings) as calls:
-        runner.gate.clear()
-        open_calls = [calls.infer(hidden_message(rows(1))) for _ in range(2)]
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-        while calls.engine.executor.unanswered < 2:
-            await asyncio.sleep(0)
-        text, trailers = await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAVAILABLE)
-        assert text == "limits.max_connections: expected at most 2 open calls, got more"
-        assert trailers["retry-after"] == "1"
-        runner.gate.set()
-        for call in open_calls:
-            output_of(await call)
-        output_of(await calls.infer(hidden_message(rows(1))))
-
-
 @pytest.mark.parametrize(("error", "count"), [(grpc._cython.cygrpc.ExecuteBatchError, 0), (ValueError, 1)])
 def test_clients_that_leave_while_they_are_answered_are_not_logged(
     error: type[Exception], count: int, caplog: pytest.LogCaptureFixture
@@ -123,15 +105,16 @@ def test_clients_that_leave_while_they_are_answered_are_not_logged(
     assert len(caplog.records) == count + 1
 
 
-async def test_one_address_has_a_part_of_the_calls() -> None:
-    settings = tiny_settings({"max_connections_per_address": 2}, **ON)
-    async with grpc_serving(EchoRunner(), settings) as calls:
+@pytest.mark.parametrize("limit", ["max_connections", "max_connections_per_address"])
+async def test_too_many_calls_are_refused(limit: str) -> None:
+    async with grpc_serving(EchoRunner(), tiny_settings({limit: 2}, **ON)) as calls:
         streams = [calls.stream() for _ in range(2)]
         for stream in streams:
             await stream.write(hidden_message(rows(1)))
             output_of((await stream.read()).infer_response)
-        text, _ = await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAVAILABLE)
-        assert text == "limits.max_connections_per_address: expected at most 2 open calls, got more"
+        text, trailers = await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAVAILABLE)
+        assert text == f"limits.{limit}: expected at most 2 open calls, got more"
+        assert trailers["retry-after"] == "1"
         streams[0].cancel()
         await streams[1].done_writing()
         assert await streams[1].read() is grpc.aio.EOF
@@ -174,7 +157,6 @@ async def test_an_unexpected_error_shows_no_internals(monkeypatch: pytest.Monkey
     async with grpc_serving(EchoRunner()) as calls:
         text, _ = await refusal(calls.call("ServerLive"), grpc.StatusCode.INTERNAL)
         assert text == "internal server error: see the server's log"
-        await refusal(calls.call("ModelReady", data=b"\x0b"), grpc.StatusCode.INTERNAL)
 
 
 async def test_control_calls_check_their_messages() -> None:
@@ -227,31 +209,37 @@ async def test_too_many_connections_are_closed() -> None:
         assert (await calls.call("ServerLive")).live
 
 
-def access_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name == "uvicorn.access"]
-
-
+@pytest.mark.parametrize("log_format", ["text", "json"])
 async def test_the_access_log_names_keys_and_statuses(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, log_format: str
 ) -> None:
-    settings = tiny_settings(**ON, access_log=True, keys=all_keys(tmp_path / "keys.yaml"))
+    keys = write_keys(tmp_path / "keys.yaml", **{"infer": ["infer"], "-": ["infer"]})
+    settings = tiny_settings(**ON, access_log=True, log_format=log_format, keys=keys)
     caplog.set_level(logging.INFO, "uvicorn.access")
     async with grpc_serving(EchoRunner(), settings) as calls:
-        key = (("authorization", f"Bearer {key_of('infer')}"),)
-        output_of(await calls.infer(hidden_message(rows(1)), metadata=key))
+        keyed = [(("authorization", f"Bearer {key_of(name)}"),) for name in ("infer", "-")]
+        for key in keyed:
+            output_of(await calls.infer(hidden_message(rows(1)), metadata=key))
+        await calls.call("ServerMetadata", metadata=keyed[0])
+        await refusal(calls.call("ServerMetadata"), grpc.StatusCode.UNAUTHENTICATED)
         await refusal(calls.infer(hidden_message(rows(1))), grpc.StatusCode.UNAUTHENTICATED)
-        assert calls.serving.metric("key_requests_total", key="infer", result="admitted") == 1
-        assert calls.serving.metric("key_requests_total", key="", result="unauthorized") == 1
+        assert calls.serving.metric("key_requests_total", key="infer", result="admitted") == 2
+        assert calls.serving.metric("key_requests_total", key="", result="unauthorized") == 2
         assert calls.serving.metric("requests_total", model="", status="401") == 1
-    lines = [re.sub(r"^\S+:\d+ ", "", record.getMessage()) for record in access_records(caplog)]
-    assert lines == ['infer "gRPC ModelInfer" OK', '- "gRPC ModelInfer" UNAUTHENTICATED']
-
-
-async def test_a_key_may_have_the_name_that_stands_for_none_in_the_log(tmp_path: Path) -> None:
-    settings = tiny_settings(**ON, keys=write_keys(tmp_path / "keys.yaml", **{"-": ["infer"]}))
-    async with grpc_serving(EchoRunner(), settings) as calls:
-        key = (("authorization", f"Bearer {key_of('-')}"),)
-        output_of(await calls.infer(hidden_message(rows(1)), metadata=key))
+    records = [record for record in caplog.records if record.name == "uvicorn.access"]
+    if log_format == "text":
+        assert [re.sub(r"^\S+:\d+ ", "", record.getMessage()) for record in records] == [
+            'infer "gRPC ModelInfer" OK',
+            '- "gRPC ModelInfer" OK',
+            'infer "gRPC ServerMetadata" OK',
+            '- "gRPC ServerMetadata" UNAUTHENTICATED',
+            '- "gRPC ModelInfer" UNAUTHENTICATED',
+        ]
+        return
+    found = [getattr(record, "fields", {}) for record in records]
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", line.pop("client")) for line in found)
+    same = {"method": "gRPC", "path": f"/{SERVICE}/ServerMetadata"}
+    assert found == [{**same, "key": "infer", "status": 200}, {**same, "key": "-", "status": 401}]
 
 
 def test_the_command_checks_the_port(capsys: pytest.CaptureFixture[str]) -> None:

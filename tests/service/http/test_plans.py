@@ -59,19 +59,6 @@ def test_a_kept_plan_gives_what_parsing_gives() -> None:
     assert plan.request.timeout_seconds == 7e-6
 
 
-def test_tensors_of_a_span_are_its_parts() -> None:
-    arena = Arena(1)
-    block, output = arena.take(1000), arena.take(8)
-    assert block is None or output is None, "one block at a time"
-    block = block or arena.take(1000)
-    assert block is not None
-    block.view[100 : 100 + len(body(3))] = body(3)
-    span = block.span.part(100, len(body(3)))
-    layer = Plans().parse(span, len(HEADER), SPEC).layer(span, block.span.part(0, 8))
-    assert values(layer) == values(parse_request(body(3), len(HEADER), SPEC).layer)
-    assert isinstance(layer.topk_ids, Span)
-    assert layer.topk_ids.address == span.address + len(HEADER)
-    assert layer.output == block.span.part(0, 8)
 
 
 def test_other_sizes_are_parsed_again_and_refused() -> None:

@@ -77,24 +77,17 @@ def test_requests_are_answered(version: ssl.TLSVersion) -> None:
         context.minimum_version = context.maximum_version = version
         context.set_alpn_protocols(["h2", "http/1.1"])
         with closing(secure(port, context)) as sock:
-            assert (sock.version(), sock.selected_alpn_protocol()) == (
-                version.name.replace("v1_", "v1."),
-                "http/1.1",
-            )
+            shown = version.name.replace("v1_", "v1.")
+            assert (sock.version(), sock.selected_alpn_protocol()) == (shown, "http/1.1")
             for _ in range(3):
                 assert asked(sock, GOOD).status == 200
-                assert asked(sock, LIVE).status == 200
-
-    run(check)
-
-
-def test_pipelined_requests_and_the_end_are_as_without_tls() -> None:
-    def check(port: int, server: Serving) -> None:
-        with closing(secure(port)) as sock:
             sock.sendall(20 * LIVE + GOOD + head("GET /v2 HTTP/1.1", "Connection: close"))
             found = read_to_end(sock)
             assert [answer.status for answer in found] == [200] * 22
             assert len(found[20].body) > rows(3).nbytes
+        with closing(secure(port)) as sock:
+            assert asked(sock, LIVE).status == 200
+            assert sock.recv(1) == b"", "an idle connection is closed with close_notify"
 
     run(check)
 
@@ -148,36 +141,19 @@ def test_a_client_that_stops_reading_is_cut_off() -> None:
     run(check, LARGE)
 
 
-def test_an_idle_connection_is_closed_with_close_notify() -> None:
-    def check(port: int, server: Serving) -> None:
-        with closing(secure(port)) as sock:
-            assert asked(sock, LIVE).status == 200
-            assert sock.recv(1) == b""
-
-    run(check)
-
-
-def test_http_without_tls_gets_an_answer_that_says_so() -> None:
+def test_what_is_not_tls_is_refused() -> None:
     def check(port: int, server: Serving) -> None:
         with closing(connect(port)) as sock:
             sock.sendall(LIVE)
             (answer,) = read_to_end(sock)
-            assert (answer.status, answer.error) == (
-                400,
-                "request: expected TLS (https://), got HTTP without it",
-            )
-
-    run(check, after=lambda server: counted(server, 400) == 1)
-
-
-def test_what_is_neither_is_refused() -> None:
-    def check(port: int, server: Serving) -> None:
+            text = "request: expected TLS (https://), got HTTP without it"
+            assert (answer.status, answer.error) == (400, text)
         with closing(connect(port)) as sock:
             sock.sendall(bytes(range(256)))
             while sock.recv(100):
                 pass
 
-    run(check, after=lambda server: counted(server, 400) == 1)
+    run(check, after=lambda server: counted(server, 400) == 2)
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1:DeprecationWarning")

@@ -107,29 +107,3 @@ def test_any_place_parses_or_is_refused(regions: Regions, value: dict[str, Any],
     assert [region.uses for region in regions.of_kind("system")] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("region", ["copied", "mapped", "gpu"])
-@pytest.mark.parametrize("wrong", ["topk_weights", "output"])
-def test_a_refusal_releases_what_came_before(regions: Regions, region: str, wrong: str) -> None:
-    def at(name: str, columns: int, datatype: str, offset: int) -> dict[str, Any]:
-        where = "none" if name == wrong else region
-        size = {"shared_memory_byte_size": 4 * columns, "shared_memory_offset": offset}
-        parameters = {"shared_memory_region": where, **size}
-        return {"name": name, "shape": [1, columns], "datatype": datatype, "parameters": parameters}
-
-    inputs = [
-        at("hidden_states", 4, "FP32", 0),
-        at("topk_ids", 2, "INT32", 16),
-        at("topk_weights", 2, "FP32", 24),
-    ]
-    output = {"name": "hidden_states", "parameters": at("output", 4, "FP32", 32)["parameters"]}
-    body = json.dumps({"inputs": inputs, "outputs": [output]}).encode()
-    made: list[RegionUses] = []
-
-    def new_uses() -> RegionUses:
-        made.append(RegionUses(regions, lambda _: None))
-        return made[-1]
-
-    with pytest.raises(OipError, match="expected a registered region, got 'none'"):
-        parse_request(body, None, SPEC, new_uses)
-    assert len(made) == 1
-    assert [region.uses for region in regions.of_kind("system")] == [0, 0, 0]
