@@ -65,8 +65,6 @@ def test_a_unix_socket_has_no_addresses() -> None:
     assert limits.admit("").refusal is None
 
 
-
-
 @pytest.mark.parametrize(
     ("peer", "text"),
     [(("127.0.0.1", 80), "127.0.0.1:80"), (("::1", 80, 0, 0), "[::1]:80"), ("", "unix"), (b"", "unix")],

@@ -42,7 +42,7 @@ def operations(document: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]
 
 
 def test_the_documented_calls_are_those_with_a_right(document: dict[str, Any]) -> None:
-    """All that are served have one (test_gate)."""
+    """All that are served have one (test_keys)."""
     documented = {f"{method} {path}" for method, path in operations(document)}
     assert documented == {call for call in CALLS if call.partition(" ")[2] not in OWN}
 
