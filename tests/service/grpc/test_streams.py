@@ -1,4 +1,4 @@
-"""ModelStreamInfer, and messages of all calls: their order, how many arrive at a time, idle ones, and the end."""
+"""ModelStreamInfer, and messages of all calls: their order, how many arrive, idle ones, and the end."""
 
 import asyncio
 import gc
@@ -77,7 +77,7 @@ async def test_shutdown_answers_what_was_accepted_and_ends_streams() -> None:
         await stream.write(hidden_message(rows(1)))
         output_of((await stream.read()).infer_response)
         assert (await calls.call("ServerReady")).ready
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        await runner.begun()
         first = await held(calls, runner)
         drain = asyncio.ensure_future(calls.engine.drain())
         await until(lambda: calls.engine.draining)

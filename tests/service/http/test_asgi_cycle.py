@@ -77,20 +77,6 @@ def test_a_body_that_comes_after_its_answer_is_not_kept() -> None:
     served(app, talk)
 
 
-def test_bodies_arrive_whole_and_pipelined_requests_follow() -> None:
-    large = bytes(range(256)) * 4000
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        data = head("POST /a HTTP/1.1", f"Content-Length: {len(large)}") + large
-        data += head("POST /b HTTP/1.1", "Transfer-Encoding: chunked") + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
-        data += head("POST /c HTTP/1.1", "Content-Length: 0", "Connection: close")
-        got = await ask(reader, writer, data)
-        assert [answer.body for answer in got] == [large, b"abcde", b""]
-        assert [answer.headers.get("connection") for answer in got] == [None, None, "close"]
-
-    served(echo, talk)
-
-
 def test_the_scope_has_what_applications_expect() -> None:
     scopes: list[Scope] = []
 

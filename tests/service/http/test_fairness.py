@@ -19,6 +19,7 @@ from tests.service.apps import (
     HIDDEN,
     Serving,
     hidden_request,
+    limits_for,
     rows,
     serving,
     serving_runner,
@@ -139,10 +140,6 @@ def test_large_bodies_do_not_starve_others(
 ) -> None:
     tokens = 16384
     size = 4 * tokens * HIDDEN
-    limits = {
-        **dict.fromkeys(("max_request_tokens", "max_batch_tokens", "max_queue_tokens"), tokens),
-        "max_body_bytes": 2 * size,
-    }
     moved = 0
 
     def update(seen: connection.Connection, nbytes: int) -> None:
@@ -171,7 +168,7 @@ def test_large_bodies_do_not_starve_others(
 
     async def run() -> None:
         async with serving(
-            tiny_settings(limits),
+            tiny_settings(limits_for(tokens)),
             serving_runner(EchoRunner()),
             tls=load_tls(TlsSettings.model_validate(TLS)) if tls else None,
         ) as server:
@@ -238,7 +235,7 @@ def test_input_that_waits_is_bounded() -> None:
             first = infer(*hidden_request(rows(1)))
             last = head("GET /v2 HTTP/1.1", "Connection: close")
             pipelining = asyncio.ensure_future(read(server.port, first + data + last))
-            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+            await runner.begun()
             (only,) = connections
             while not only.transport.is_reading_paused:
                 await asyncio.sleep(0)

@@ -255,7 +255,7 @@ async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refu
         caplog.set_level(logging.INFO, "expertd.service.inference.call")
         with closing(connect(server.port)) as first, closing(connect(server.port)) as second:
             waiting = asyncio.ensure_future(statuses(first, "infer"))
-            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+            await runner.begun()
             write_keys(keys, other=["infer"])
             clock[0] += 1
             assert await statuses(second, "infer") == [401]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.paths import DEMO
-from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.apps import HIDDEN, hidden_request, limits_for, rows, tiny_settings
 from tests.service.held_steps import HeldSteps
 from tests.service.http.processes import GOOD, alive, asked, connected, samples, two_processes, workers_of
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
@@ -112,6 +112,8 @@ def test_a_step_longer_than_the_drain_timeout_exits_with_1_and_json(tmp_path: Pa
             assert answer.status == 503
             assert "shutting down" in answer.error
         assert server.process.wait(30) == 1
+        text = "still unanswered after drain_timeout_seconds: 5, and no longer waited for"
+        assert text in server.log()
         assert "Traceback" not in server.log()
 
 
@@ -221,18 +223,10 @@ def test_unread_responses_make_it_exit_with_1(
     tmp_path: Path, settings: dict[str, float], message: str
 ) -> None:
     tokens = 32768
-    limits = {
-        "max_request_tokens": tokens,
-        "max_batch_tokens": tokens,
-        "max_queue_tokens": 4 * tokens,
-        "max_body_bytes": 8 * tokens * HIDDEN,
-    }
     with (
-        server_process(tiny_settings(limits=limits, **settings), tmp_path) as server,
-        socket.socket() as sock,
+        server_process(tiny_settings(limits_for(tokens), **settings), tmp_path) as server,
+        connect(server.port, receive_buffer=4096) as sock,
     ):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", server.port))
         sock.sendall(infer(*hidden_request(np.ones((tokens, HIDDEN), np.float32))))
         computed = f'expertd_batch_tokens_sum{{layout="contiguous",model="tiny"}} {float(tokens)}'
         wait_for(lambda: computed in server.get("/metrics").text, "the answer is computed")
@@ -261,6 +255,7 @@ def test_clients_that_disconnected_are_not_computed_and_do_not_delay_shutdown(
         assert last.endswith(f"answered: {1 if http_workers == 1 else 8}, refused or cancelled: 5")
 
 
+@pytest.mark.thorough  # a process that is new
 def test_sighup_is_ignored_under_nohup(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     options = ["--config", DEMO, "--host", "127.0.0.1", "--port", "0"]

@@ -1,32 +1,34 @@
-"""Clients that trickle hold memory only for a time; those that leave before, during and after their step, none."""
+"""Clients that trickle, or leave before, during and after their step: how long they hold memory."""
 
 import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-import uvloop
 
 from expertd.service.http.connection import Connection
 from expertd.service.http.sender import Sender
-from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.apps import (
+    HIDDEN,
+    Serving,
+    hidden_request,
+    limits_for,
+    on_uvloop,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
 from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, connect, head, infer, read_answer, read_to_end
 from tests.service.virtual_time import in_virtual_time
 from tests.service.waiting import until
 
-TOKENS = 32768
-OUTPUT_BYTES = TOKENS * HIDDEN * 4  # 16 MiB, which no socket's buffers hold
-LIMITS: dict[str, float] = {
-    "max_request_tokens": TOKENS,
-    "max_batch_tokens": TOKENS,
-    "max_queue_tokens": 2 * TOKENS,
-    "max_body_bytes": 8 * TOKENS * HIDDEN,
-}
+TOKENS = 32768  # whose output no socket's buffers hold
 PERIOD = 0.05
 
 
@@ -130,130 +132,74 @@ class Trickle(threading.Thread):
         self.join()
 
 
-def run(check: Callable[[Serving, int], Coroutine[Any, Any, None]], limits: dict[str, float]) -> None:
-    """Run `check` with a server in this process and its port."""
-
-    async def main() -> None:
-        settings = tiny_settings({**LIMITS, **limits}, keep_alive_seconds=1)
-        async with serving(settings, serving_runner(EchoRunner()), send_buffer=8192) as server:
-            await check(server, server.port)
-
-    uvloop.run(main())
+@asynccontextmanager
+async def slowly_read(**limits: float) -> AsyncIterator[Serving]:
+    settings = tiny_settings({**limits_for(TOKENS), **limits}, keep_alive_seconds=1)
+    async with serving(settings, serving_runner(EchoRunner()), send_buffer=8192) as server:
+        yield server
 
 
 def request() -> bytes:
     return infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)))
 
 
-def used_bytes(server: Serving) -> int:
-    assert server.app.engine.arena is not None
-    return server.app.engine.arena.used_bytes
-
-
-def counted(server: Serving, status: int) -> float:
-    return server.metric("requests_total", model="tiny", status=str(status))
-
-
 @pytest.mark.slow
-def test_a_trickle_of_reads_does_not_hold_an_answer() -> None:
-    async def check(server: Serving, port: int) -> None:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", port))
+@on_uvloop
+async def test_a_trickle_of_reads_does_not_hold_an_answer() -> None:
+    async with slowly_read() as server:
+        with connect(server.port, receive_buffer=4096) as sock:
             await asyncio.to_thread(sock.sendall, request())
-            await until(lambda: used_bytes(server) > 0)
+            await until(lambda: server.arena.used_bytes > 0)
             reader = Trickle(lambda: sock.recv(1000))
             try:
-                await until(lambda: counted(server, 499) == 1)
-                assert used_bytes(server) == 0
+                await until(lambda: server.counted(499) == 1)
+                assert server.arena.used_bytes == 0
             finally:
                 reader.stop()
 
-    run(check, {})
-
-
-def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
-    chunk = bytes(5120)
-    wrong = head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked")
-    wrong += b"%x\r\n%s\r\n0\r\n\r\n" % (len(chunk), chunk)
-
-    async def main() -> None:
-        settings = tiny_settings({"max_json_bytes": 4096, "body_timeout_seconds": 0.3})
-        connections: set[Connection] = set()
-        async with serving(
-            settings, serving_runner(EchoRunner()), connections=connections, send_buffer=1
-        ) as server:
-            with socket.socket() as sock:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-                sock.connect(("127.0.0.1", server.port))
-                sock.setblocking(False)
-                sent = 0
-                while not any(connection._sender.holds_bytes for connection in connections):
-                    await asyncio.get_running_loop().sock_sendall(sock, wrong)
-                    sent += 1
-                    await asyncio.sleep(0.003)
-                await asyncio.sleep(0.6)
-                sock.setblocking(True)
-                sock.settimeout(30)
-                sock.sendall(head("GET /v2/health/live HTTP/1.1", "Connection: close"))
-                received = await asyncio.to_thread(read_to_end, sock)
-                assert [answer.status for answer in received] == [413] * sent + [200]
-                assert counted(server, 408) == 0
-
-    uvloop.run(main())
-
 
 @pytest.mark.slow
-def test_a_trickle_of_sent_bytes_does_not_hold_a_body() -> None:
-    async def check(server: Serving, port: int) -> None:
-        with connect(port) as sock:
+@on_uvloop
+async def test_a_trickle_of_sent_bytes_does_not_hold_a_body() -> None:
+    async with slowly_read(body_timeout_seconds=1) as server:
+        with connect(server.port) as sock:
             await asyncio.to_thread(sock.sendall, request()[:-100_000])
-            await until(lambda: used_bytes(server) > 0)
+            await until(lambda: server.arena.used_bytes > 0)
             sender = Trickle(lambda: sock.send(b"x"))
             answer = await asyncio.to_thread(read_answer, sock)
             sender.stop()
         assert answer.error == "body: expected the whole body within 1 s, got a part of it"
-        assert (answer.status, used_bytes(server), counted(server, 408)) == (408, 0, 1)
+        assert (answer.status, server.arena.used_bytes, server.counted(408)) == (408, 0, 1)
 
-    run(check, {"body_timeout_seconds": 1})
+
+@on_uvloop
+async def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
+    chunk = bytes(5120)
+    wrong = head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked")
+    wrong += b"%x\r\n%s\r\n0\r\n\r\n" % (len(chunk), chunk)
+    settings = tiny_settings({"max_json_bytes": 4096, "body_timeout_seconds": 0.3})
+    connections: set[Connection] = set()
+    async with serving(
+        settings, serving_runner(EchoRunner()), connections=connections, send_buffer=1
+    ) as server:
+        with connect(server.port, receive_buffer=1) as sock:
+            sock.setblocking(False)
+            sent = 0
+            while not any(connection._sender.holds_bytes for connection in connections):
+                await asyncio.get_running_loop().sock_sendall(sock, wrong)
+                sent += 1
+                await asyncio.sleep(0.003)
+            await asyncio.sleep(0.6)
+            sock.settimeout(30)
+            sock.sendall(head("GET /v2/health/live HTTP/1.1", "Connection: close"))
+            received = await asyncio.to_thread(read_to_end, sock)
+            assert [answer.status for answer in received] == [413] * sent + [200]
+            assert server.counted(408) == 0
 
 
 REQUEST = infer(*hidden_request(rows(1)))
 LAST = infer(*hidden_request(rows(1)), "Connection: close")
 TEN = infer(*hidden_request(rows(1)), "X: 1").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
-
-
-class Held:
-    """A server in this process whose steps wait for `runner.gate`, and its port."""
-
-    def __init__(self, server: Serving, runner: EchoRunner, port: int) -> None:
-        self.server, self.runner, self.port = server, runner, port
-
-    def counted(self, status: int) -> float:
-        return self.server.metric("requests_total", model="tiny", status=str(status))
-
-    async def in_step(self) -> None:
-        assert await asyncio.to_thread(self.runner.entered.acquire, True, 10)
-
-    async def waiting(self, number: int) -> None:
-        await until(lambda: self.server.metric("queue_requests", model="tiny") == number)
-
-
-def held(check: Callable[[Held], Coroutine[Any, Any, None]], settings: dict[str, Any] | None = None) -> None:
-    """Run `check` on uvloop, like the server itself, with a server whose gate is closed."""
-
-    async def run() -> None:
-        runner = EchoRunner()
-        async with serving(tiny_settings(**(settings or {})), serving_runner(runner)) as server:
-            runner.gate.clear()
-            try:
-                await check(Held(server, runner, server.port))
-            finally:
-                runner.gate.set()
-
-    uvloop.run(run())
-
-
 Leave = Callable[[socket.socket], None]
 
 
@@ -266,72 +212,81 @@ def half_close(sock: socket.socket) -> None:
     sock.shutdown(socket.SHUT_WR)
 
 
-LEAVE = [socket.socket.close, reset, half_close]
+LEAVE = pytest.mark.parametrize("leave", [socket.socket.close, reset, half_close])
+REQUESTS = pytest.mark.parametrize("data", [REQUEST, LAST, TEN], ids=["keep-alive", "close", "1.0"])
 
 
-@pytest.mark.parametrize("leave", LEAVE)
-@pytest.mark.parametrize("request_bytes", [REQUEST, LAST, TEN], ids=["keep-alive", "close", "1.0"])
-def test_a_request_in_the_queue_is_dropped_as_soon_as_its_client_leaves(
-    leave: Leave, request_bytes: bytes
+@asynccontextmanager
+async def held() -> AsyncIterator[tuple[Serving, EchoRunner]]:
+    """A server whose steps wait."""
+    runner = EchoRunner()
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        runner.gate.clear()
+        try:
+            yield server, runner
+        finally:
+            runner.gate.set()
+
+
+@LEAVE
+@REQUESTS
+@on_uvloop
+async def test_a_request_in_the_queue_is_dropped_as_soon_as_its_client_leaves(
+    leave: Leave, data: bytes
 ) -> None:
-    async def check(this: Held) -> None:
-        with connect(this.port) as first, connect(this.port) as sock:
+    async with held() as (server, runner):
+        with connect(server.port) as first, connect(server.port) as sock:
             first.sendall(REQUEST)
-            await this.in_step()
-            sock.sendall(request_bytes)
-            await this.waiting(1)
+            await runner.begun()
+            sock.sendall(data)
+            await until(lambda: server.metric("queue_requests", model="tiny") == 1)
             leave(sock)
             for _ in range(2):  # the event loop finds it in its first iteration, and closes in the next
                 await asyncio.sleep(0)
-            assert this.server.metric("queue_requests", model="tiny") == 0
-            assert this.counted(499) == 1
-            this.runner.gate.set()
-            await until(lambda: this.counted(200) == 1)
-        assert this.runner.steps == [[1]]
-
-    held(check)
+            assert server.metric("queue_requests", model="tiny") == 0
+            assert server.counted(499) == 1
+            runner.gate.set()
+            await until(lambda: server.counted(200) == 1)
+    assert runner.steps == [[1]]
 
 
-@pytest.mark.parametrize("leave", LEAVE)
-@pytest.mark.parametrize("request_bytes", [REQUEST, LAST, TEN], ids=["keep-alive", "close", "1.0"])
-def test_a_disconnect_during_the_step_counts_as_499(leave: Leave, request_bytes: bytes) -> None:
-    async def check(this: Held) -> None:
-        with connect(this.port) as sock:
-            sock.sendall(request_bytes)
-            await this.in_step()
+@LEAVE
+@REQUESTS
+@on_uvloop
+async def test_a_disconnect_during_the_step_counts_as_499(leave: Leave, data: bytes) -> None:
+    async with held() as (server, runner):
+        with connect(server.port) as sock:
+            sock.sendall(data)
+            await runner.begun()
             leave(sock)
-            this.runner.gate.set()
-            await until(lambda: this.counted(499) + this.counted(200) == 1)
-        assert this.counted(499) == 1
-        assert this.server.metric("refusals_total", model="tiny", reason="client_gone") == 1
-
-    held(check)
+            runner.gate.set()
+            await until(lambda: server.counted(499) + server.counted(200) == 1)
+        assert server.counted(499) == 1
+        assert server.metric("refusals_total", model="tiny", reason="client_gone") == 1
 
 
-@pytest.mark.parametrize("leave", LEAVE)
-def test_a_disconnect_counts_every_pipelined_request(leave: Leave) -> None:
-    async def check(this: Held) -> None:
-        with connect(this.port) as sock:
+@LEAVE
+@on_uvloop
+async def test_a_disconnect_counts_every_pipelined_request(leave: Leave) -> None:
+    async with held() as (server, runner):
+        with connect(server.port) as sock:
             sock.sendall(5 * REQUEST)
-            await this.in_step()
+            await runner.begun()
             leave(sock)
-            await until(lambda: this.counted(499) == 4)
-            this.runner.gate.set()
-            await until(lambda: this.counted(499) + this.counted(200) == 5)
-        assert this.counted(499) == 5
-
-    held(check)
+            await until(lambda: server.counted(499) == 4)
+            runner.gate.set()
+            await until(lambda: server.counted(499) + server.counted(200) == 5)
+        assert server.counted(499) == 5
 
 
-def test_a_drain_answers_pipelined_requests_too() -> None:
-    async def check(this: Held) -> None:
-        with connect(this.port) as sock:
+@on_uvloop
+async def test_a_drain_answers_pipelined_requests_too() -> None:
+    async with held() as (server, runner):
+        with connect(server.port) as sock:
             sock.sendall(3 * REQUEST)
-            await this.in_step()
-            this.server.app.engine.begin_drain()
-            this.runner.gate.set()
+            await runner.begun()
+            server.app.engine.begin_drain()
+            runner.gate.set()
             got = await asyncio.to_thread(read_to_end, sock)
         assert [answer.status for answer in got] == [200] * 3
         assert [answer.headers.get("connection") for answer in got] == [None, None, "close"]
-
-    held(check)

@@ -55,7 +55,7 @@ IN_ITS_STEP = "the request's timeout of 100000 microseconds expired in its step"
 
 
 async def in_step(runner: EchoRunner) -> None:
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    await runner.begun()
 
 
 def refused(server: Serving, reason: str) -> float:
@@ -247,7 +247,7 @@ def hold(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Held:
 
 
 async def entered(held: Held) -> None:
-    assert await asyncio.to_thread(held.entered.acquire, True, 10)
+    await held.begun()
 
 
 def timeouts(server: Serving) -> float:

@@ -15,7 +15,16 @@ import uvloop
 
 from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
-from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
+from tests.service.apps import (
+    HIDDEN,
+    Serving,
+    hidden_request,
+    limits_for,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
 from tests.service.certificates import CA, TLS, client_context
 from tests.service.runners import EchoRunner
 from tests.service.sockets import Answer, answers, connect, head, infer, read_answer, read_to_end
@@ -24,12 +33,7 @@ from tests.service.waiting import until, wait_for
 TOKENS = 32768
 PIECE_BYTES = 16384
 OUTPUT_BYTES = TOKENS * HIDDEN * 4  # 16 MiB, which no socket's buffers hold
-LARGE: dict[str, float] = {
-    "max_request_tokens": TOKENS,
-    "max_batch_tokens": TOKENS,
-    "max_queue_tokens": 2 * TOKENS,
-    "max_body_bytes": 2 * OUTPUT_BYTES,
-}
+LARGE = limits_for(TOKENS)
 LIVE = head("GET /v2/health/live HTTP/1.1")
 GOOD = infer(*hidden_request(rows(3)))
 

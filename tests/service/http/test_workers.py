@@ -4,7 +4,6 @@ import os
 import re
 import select
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +16,16 @@ import numpy.typing as npt
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.apps import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, binary_request, hidden_request, rows
+from tests.service.apps import (
+    HIDDEN,
+    MODEL,
+    NUM_EXPERTS,
+    TOP_K,
+    binary_request,
+    hidden_request,
+    limits_for,
+    rows,
+)
 from tests.service.http.processes import (
     GOOD,
     alive,
@@ -36,12 +44,7 @@ from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
 
-LARGE = {
-    "max_request_tokens": 4096,
-    "max_batch_tokens": 4096,
-    "max_queue_tokens": 65536,
-    "max_body_bytes": 8 << 20,
-}
+LARGE = {**limits_for(4096), "max_body_bytes": 8 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -348,8 +351,7 @@ def test_after_the_drain_nobody_can_connect(tmp_path: Path) -> None:
     """A client that does not read its answer keeps the processes."""
     large = memoryview(infer(*hidden_request(np.ones((64, 1024), np.float32))))
     settings = two_processes(models=[{**MODEL, "hidden_size": 1024}], drain_timeout_seconds=30)
-    with server_process(settings, tmp_path) as server, connect(server.port) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with server_process(settings, tmp_path) as server, connect(server.port, 4096) as sock:
         sent = 0
         while select.select([], [sock], [], 0.5)[1]:  # until it reads no more: its answers are not read
             sent += sock.send(large[sent % len(large) :])

@@ -237,6 +237,7 @@ def test_what_is_left_is_exported_at_the_end(spans: Collector, tmp_path: Path) -
     assert {span.trace_id for span in rest} == {rest[0].trace_id} != {refused.trace_id}
 
 
+@pytest.mark.thorough  # it is waited for at the end, for seconds
 def test_a_collector_that_is_not_there_delays_nothing(tmp_path: Path) -> None:
     settings = tiny_settings(tracing={"endpoint": "http://127.0.0.1:9/v1/traces", "sample_ratio": 1.0})
     with server_process(settings, tmp_path) as running:

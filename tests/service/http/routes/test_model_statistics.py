@@ -93,7 +93,7 @@ async def test_each_request_of_a_step_counts_its_time() -> None:
     async with serving(tiny_settings(), serving_runner(runner)) as server:
         runner.gate.clear()
         first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        await runner.begun()
         others = [asyncio.ensure_future(server.infer(*hidden_request(rows(2)))) for _ in range(3)]
         await until(lambda: server.metric("queue_tokens", model="tiny") == 6)
         runner.gate.set()

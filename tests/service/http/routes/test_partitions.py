@@ -148,7 +148,7 @@ async def test_a_change_waits_for_the_current_step_and_drops_no_request() -> Non
     async with serving(tiny_settings(), serving_runner(runner, device)) as server:
         runner.gate.clear()
         first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        await runner.begun()
         waiting = [asyncio.ensure_future(server.infer(*hidden_request(rows(1)))) for _ in range(4)]
         change = asyncio.ensure_future(server.http.put("/v1/partitions", json={"partitions": {"a": 8}}))
         await until(lambda: server.metric("queue_requests", model="tiny") >= 4)

@@ -128,7 +128,7 @@ async def test_nothing_is_recorded_if_the_caller_hangs_up_before(monkeypatch: py
     async with serving(tiny_settings(), serving_runner(runner)) as server:
         runner.gate.clear()
         blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        await runner.begun()
         lane = server.app.engine.executor.lanes[0]
         asked = asyncio.ensure_future(server.app.engine.profile(1, 5.0))
         await until(lambda: bool(lane.jobs))
