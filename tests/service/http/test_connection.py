@@ -12,6 +12,7 @@ from expertd.service.http.request_head import Heads
 from expertd.service.http.responses import RefusedError
 from expertd.service.settings.parts import Limits
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
+from tests.service.http.processes import samples
 from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import wait_for
@@ -185,14 +186,15 @@ def test_the_limits_of_a_head_are_settings() -> None:
         heads.parse(head("GET / HTTP/1.1", "A: y", "B: "))
 
 
-def test_nothing_is_executed_after_the_last_request(server: ServerProcess) -> None:
-    assert [answer.status for answer in ask(server.port, LAST + LIVE + LIVE)] == [200]
-
-
-def test_a_refusal_follows_the_pending_responses(server: ServerProcess) -> None:
+def test_a_refusal_follows_the_pending_responses_and_nothing_the_last_request(server: ServerProcess) -> None:
     request = infer(*hidden_request(rows(1)))
     got = ask(server.port, request + LIVE + request + b"nonsense\r\n\r\n" + LIVE)
     assert [answer.status for answer in got] == [200, 200, 200, 400]
+    assert [answer.status for answer in ask(server.port, LAST + LIVE + LIVE)] == [200]
+    for wrong, status in ((head("GET /v2 HTTP/1.2"), 505), (head("GET /v2 HTTP/1.1", "Host: y"), 400)):
+        # It is parsed while the application handles the exception of the request before.
+        first, second = ask(server.port, head("GET /v1/partitions HTTP/1.1") + wrong)
+        assert (first.status, second.status) == (409, status)
 
 
 def test_a_refused_head_request_gets_no_body(server: ServerProcess) -> None:
@@ -205,9 +207,7 @@ def test_a_refused_head_request_gets_no_body(server: ServerProcess) -> None:
 
 
 def counted(server: ServerProcess, status: int) -> float:
-    name = f'expertd_requests_total{{model="tiny",status="{status}"}} '
-    lines = server.get("/metrics").text.splitlines()
-    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+    return samples(server, "requests_total").get(("tiny", str(status)), 0)
 
 
 def test_an_invalid_body_is_refused_and_counted_as_400(server: ServerProcess) -> None:
@@ -286,36 +286,19 @@ def test_an_incomplete_body_at_the_end_counts_as_499(server: ServerProcess) -> N
     wait_for(lambda: counted(server, 499) == before + 2, "both are counted")
 
 
-def refusals(server: ServerProcess) -> dict[str, float]:
-    """The refusals of connections so far, by status."""
-    series = re.findall(
-        r'^expertd_connection_refusals_total\{status="(\d+)"\} (\S+)$', server.get("/metrics").text, re.M
-    )
-    return {status: float(count) for status, count in series}
+def test_refusals_of_connections_are_counted(server: ServerProcess) -> None:
+    def refusals() -> dict[tuple[str, ...], float]:
+        return samples(server, "connection_refusals_total")
 
-
-@pytest.mark.parametrize(
-    ("request_bytes", "status"),
-    [
-        (b"GET /v2 HTTP/2.0\r\nHost: x\r\n\r\n", "505"),
-        (b"GET /v2 HTTP/1.1\r\n\r\n", "400"),
-        (head("GET /v2 HTTP/1.1", *(f"X-{number}: 1" for number in range(101))), "431"),
-    ],
-)
-def test_refusals_of_connections_are_counted(
-    server: ServerProcess, request_bytes: bytes, status: str
-) -> None:
-    before = refusals(server)
-    (answer,) = ask(server.port, request_bytes)
-    assert answer.status == int(status)
-    assert refusals(server) == before | {status: before[status] + 1}
-
-
-def test_an_invalid_request_behind_an_error_is_refused(server: ServerProcess) -> None:
-    """It is parsed while the application handles the exception of the request before."""
-    for request, status in ((head("GET /v2 HTTP/1.2"), 505), (head("GET /v2 HTTP/1.1", "Host: y"), 400)):
-        first, second = ask(server.port, head("GET /v1/partitions HTTP/1.1") + request)
-        assert (first.status, second.status) == (409, status)
+    for request, status in (
+        (b"GET /v2 HTTP/2.0\r\nHost: x\r\n\r\n", 505),
+        (b"GET /v2 HTTP/1.1\r\n\r\n", 400),
+        (head("GET /v2 HTTP/1.1", *(f"X-{number}: 1" for number in range(101))), 431),
+    ):
+        before = refusals()
+        (answer,) = ask(server.port, request)
+        assert answer.status == status
+        assert refusals() == before | {(str(status),): before.get((str(status),), 0) + 1}
 
 
 def test_a_response_to_head_has_no_body(server: ServerProcess) -> None:

@@ -192,7 +192,7 @@ def test_a_client_that_leaves_while_its_chunks_wait_is_counted() -> None:
             sock = connect(port)
             await asyncio.to_thread(sock.sendall, data)
             sock.close()
-        await until(lambda: server.metric("requests_total", model="tiny", status="499") == 2)
+        await until(lambda: server.counted(499) == 2)
 
     served(check)
 

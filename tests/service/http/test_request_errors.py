@@ -30,27 +30,29 @@ from tests.service.sockets import INFER
 GOOD = hidden_request(rows(3))
 
 
-@pytest.mark.parametrize(
-    ("ids", "weights", "expected"),
-    [
-        ([0, 5], [0.5, 0.5], "topk_ids"),
-        ([-2, 0], [0.5, 0.5], "topk_ids"),
-        ([1, 1], [0.5, 0.5], "topk_ids"),
-        ([0, 1], [float("nan"), 0.5], "topk_weights"),
-        ([0, 1], [float("inf"), 0.5], "topk_weights"),
-    ],
-)
-async def test_invalid_routing_is_refused(ids: list[int], weights: list[float], expected: str) -> None:
+def routed(ids: list[int], weights: list[float], **more: Any) -> tuple[bytes, int]:
+    """A token for these experts."""
     tensors = {
         "hidden_states": ("FP32", [1, HIDDEN], rows(1).tobytes()),
         "topk_ids": ("INT32", [1, 2], np.array(ids, np.int32).tobytes()),
         "topk_weights": ("FP32", [1, 2], np.array(weights, np.float32).tobytes()),
     }
+    return binary_request(tensors, **more)
+
+
+async def test_invalid_routing_is_refused() -> None:
     async with serving(tiny_settings()) as server:
-        text = error_of(await server.infer(*binary_request(tensors, id="r")), 400)
-        assert expected in text
-        assert text.endswith("(request id: r)")
-        output_of(await server.infer(*GOOD))
+        for ids, weights, expected in (
+            ([0, 5], [0.5, 0.5], "topk_ids"),
+            ([-2, 0], [0.5, 0.5], "topk_ids"),
+            ([1, 1], [0.5, 0.5], "topk_ids"),
+            ([0, 1], [float("nan"), 0.5], "topk_weights"),
+            ([0, 1], [float("inf"), 0.5], "topk_weights"),
+        ):
+            text = error_of(await server.infer(*routed(ids, weights, id="r")), 400)
+            assert expected in text
+            assert text.endswith("(request id: r)")
+            output_of(await server.infer(*GOOD))
 
 
 GET_ONLY = "GET, HEAD or OPTIONS"
@@ -165,13 +167,8 @@ async def test_an_internal_error_is_a_500_in_the_same_format(caplog: pytest.LogC
         def validate(self, request: Any) -> None:
             raise ZeroDivisionError
 
-    tensors = {
-        "hidden_states": ("FP32", [1, HIDDEN], rows(1).tobytes()),
-        "topk_ids": ("INT32", [1, 2], np.array([0, 1], np.int32).tobytes()),
-        "topk_weights": ("FP32", [1, 2], np.array([1, 0], np.float32).tobytes()),
-    }
     async with serving(tiny_settings(), serving_runner(Broken())) as server:
-        error_of(await server.infer(*binary_request(tensors)), 500)
+        error_of(await server.infer(*routed([0, 1], [1, 0])), 500)
         output_of(await server.infer(*GOOD))
     assert "ZeroDivisionError" in caplog.text
 

@@ -111,16 +111,19 @@ def test_each_coding_but_chunked_is_refused(codings: list[str], got: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("line", "got"),
-    [("GET / HTTP/1.2", "1.2"), ("GET / HTTP/2.0", "2.0"), ("PRI * HTTP/2.0", "2.0"), ("GET /", "0.9")],
+    ("line", "text"),
+    [
+        ("GET / HTTP/1.2", "HTTP version: expected 1.1 or 1.0, got 1.2"),
+        ("GET / HTTP/2.0", "HTTP version: expected 1.1 or 1.0, got 2.0"),
+        ("PRI * HTTP/2.0", "HTTP version: expected 1.1 or 1.0, got 2.0"),
+        ("GET /", "HTTP version: expected 1.1 or 1.0, got 0.9"),
+        ("GET / RTSP/1.1", "protocol: expected HTTP, got RTSP or ICE"),
+        ("PLAY / RTSP/1.0", "protocol: expected HTTP, got RTSP or ICE"),
+        ("SOURCE / ICE/1.0", "protocol: expected HTTP, got RTSP or ICE"),
+    ],
 )
-def test_other_versions_are_refused(line: str, got: str) -> None:
-    assert refusal(line=line) == (505, f"HTTP version: expected 1.1 or 1.0, got {got}")
-
-
-@pytest.mark.parametrize("line", ["GET / RTSP/1.1", "PLAY / RTSP/1.0", "SOURCE / ICE/1.0"])
-def test_other_protocols_are_refused(line: str) -> None:
-    assert refusal(line=line) == (505, "protocol: expected HTTP, got RTSP or ICE")
+def test_other_versions_and_protocols_are_refused(line: str, text: str) -> None:
+    assert refusal(line=line) == (505, text)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.service.apps import (
     hidden_request,
     json_input,
     json_request,
+    limits_for,
     output_of,
     rows,
     serving,
@@ -83,17 +84,10 @@ async def test_the_answer_is_that_of_the_same_request_without_regions(
 
 
 async def test_large_tensors_are_copied_through_the_arena() -> None:
-    limits: dict[str, float] = {
-        "max_request_tokens": 1024,
-        "max_batch_tokens": 1024,
-        "max_body_bytes": 1 << 16,
-        "max_queue_tokens": 4096,
-        "max_buffered_bytes": 7 << 19,  # three inputs and outputs, and one more input
-    }
-    settings = enabled(limits)
-    runner = EchoRunner()
-    values = rows(1024)
-    async with serving(settings, serving_runner(runner)) as server:
+    # Memory for three inputs and outputs, and one more input.
+    limits = {**limits_for(1024), "max_body_bytes": 1 << 16, "max_buffered_bytes": 7 << 19}
+    runner, values = EchoRunner(), rows(1024)
+    async with serving(enabled(limits), serving_runner(runner)) as server:
         with shm_file(2 * values.nbytes) as file:
             file.write(values)
             await registered(server, "r", file.key, 2 * values.nbytes)
@@ -101,10 +95,8 @@ async def test_large_tensors_are_copied_through_the_arena() -> None:
             body = json_request(given, outputs=region_output("r", values.nbytes, values.nbytes))
             runner.gate.clear()
             first = asyncio.create_task(server.infer(body))
-            await until(lambda: runner.entered.acquire(blocking=False))
-            arena = server.app.engine.arena
-            assert arena is not None
-            assert arena.used_bytes == 2 * values.nbytes, "the input and the output"
+            await runner.begun()
+            assert server.arena.used_bytes == 2 * values.nbytes, "the input and the output"
             second = [asyncio.create_task(server.infer(body)) for _ in range(3)]
             await until(lambda: any(task.done() for task in second))
             refused = next(task for task in second if task.done()).result()
@@ -114,7 +106,7 @@ async def test_large_tensors_are_copied_through_the_arena() -> None:
             runner.gate.set()
             answers = [await first, *[await task for task in second]]
             assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 503]
-            assert arena.used_bytes == 0
+            assert server.arena.used_bytes == 0
             np.testing.assert_array_equal(file.floats(1024, HIDDEN, values.nbytes), values)
 
 
@@ -181,6 +173,13 @@ async def test_routing_that_changes_after_its_validation_has_no_effect(on_device
     assert runner.seen == [ids.tobytes()]
 
 
+GPU_INPUTS = (
+    region_input("gpu", [2, HIDDEN], 256),
+    region_input("gpu", [2, TOP_K], 4096, "topk_ids", "INT32"),
+    region_input("gpu", [2, TOP_K], 4112, "topk_weights"),
+)
+
+
 async def test_memory_of_a_gpu_is_used_in_place_and_its_routing_is_not_validated() -> None:
     device, values = Device(), rows(2)
     async with serving(enabled(), device.loader()) as server:
@@ -188,45 +187,30 @@ async def test_memory_of_a_gpu_is_used_in_place_and_its_routing_is_not_validated
         routing = np.full((2, TOP_K), 99, np.int32)
         ctypes.memmove(device.address + 256, values.tobytes(), values.nbytes)
         ctypes.memmove(device.address + 4096, routing.tobytes(), routing.nbytes)
-        inputs = (
-            region_input("gpu", [2, HIDDEN], 256),
-            region_input("gpu", [2, TOP_K], 4096, "topk_ids", "INT32"),
-            region_input("gpu", [2, TOP_K], 4112, "topk_weights"),
-        )
         output = region_output("gpu", values.nbytes, 6144)
-        assert (await server.infer(json_request(*inputs, outputs=output))).status_code == 200
-        got = np.frombuffer(ctypes.string_at(device.address + 6144, values.nbytes), np.float32)
-        np.testing.assert_array_equal(got.reshape(2, HIDDEN), 2 * values)
-        np.testing.assert_array_equal(output_of(await server.infer(json_request(inputs[0]))), 2 * values)
-        for alone in (1, 2):
-            host = json_input(np.zeros((2, TOP_K), np.int32), "topk_ids", "INT32")
-            other = json_input(np.ones((2, TOP_K), np.float32), "topk_weights")
-            body = json_request(inputs[0], inputs[alone], other if alone == 1 else host)
-            text = error_of(await server.infer(body), 400)
-            got_name = "topk_ids" if alone == 1 else "topk_weights"
-            assert text == (
-                "inputs topk_ids and topk_weights: expected both in CUDA memory or neither, "
-                f"got {got_name} alone"
-            )
+        assert (await server.infer(json_request(*GPU_INPUTS, outputs=output))).status_code == 200
+        np.testing.assert_array_equal(device.read(6144, values.nbytes).reshape(2, HIDDEN), 2 * values)
+        hidden = GPU_INPUTS[0]
+        np.testing.assert_array_equal(output_of(await server.infer(json_request(hidden))), 2 * values)
+        ids = json_input(np.zeros((2, TOP_K), np.int32), "topk_ids", "INT32")
+        weights = json_input(np.ones((2, TOP_K), np.float32), "topk_weights")
+        both = "inputs topk_ids and topk_weights: expected both in CUDA memory or neither, got"
+        for given, name in ((GPU_INPUTS[1], "topk_ids"), (GPU_INPUTS[2], "topk_weights")):
+            body = json_request(hidden, given, weights if name == "topk_ids" else ids)
+            assert error_of(await server.infer(body), 400) == f"{both} {name} alone"
 
 
 async def test_the_masked_layout_needs_routing_on_the_host() -> None:
     settings = enabled()
     masked = settings.models[0].model_copy(update={"masked_max_tokens": 4})
-    device = Device()
-    async with serving(settings.model_copy(update={"models": (masked,)}), device.loader()) as server:
+    async with serving(settings.model_copy(update={"models": (masked,)}), Device().loader()) as server:
         await register_cuda(server, "gpu", 8192)
-        inputs = (
-            region_input("gpu", [2, HIDDEN], 256),
-            region_input("gpu", [2, TOP_K], 4096, "topk_ids", "INT32"),
-            region_input("gpu", [2, TOP_K], 4112, "topk_weights"),
-        )
-        text = error_of(await server.infer(json_request(*inputs)), 400)
+        text = error_of(await server.infer(json_request(*GPU_INPUTS)), 400)
         assert text == (
             "inputs topk_ids and topk_weights: expected host memory, because model tiny has "
             "masked_max_tokens, got CUDA memory"
         )
-        assert (await server.infer(json_request(inputs[0]))).status_code == 200
+        assert (await server.infer(json_request(GPU_INPUTS[0]))).status_code == 200
         assert all(region.uses == 0 for region in server.app.engine.shared_memory.status("cuda"))
 
 

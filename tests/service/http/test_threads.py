@@ -119,12 +119,11 @@ async def test_json_of_a_caller_that_left_is_not_parsed(monkeypatch: pytest.Monk
         with connect(server.port) as sock:
             data = head(f"POST {INFER} HTTP/1.1", f"Content-Length: {len(body)}") + body
             await asyncio.to_thread(sock.sendall, data)
-            arena = server.app.engine.arena
-            assert arena is not None
+            arena = server.arena
             await until(lambda: arena.used_bytes > 0)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset at once
         await until(lambda: not connections)
         gate.set()
         await holding
-        await until(lambda: server.metric("requests_total", model="tiny", status="499") == 1)
+        await until(lambda: server.counted(499) == 1)
         assert parsed == []

@@ -54,10 +54,6 @@ Region = Callable[[], npt.NDArray[np.float32]]
 IN_ITS_STEP = "the request's timeout of 100000 microseconds expired in its step"
 
 
-async def in_step(runner: EchoRunner) -> None:
-    await runner.begun()
-
-
 def refused(server: Serving, reason: str) -> float:
     return server.metric("refusals_total", model="tiny", reason=reason)
 
@@ -69,11 +65,10 @@ async def test_a_timeout_does_not_wait_for_the_requests_own_step() -> None:
         runner.gate.clear()
         with connect(server.port) as sock:
             sock.sendall(infer(*hidden_request(values, parameters=TIMEOUT, id="t")))
-            await in_step(runner)
+            await runner.begun()
             answer = await asyncio.to_thread(read_answer, sock)
             assert (answer.status, answer.error) == (503, f"{IN_ITS_STEP} (request id: t)")
-            arena = server.app.engine.arena
-            assert arena is not None
+            arena = server.arena
             assert arena.used_bytes >= 2 * values.nbytes, "the step uses them"
             sock.sendall(infer(*hidden_request(values)))
             await until(lambda: server.metric("queue_requests", model="tiny") == 1)
@@ -81,8 +76,8 @@ async def test_a_timeout_does_not_wait_for_the_requests_own_step() -> None:
             assert (await asyncio.to_thread(read_answer, sock)).status == 200
             await until(lambda: arena.used_bytes == 0)
         assert refused(server, "queue_timeout") == 1
-        assert server.metric("requests_total", model="tiny", status="503") == 1
-        assert server.metric("requests_total", model="tiny", status="200") == 1
+        assert server.counted(503) == 1
+        assert server.counted(200) == 1
 
 
 def answered_after(sock: socket.socket, request: bytes) -> tuple[float, Answer]:
@@ -104,7 +99,7 @@ async def lateness(in_own_step: bool) -> float:
         step = asyncio.get_running_loop().call_later(1.0, runner.gate.set)
         if not in_own_step:
             other = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-            await in_step(runner)
+            await runner.begun()
         with connect(server.port) as sock:
             seconds, answer = await asyncio.to_thread(answered_after, sock, request)
         assert answer.status == 503
@@ -173,7 +168,7 @@ async def test_an_output_that_a_device_could_write_to_a_region_is_stored_if_in_t
     ):
         device.runner.gate.clear()
         request = asyncio.ensure_future(server.infer(region_request(100_000)))
-        await in_step(device.runner)
+        await device.runner.begun()
         assert error_of(await request, 503) == IN_ITS_STEP
         device.runner.gate.set()
         await until(lambda: server.app.engine.executor.unanswered == 0)
@@ -193,7 +188,7 @@ async def test_an_output_that_only_ranks_can_write_to_a_region_is_waited_for() -
     ):
         device.runner.gate.clear()
         request = asyncio.ensure_future(server.infer(region_request(100_000)))
-        await in_step(device.runner)
+        await device.runner.begun()
         done, _ = await asyncio.wait({request}, timeout=0.3)
         assert not done
         device.runner.gate.set()
@@ -208,7 +203,7 @@ async def test_a_request_with_regions_whose_client_left_is_not_computed() -> Non
             await registered(server, "r", file.key, 4 * ROW)
             runner.gate.clear()
             first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-            await in_step(runner)
+            await runner.begun()
             body = json_request(region_input("r", [2, HIDDEN], 0))
             with connect(server.port) as sock:
                 sock.sendall(infer(body, len(body)))
@@ -250,10 +245,6 @@ async def entered(held: Held) -> None:
     await held.begun()
 
 
-def timeouts(server: Serving) -> float:
-    return server.metric("refusals_total", model="tiny", reason="queue_timeout")
-
-
 @pytest.mark.parametrize("num_tokens", [0, 1, TOKENS])
 async def test_a_timeout_begins_when_the_body_is_complete(num_tokens: int) -> None:
     runner, values = EchoRunner(), rows(num_tokens)
@@ -262,7 +253,7 @@ async def test_a_timeout_begins_when_the_body_is_complete(num_tokens: int) -> No
     async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
         where = BEFORE_QUEUE if num_tokens else BEFORE_ANSWER
         assert error_of(await server.infer(body), 503) == EXPIRED.format(1, where)
-        assert timeouts(server) == 1
+        assert refused(server, "queue_timeout") == 1
         output_of(await server.infer(*hidden_request(rows(1))))
     assert runner.steps == [[1]]
 
@@ -273,8 +264,7 @@ async def test_a_timeout_does_not_wait_for_an_answer_that_is_compressed(
     runner, values = EchoRunner(), rows(TOKENS)
     held = hold(monkeypatch, responses, "compress")
     async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
-        arena = server.app.engine.arena
-        assert arena is not None
+        arena = server.arena
         with connect(server.port) as sock:
             request = hidden_request(values, parameters=LONGER)
             sock.sendall(infer_bytes(*request, "Accept-Encoding: gzip"))
@@ -286,8 +276,8 @@ async def test_a_timeout_does_not_wait_for_an_answer_that_is_compressed(
             await until(lambda: arena.used_bytes == 0)
             sock.sendall(infer_bytes(*hidden_request(values)))
             assert (await asyncio.to_thread(read_answer, sock)).status == 200
-        assert timeouts(server) == 1
-        assert server.metric("requests_total", model="tiny", status="503") == 1
+        assert refused(server, "queue_timeout") == 1
+        assert server.counted(503) == 1
 
 
 async def test_a_request_that_is_validated_when_its_timeout_passes_is_not_computed(
@@ -328,4 +318,4 @@ async def test_an_output_that_is_being_stored_in_a_region_is_waited_for(
             assert not done, "the caller may use the region once it is answered"
             held.gate.set()
             assert error_of(await request, 503) == EXPIRED.format(300_000, BEFORE_ANSWER)
-        assert timeouts(server) == 1
+        assert refused(server, "queue_timeout") == 1

@@ -68,8 +68,7 @@ def run(
         async with serving(settings, serving_runner(EchoRunner()), tls=tls, **listen) as server:
             await asyncio.to_thread(check, server.port, server)
             await until(lambda: after(server))
-            assert server.app.engine.arena is not None
-            assert server.app.engine.arena.used_bytes == 0
+            assert server.arena.used_bytes == 0
 
     uvloop.run(main())
 
@@ -140,7 +139,7 @@ def test_a_client_that_stops_reading_is_cut_off() -> None:
     def check(port: int, server: Serving) -> None:
         with closing(secure(port)) as sock:
             sock.sendall(infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32))))
-            wait_for(lambda: server.metric("requests_total", model="tiny", status="499"), "it is cut off")
+            wait_for(lambda: server.counted(499), "it is cut off")
 
     run(check, LARGE)
 

@@ -6,7 +6,6 @@ import select
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.apps import (
-    HIDDEN,
     MODEL,
     NUM_EXPERTS,
     TOP_K,
@@ -38,8 +36,7 @@ from tests.service.http.processes import (
 from tests.service.http.test_fp8 import fp8_request, quantized
 from tests.service.http.test_signals import in_a_step
 from tests.service.processes import ServerProcess, server_process
-from tests.service.shm import shm_file
-from tests.service.sockets import INFER, ask, connect, head, infer
+from tests.service.sockets import ask, connect, head, infer
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
@@ -170,60 +167,6 @@ def test_every_response_has_the_headers_for_browsers_once(server: ServerProcess,
     policies = [line for line in lines if line.startswith("content-security-policy: ")]
     assert len(policies) == (b"/docs" in data)
     assert all("frame-ancestors 'none'" in policy for policy in policies)
-
-
-def buffered(server: ServerProcess) -> dict[tuple[str, ...], float]:
-    return samples(server, "buffered_bytes")
-
-
-def holding(server: ServerProcess, least: int) -> dict[tuple[str, ...], float] | None:
-    """The bytes that each process holds; None until all of them together hold `least`."""
-    found = buffered(server)
-    return found if sum(found.values()) >= least else None
-
-
-@pytest.mark.parametrize(("fixture", "names"), [("single", ["engine"]), ("server", ["0", "1"])])
-def test_metrics_have_the_memory_of_bodies_by_process(
-    request: pytest.FixtureRequest, fixture: str, names: list[str]
-) -> None:
-    process: ServerProcess = request.getfixturevalue(fixture)
-    sent = infer(*hidden_request(rows(2000)))[:-1]
-    least = 2 * len(sent)  # of each process; on a busy machine, connections are not spread evenly
-    with ExitStack() as stack:
-        for count in range(1, 17):
-            (sock,) = connected(stack, process, 1)
-            sock.sendall(sent)
-            found = wait_for(partial(holding, process, count * len(sent)), "the bodies have memory")
-            if all(found.get((name,), 0) >= least for name in names):
-                break
-        assert sorted(name for (name,) in found) == names
-        assert min(found.values()) >= least
-    wait_for(lambda: not buffered(process), "it is free again")
-
-
-def test_requests_that_name_regions_are_answered(server: ServerProcess) -> None:
-    values = rows(3)
-    place = {"shared_memory_region": "workers", "shared_memory_byte_size": values.nbytes}
-    entry = {"name": "hidden_states", "datatype": "FP32", "shape": [3, HIDDEN], "parameters": place}
-    written = {"name": "hidden_states", "parameters": {**place, "shared_memory_offset": values.nbytes}}
-    url = f"http://{server.url}"
-    with shm_file() as file:
-        file.write(values)
-        body = {"key": file.key, "offset": 0, "byte_size": 2 * values.nbytes}
-        path = f"{url}/v2/systemsharedmemory/region/workers"
-        assert httpx.post(f"{path}/register", json=body).status_code == 200
-        before = samples(server, "requests_total").get(("tiny", "200"), 0)
-        answer = httpx.post(f"{url}{INFER}", json={"inputs": [entry], "outputs": [written]})
-        assert answer.status_code == 200, answer.text
-        with connect(server.port) as sock:
-            expected = asked(sock, infer(*hidden_request(values))).body[-values.nbytes :]
-        assert file.read(values.nbytes, values.nbytes) == expected
-        wait_for(
-            lambda: samples(server, "requests_total")["tiny", "200"] == before + 2, "each is counted once"
-        )
-        assert httpx.post(f"{path}/unregister").status_code == 200
-        unknown = httpx.post(f"{url}{INFER}", json={"inputs": [entry]})
-        assert unknown.status_code == 400
 
 
 def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from expertd.service.http import feed
 from expertd.service.http import feed as feed_module
 from expertd.service.http.feed import Feed
-from expertd.service.http.protocol import OipError
 from tests.paths import ROOT
 from tests.service.apps import (
     MODEL,
@@ -79,16 +78,6 @@ async def test_a_slow_viewer_gets_the_latest(snapshots: Snapshots) -> None:
     await asyncio.sleep(0.01)
     event = await anext(events)
     assert int(event.split()[1]) >= 3
-
-
-async def test_streams_end_when_the_feed_is_closed(snapshots: Snapshots) -> None:
-    feed = Feed(snapshots.take, 2)
-    reading = asyncio.create_task(_all(feed.open("a").events(None)))
-    await until(lambda: len(snapshots.asked) > 2)
-    feed.close()
-    assert await asyncio.wait_for(reading, 5)
-    with pytest.raises(OipError, match="the server is shutting down"):
-        feed.open("a")
 
 
 async def test_a_stream_ends_after_its_time(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
