@@ -141,7 +141,7 @@ async def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
     async with grpc_serving(EchoRunner(), settings) as calls:
         slow = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
         text, _ = await refusal(slow, grpc.StatusCode.DEADLINE_EXCEEDED)
-        assert text == "request: expected the whole message within 0.05 s, got a part of it"
+        assert re.fullmatch(r"request: expected the whole message within \d\.\d+ s, got a part of it", text)
         none = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
         await none.done_writing()
         text, _ = await refusal(none, grpc.StatusCode.INVALID_ARGUMENT)

@@ -50,21 +50,12 @@ async def test_metadata_health_and_index() -> None:
         assert (await server.http.get("/v2/health/ready")).json() == {"ready": True}
         for path in ("/v2/models/tiny", "/v2/models/tiny/versions/1"):
             metadata = (await server.http.get(path)).json()
-            assert metadata["inputs"][0] == {
-                "name": "hidden_states",
-                "datatype": "FP32",
-                "shape": [-1, HIDDEN],
-                "parameters": {
-                    "datatypes": "BF16,FP16,FP32,FP8,UINT8",
-                    "fp8_format": "e4m3",
-                    "fp8_scale": "hidden_states_scale",
-                    "fp8_scale_columns": 128,
-                },
-            }
+            hidden = {"name": "hidden_states", "datatype": "FP32", "shape": [-1, HIDDEN]}
+            fp8 = {"fp8_format": "e4m3", "fp8_scale": "hidden_states_scale", "fp8_scale_columns": 128}
+            parameters = {"datatypes": "BF16,FP16,FP32,FP8,UINT8", **fp8}
+            assert metadata["inputs"][0] == {**hidden, "parameters": parameters}
             assert metadata["inputs"][1]["parameters"] == {"datatypes": "INT32,INT64"}
-            assert metadata["outputs"] == [
-                {"name": "hidden_states", "datatype": "FP32", "shape": [-1, HIDDEN]}
-            ]
+            assert metadata["outputs"] == [hidden]
             assert [tensor["shape"] for tensor in metadata["inputs"][1:]] == [[-1, 2], [-1, 2]]
             assert (await server.http.get(f"{path}/ready")).json() == {"name": "tiny", "ready": True}
         for body in (b"", b'{"ready": true}', b'{"ready": false}'):
@@ -202,9 +193,8 @@ async def test_options_tell_the_methods_and_check_health(tmp_path: Path) -> None
         for path, methods in (OPTIONS | OPTIONS_WITH_KEY).items():
             right = "" if path in OPTIONS else "metrics" if path == "/v1/live" else "infer"
             answer = await asked(path, right)
-            assert (answer.status, answer.headers.get("allow"), answer.body) == (200, methods.lower(), b""), (
-                path
-            )
+            told = answer.status, answer.headers.get("allow"), answer.body
+            assert told == (200, methods.lower(), b""), path
         assert {(await asked(path)).status for path in OPTIONS_WITH_KEY} == {401}
         assert (await asked("/v1/live", "infer")).status == 403
         for path, status in (("/v2/models/other/ready", 404), ("/v2/models/tiny/versions/2/ready", 404)):
@@ -276,9 +266,8 @@ async def test_null_beside_binary_tensors_is_absent_however_the_body_comes(num_t
                 await asyncio.to_thread(sock.sendall, data)
                 answer = await asyncio.to_thread(read_answer, sock)
                 assert answer.status == 200, answer.body
-                assert (
-                    answer.body[int(answer.headers["inference-header-content-length"]) :] == values.tobytes()
-                )
+                start = int(answer.headers["inference-header-content-length"])
+                assert answer.body[start:] == values.tobytes()
 
 
 async def test_given_routing_is_used() -> None:
@@ -294,11 +283,7 @@ async def test_given_routing_is_used() -> None:
             parameters = {"binary_data_output": True}
             return output_of(await server.infer(*binary_request(tensors, parameters=parameters)))
 
-        first, same, other = (
-            await answer([[0, 1]] * 2),
-            await answer([[0, 2]] * 2),
-            await answer([[3, 1]] * 2),
-        )
+        first, same, other = [await answer(2 * [ids]) for ids in ([0, 1], [0, 2], [3, 1])]
     np.testing.assert_array_equal(first, same, err_msg="an expert of weight 0 counts for nothing")
     assert np.abs(first - other).max() > 0.01
 
@@ -382,12 +367,8 @@ async def test_the_configuration_has_tensors_limits_and_sizes() -> None:
         {"name": "topk_weights", "data_type": "TYPE_FP32", **routing},
     ]
     assert config["output"] == [{"name": "hidden_states", "data_type": "TYPE_BF16", "dims": [-1, HIDDEN]}]
-    assert {name: config[name] for name in ("name", "platform", "backend", "max_batch_size")} == {
-        "name": "tiny",
-        "platform": "expertd",
-        "backend": "expertd",
-        "max_batch_size": 0,
-    }
+    fixed = {"name": "tiny", "platform": "expertd", "backend": "expertd", "max_batch_size": 0}
+    assert {name: config[name] for name in fixed} == fixed
     assert config["instance_group"] == [{"name": "tiny", "kind": "KIND_CPU", "count": 1}]
     assert config["dynamic_batching"] == {"max_queue_delay_microseconds": 0}
     assert config["parameters"]["max_request_tokens"] == {"string_value": "64"}

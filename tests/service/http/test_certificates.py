@@ -33,31 +33,24 @@ def looked(found: Certificates, clock: list[float]) -> TlsFiles:
     return found.files
 
 
-def test_changed_files_are_read_again(tmp_path: Path, settings: TlsSettings, clock: list[float]) -> None:
+def test_changed_files_are_read_again(
+    tmp_path: Path, settings: TlsSettings, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
     found = Certificates(settings)
     first, context = found.files, found.context
     assert looked(found, clock) is first
     assert found.context is context
+    (tmp_path / "tls.pem").write_bytes((FOLDER / "second.pem").read_bytes())
+    assert looked(found, clock) is first, "files may be replaced one after the other"
     install("second", tmp_path)
     found.refresh()
     assert found.files is first, "looked at within the last second"
     assert looked(found, clock).certificate == (FOLDER / "second.pem").read_text()
-    assert found.context is not context
     second = found.context
+    assert second is not context
     (tmp_path / "tls.pem").touch()
     looked(found, clock)
     assert found.context is second, "the same files"
-
-
-def test_files_may_be_replaced_one_after_the_other(
-    tmp_path: Path, settings: TlsSettings, clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    found = Certificates(settings)
-    before = found.files
-    (tmp_path / "tls.pem").write_bytes((FOLDER / "second.pem").read_bytes())
-    assert looked(found, clock) is before
-    install("second", tmp_path)
-    assert looked(found, clock) is not before
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

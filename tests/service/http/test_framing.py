@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertd.service.http.framing import ChunkedBody, FixedBody
+from expertd.service.http.framing import ChunkedBody
 from expertd.service.http.responses import RefusedError
 
 AFTER = b"GET / HTTP/1.1\r\n\r\n"
@@ -103,14 +103,3 @@ def test_trailers_are_limited() -> None:
         with pytest.raises(RefusedError, match=text) as caught:
             decode([data], max_trailers=59)
         assert caught.value.status == 431
-
-
-def test_a_body_of_known_length() -> None:
-    body = bytearray()
-    framing = FixedBody(5, body.extend)
-    assert framing.feed(b"xabc", 1) == 4
-    assert not framing.done
-    framing.sink = None
-    assert framing.feed(b"deGET", 0) == 2
-    assert framing.done
-    assert body == b"abc", "the rest was dropped"

@@ -158,45 +158,33 @@ async def test_keys_change_while_a_connection_is_open(
 async def test_a_broken_file_leaves_the_keys_as_they_were(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, gate.__name__)
     async with guarded(keys) as server:
         with closing(connect(server.port)) as sock:
+
+            async def unchanged() -> None:
+                for _ in range(3):
+                    clock[0] += 1
+                    assert await statuses(sock, "infer", "nobody") == [200, 401]
+
+            away = keys.rename(keys.with_suffix(".away"))
+            await unchanged()
+            away.rename(keys)
+            await unchanged()
             keys.write_text(f"- {key_of('infer')}\n- 1\n")
-            for _ in range(3):
-                clock[0] += 1
-                assert await statuses(sock, "infer", "nobody") == [200, 401]
-            keys.unlink()
-            for _ in range(3):
-                clock[0] += 1
-                assert await statuses(sock, "infer", "nobody") == [200, 401]
+            await unchanged()
             write_keys(keys, nobody=["infer"])
             clock[0] += 1
             assert await statuses(sock, "infer", "nobody") == [401, 200]
-        remain = "the keys that were read before remain in use"
-        expected = "expected name, sha256 and rights, got another text (and 1 more)"
-        errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-        assert errors == [
-            f"keys: {keys}: 0: {expected}; {remain}",
-            f"keys: {keys}: cannot be read: No such file or directory; {remain}",
-        ]
-        assert key_of("infer") not in caplog.text
-
-
-async def test_a_file_that_comes_back_unchanged_is_logged(
-    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    async with guarded(keys) as server:
-        away = keys.rename(keys.with_suffix(".away"))
-        for _ in range(3):
-            clock[0] += 1
-            assert (await server.infer(BODY, LENGTH, **bearer("infer"))).status_code == 200
-        away.rename(keys)
-        for _ in range(3):
-            clock[0] += 1
-            assert (await server.infer(BODY, LENGTH, **bearer("infer"))).status_code == 200
-    lines = [record.getMessage() for record in caplog.records if record.name == gate.__name__]
-    assert len(lines) == 2
-    assert lines[1] == f"keys: {keys} can be read again, and has not changed"
+    remain = "the keys that were read before remain in use"
+    expected = "expected name, sha256 and rights, got another text (and 1 more)"
+    assert caplog.messages == [
+        f"keys: {keys}: cannot be read: No such file or directory; {remain}",
+        f"keys: {keys} can be read again, and has not changed",
+        f"keys: {keys}: 0: {expected}; {remain}",
+        f"keys: {keys} has changed, and has nobody",
+    ]
+    assert key_of("infer") not in caplog.text
 
 
 async def test_a_file_that_differs_in_its_time_or_its_inode_alone_is_read_again(

@@ -123,29 +123,6 @@ async def test_a_long_request_is_refused_before_its_body_if_only_its_queue_is_fu
             output_of(await task)
 
 
-async def test_requests_of_one_channel_are_on_both_lanes(tmp_path: Path) -> None:
-    async with two_lanes(tmp_path) as (server, decode, prefill):
-        peer = await claimed(server)
-        prefill.gate.clear()
-        long = peer.send(16, peer.places(1))
-        await prefill.begun()
-        assert (await answer_of(peer, 1)).status == 200
-        assert (await answer_of(peer, 4)).status == 200
-        other = await ask(server, 2)
-        output_of(await other)
-        prefill.gate.set()
-        assert (await answer_to(peer, long)).status == 200
-        decode.gate.clear()
-        short = peer.send(1, peer.places(4))
-        await decode.begun()
-        output_of(await server.infer(*hidden_request(rows(16))))
-        decode.gate.set()
-        assert (await answer_to(peer, short)).status == 200
-        await until(lambda: server.counted(200) == 6)
-        peer.close()
-    assert (decode.steps, prefill.steps) == ([[1], [4], [2], [1]], [[16], [16]])
-
-
 async def test_a_channel_is_read_while_the_short_lane_is_in_a_step(tmp_path: Path) -> None:
     async with two_lanes(tmp_path) as (server, decode, prefill):
         peer = await claimed(server)

@@ -77,10 +77,8 @@ async def test_not_ready_while_every_step_fails_and_ready_again_afterwards() -> 
                 output_of(await server.infer(*GOOD))
         assert server.metric("model_ready", model="tiny") == 0
         index = (await server.http.post("/v2/repository/index")).json()
-        assert (index[0]["state"], index[0]["reason"]) == (
-            "UNAVAILABLE",
-            "model tiny: at least the last 5 steps failed",
-        )
+        reason = "model tiny: at least the last 5 steps failed"
+        assert (index[0]["state"], index[0]["reason"]) == ("UNAVAILABLE", reason)
         assert len(runner.steps) == 10
         for path in ("/v2/health/ready", "/v2/models/tiny/ready"):
             assert "steps failed" in error_of(await server.http.get(path), 503)

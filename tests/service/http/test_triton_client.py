@@ -160,42 +160,27 @@ def test_concurrent_requests_get_their_own_rows(client: Any, runner: Runner) -> 
         np.testing.assert_allclose(answer, expected(runner, values), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize(
-    ("model", "make", "status", "text"),
-    [
-        ("other", lambda: [tensor(rows(1))], "404", "model: expected tiny, got 'other'"),
-        ("tiny", lambda: [tensor(rows(1), "input")], "400", "name of an input: expected hidden_states"),
-        (
-            "tiny",
-            lambda: [tensor(rows(1)[:, :5])],
-            "400",
-            f"shape of input hidden_states: expected [1, {HIDDEN}], got [1, 5]",
-        ),
-        (
-            "tiny",
-            lambda: [tensor(rows(1).astype(np.int32), datatype="INT32")],
-            "400",
-            "datatype of input hidden_states: expected BF16, FP16, FP32, FP8 or UINT8, got 'INT32'",
-        ),
-        ("tiny", lambda: [tensor(rows(65))], "400", "at most 64 tokens, got 65"),
-        ("tiny", lambda: [tensor(rows(4096))], "413", "at most 1048576 bytes"),
-        (
-            "tiny",
-            lambda: [
-                tensor(rows(1)),
-                tensor(np.array([[0, NUM_EXPERTS + 1]], np.int32), "topk_ids", "INT32"),
-                tensor(np.ones((1, TOP_K), np.float32), "topk_weights"),
-            ],
-            "400",
-            "topk_ids",
-        ),
-    ],
-)
-def test_errors_reach_the_caller_and_the_next_request_works(
-    client: Any, model: str, make: Any, status: str, text: str
-) -> None:
-    with pytest.raises(InferenceServerException) as caught:
-        client.infer(model, make())
-    assert caught.value.status() == status
-    assert text in caught.value.message()
-    assert client.infer("tiny", [tensor(rows(1))]).as_numpy("hidden_states").shape == (1, HIDDEN)
+def wrong_requests() -> list[tuple[str, list[Any], str, str]]:
+    """Model, inputs, and the status and text of the refusal."""
+    ids = tensor(np.array([[0, NUM_EXPERTS + 1]], np.int32), "topk_ids", "INT32")
+    weights = tensor(np.ones((1, TOP_K), np.float32), "topk_weights")
+    shape = f"shape of input hidden_states: expected [1, {HIDDEN}], got [1, 5]"
+    datatype = "datatype of input hidden_states: expected BF16, FP16, FP32, FP8 or UINT8, got 'INT32'"
+    return [
+        ("other", [tensor(rows(1))], "404", "model: expected tiny, got 'other'"),
+        ("tiny", [tensor(rows(1), "input")], "400", "name of an input: expected hidden_states"),
+        ("tiny", [tensor(rows(1)[:, :5])], "400", shape),
+        ("tiny", [tensor(rows(1).astype(np.int32), datatype="INT32")], "400", datatype),
+        ("tiny", [tensor(rows(65))], "400", "at most 64 tokens, got 65"),
+        ("tiny", [tensor(rows(4096))], "413", "at most 1048576 bytes"),
+        ("tiny", [tensor(rows(1)), ids, weights], "400", "topk_ids"),
+    ]
+
+
+def test_errors_reach_the_caller_and_the_next_request_works(client: Any) -> None:
+    for model, inputs, status, text in wrong_requests():
+        with pytest.raises(InferenceServerException) as caught:
+            client.infer(model, inputs)
+        assert caught.value.status() == status
+        assert text in caught.value.message()
+        assert client.infer("tiny", [tensor(rows(1))]).as_numpy("hidden_states").shape == (1, HIDDEN)

@@ -105,14 +105,6 @@ async def test_steps_of_sampled_requests_are_timed(
         assert step.stages()[-1].ended < each.ended
 
 
-async def test_no_step_is_timed_without_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    timers: list[object] = []
-    monkeypatch.setattr(StageTimer, "__init__", lambda self, device: timers.append(self))
-    async with serving(tiny_settings()) as server:
-        assert (await server.infer(*hidden_request(rows(3)), traceparent=PARENT)).status_code == 200
-    assert not timers
-
-
 async def test_a_timeout_in_the_queue_has_no_step(ended: list[TracedRequest]) -> None:
     runner = EchoRunner()
     runner.gate.clear()

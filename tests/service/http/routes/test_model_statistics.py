@@ -20,7 +20,6 @@ from tests.service.apps import (
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
-NONE = {"count": 0, "ns": 0}
 STAGES = ("compute_input", "compute_infer", "compute_output")
 
 
@@ -35,21 +34,6 @@ async def statistics(server: Serving, path: str = "/v2/models/tiny/stats") -> di
 async def counted(server: Serving, steps: int) -> None:
     """Wait until `steps` steps are counted, which is after their answers are sent."""
     await until(lambda: server.metric("batch_requests_count", model="tiny") >= steps)
-
-
-async def test_a_model_without_requests() -> None:
-    async with serving(tiny_settings()) as server:
-        assert await statistics(server) == {
-            "name": "tiny",
-            "version": "1",
-            "last_inference": 0,
-            "inference_count": 0,
-            "execution_count": 0,
-            "inference_stats": dict.fromkeys(
-                ("success", "fail", "queue", *STAGES, "cache_hit", "cache_miss"), NONE
-            ),
-            "batch_stats": [],
-        }
 
 
 async def test_requests_and_failures_add_up() -> None:

@@ -28,7 +28,7 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
-from tests.service.full import REASONS, break_temporary_files, largest_file
+from tests.service.full import REASONS, break_temporary_files
 from tests.service.runners import EchoRunner
 from tests.service.sockets import connect, head
 from tests.service.waiting import until
@@ -210,16 +210,3 @@ async def test_a_trace_that_could_not_be_written_takes_no_room(monkeypatch: pyte
         async with serving(tiny_settings()) as server:
             error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), 503)
         assert os.fstat(held[0].fileno()).st_size == 0
-
-
-async def test_a_trace_above_the_limit_for_files_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = recorder.Recorder.trace
-
-    def limited(self: recorder.Recorder, threads: Mapping[int | None, str]) -> bytes:
-        with largest_file(1000):
-            return trace(self, threads)
-
-    monkeypatch.setattr(recorder.Recorder, "trace", limited)
-    async with serving(tiny_settings()) as server:
-        text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), 507)
-        assert text.endswith(": File too large")

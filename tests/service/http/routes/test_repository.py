@@ -7,7 +7,6 @@ import re
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.device.cpu import CpuDevice
 from expertd.service.engine import local_models
 from expertd.service.engine.errors import ModelUnloadedError, NotReadyError
 from expertd.service.engine.layers import Cancelled
-from expertd.service.engine.loading import Loaded, Loader, Models, load
+from expertd.service.engine.loading import Loaded, Loader, load
 from expertd.service.engine.steps import Runner
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -31,12 +31,14 @@ from tests.service.apps import (
     output_of,
     rows,
     serving,
+    serving_runner,
     tiny_settings,
 )
 from tests.service.checkpoints.encoders import bf16
 from tests.service.checkpoints.layouts import write
 from tests.service.competing import HeldRunner
 from tests.service.http.page.test_live import live
+from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
 OTHER = {**MODEL, "name": "other", "weights": {"seed": 7}}
@@ -224,8 +226,6 @@ async def test_a_layer_that_fails_its_first_step_is_freed(monkeypatch: pytest.Mo
 
 
 async def test_a_checkpoint_layer_is_loaded_at_run_time(tmp_path: Path) -> None:
-    from expertd.service.checkpoints import resolve_checkpoints
-
     write(tmp_path / "mixtral", bf16, quantization=None)
     checkpoint = {"path": str(tmp_path / "mixtral"), "layers": "0", "load": False}
     settings = resolve_checkpoints(tiny_settings(checkpoints=[checkpoint]))
@@ -270,24 +270,20 @@ async def test_unloading_returns_memory_to_the_system() -> None:
         raise AssertionError(f"expected unloading to return {weights} bytes, got {loaded - unloaded}")
 
 
-class HeldModels:
-    """The models of a server, with runners whose steps can be held."""
-
-    def __init__(self, models: Models, held: list[HeldRunner]) -> None:
-        self._models, self._held = models, held
-        self.check_memory, self.read = models.check_memory, models.read
-        self.remove, self.collect = models.remove, models.collect
-
-    def add(self, model: ModelSettings, layer: Any) -> Runner:
-        self._held.append(HeldRunner(self._models.add(model, layer)))
-        return self._held[-1]
-
-
 def holding(held: list[HeldRunner]) -> Loader:
+    """Loads as a server does; the steps of a later model can be held."""
+
     def load_held(settings: Settings, cancelled: Cancelled) -> Loaded:
         loaded = load(settings, cancelled)
-        assert loaded.models is not None
-        return replace(loaded, models=HeldModels(loaded.models, held))
+        models: Any = loaded.models
+        add = models.add
+
+        def added(model: ModelSettings, layer: Any) -> Runner:
+            held.append(HeldRunner(add(model, layer)))
+            return held[-1]
+
+        models.add = added
+        return loaded
 
     return load_held
 
@@ -413,10 +409,9 @@ async def test_a_shutdown_does_not_wait_for_a_model_that_is_being_read() -> None
         assert error_of(await loading, 503) == "the server is shutting down"
 
 
-async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses(tmp_path: Path) -> None:
-    from tests.service.apps import serving_runner
-    from tests.service.runners import EchoRunner
-
+async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses() -> None:
+    with pytest.raises(ValueError, match=r"models\.0\.load: expected true with several ranks, got false"):
+        tiny_settings(models=[{**MODEL, "load": False}], ranks=2)
     async with two_models(serving_runner(EchoRunner()), ranks=1) as server:
         text = error_of(await change(server, "load"), 409)
         assert text.startswith("repository: expected a server of one rank without lanes to load")
@@ -425,11 +420,6 @@ async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses(tmp_path
         assert error_of(await change(server, "load"), 503) == "the server is loading"
         with pytest.raises(ModelUnloadedError):
             engine.check_loaded("other")
-
-
-def test_several_ranks_load_all_models() -> None:
-    with pytest.raises(ValueError, match=r"models\.0\.load: expected true with several ranks, got false"):
-        tiny_settings(models=[{**MODEL, "load": False}], ranks=2)
 
 
 async def test_what_steps_of_unloaded_models_have_used_still_counts() -> None:
