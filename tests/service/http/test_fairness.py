@@ -27,15 +27,7 @@ from tests.service.apps import (
 )
 from tests.service.certificates import TLS, client_context
 from tests.service.runners import EchoRunner
-from tests.service.sockets import (
-    INFER,
-    Answer,
-    answers,
-    connect,
-    head,
-    infer,
-    read_to_end,
-)
+from tests.service.sockets import INFER, Answer, answers, connect, head, infer, read_to_end
 from tests.service.waiting import until
 
 GET = head("GET /v2/health/live HTTP/1.1")

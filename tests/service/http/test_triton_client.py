@@ -1,7 +1,6 @@
 """Triton's unmodified client with a real server process, compared with the same layer run directly."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +21,8 @@ from tests.service.waiting import wait_for
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with server_process(tiny_settings(), tmp_path_factory.mktemp("server")) as process:
+    models = [MODEL, {**MODEL, "name": "later", "load": False}]
+    with server_process(tiny_settings(models=models), tmp_path_factory.mktemp("server")) as process:
         yield process
 
 
@@ -64,19 +64,7 @@ def test_health_and_metadata(client: Any) -> None:
     assert client.get_model_repository_index()[0]["state"] == "READY"
 
 
-@pytest.fixture
-def two_models(tmp_path: Path) -> Iterator[Any]:
-    models = [MODEL, {**MODEL, "name": "later", "load": False}]
-    with (
-        server_process(tiny_settings(models=models), tmp_path) as process,
-        triton.InferenceServerClient(process.url) as client,
-    ):
-        yield client
-
-
-def test_models_are_loaded_and_unloaded(two_models: Any) -> None:
-    client = two_models
-
+def test_models_are_loaded_and_unloaded(client: Any) -> None:
     def index() -> dict[str, str]:
         return {entry["name"]: entry["state"] for entry in client.get_model_repository_index()}
 
@@ -111,7 +99,7 @@ def test_configuration_and_statistics(client: Any) -> None:
     assert caught.value.status() == "404"
     client.infer("tiny", [tensor(rows(1))])
     wait_for(lambda: client.get_inference_statistics("tiny")["model_stats"][0]["execution_count"], "a step")
-    assert client.get_inference_statistics("tiny", "1").keys() == client.get_inference_statistics().keys()
+    assert len(client.get_inference_statistics()["model_stats"]) == 2
 
 
 @pytest.mark.parametrize("binary_in", [True, False])
@@ -167,7 +155,7 @@ def wrong_requests() -> list[tuple[str, list[Any], str, str]]:
     shape = f"shape of input hidden_states: expected [1, {HIDDEN}], got [1, 5]"
     datatype = "datatype of input hidden_states: expected BF16, FP16, FP32, FP8 or UINT8, got 'INT32'"
     return [
-        ("other", [tensor(rows(1))], "404", "model: expected tiny, got 'other'"),
+        ("other", [tensor(rows(1))], "404", "model: expected tiny or later, got 'other'"),
         ("tiny", [tensor(rows(1), "input")], "400", "name of an input: expected hidden_states"),
         ("tiny", [tensor(rows(1)[:, :5])], "400", shape),
         ("tiny", [tensor(rows(1).astype(np.int32), datatype="INT32")], "400", datatype),

@@ -15,24 +15,8 @@ import numpy.typing as npt
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.apps import (
-    MODEL,
-    NUM_EXPERTS,
-    TOP_K,
-    binary_request,
-    hidden_request,
-    limits_for,
-    rows,
-)
-from tests.service.http.processes import (
-    GOOD,
-    alive,
-    asked,
-    connected,
-    samples,
-    two_processes,
-    workers_of,
-)
+from tests.service.apps import MODEL, NUM_EXPERTS, TOP_K, binary_request, hidden_request, limits_for, rows
+from tests.service.http.processes import GOOD, alive, asked, connected, samples, two_processes, workers_of
 from tests.service.http.test_fp8 import fp8_request, quantized
 from tests.service.http.test_signals import in_a_step
 from tests.service.processes import ServerProcess, server_process

@@ -1,4 +1,4 @@
-"""The page in a real browser: it shows what the server does, its controls work, and its arithmetic is right."""
+"""The page in a real browser: it shows what the server does, its controls work, its arithmetic is right."""
 
 from collections.abc import Iterator
 from pathlib import Path

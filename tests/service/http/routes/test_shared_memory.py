@@ -2,13 +2,7 @@
 
 from typing import Any
 
-from tests.service.apps import (
-    HIDDEN,
-    error_of,
-    json_request,
-    serving,
-    tiny_settings,
-)
+from tests.service.apps import HIDDEN, error_of, json_request, serving, tiny_settings
 from tests.service.regions import (
     CUDA,
     HANDLE,
