@@ -56,7 +56,11 @@ def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     sock.settimeout(30)
-    sock.connect(("127.0.0.1", port))
+    try:
+        sock.connect(("127.0.0.1", port))
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 

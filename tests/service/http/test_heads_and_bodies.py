@@ -212,23 +212,19 @@ def test_an_invalid_host_is_refused(host: str, version: str) -> None:
 FP32_WITH_ROUTING = 4 * HIDDEN + (8 + 4) * TOP_K  # bytes of a token, with 64-bit ids
 
 
+HEADER = {"inference-header-content-length": 100}
+
+
 @pytest.mark.parametrize(
     ("headers", "expected"),
     [
-        ({"content-length": 100 + 64 * FP32_WITH_ROUTING, "inference-header-content-length": 100}, 64),
-        ({"content-length": 100 + 64 * 2 * HIDDEN, "inference-header-content-length": 100}, 30),
-        ({"content-length": 100, "inference-header-content-length": 100}, 1),
-        ({"content-length": 50, "inference-header-content-length": 100}, 1),
+        ({"content-length": 100 + 64 * FP32_WITH_ROUTING, **HEADER}, 64),
+        ({"content-length": 100 + 64 * 2 * HIDDEN, **HEADER}, 30),
+        ({"content-length": 100, **HEADER}, 1),
+        ({"content-length": 50, **HEADER}, 1),
         ({"content-length": 1 << 20}, 1),
-        ({"inference-header-content-length": 100}, 1),
-        (
-            {
-                "content-length": 1 << 20,
-                "inference-header-content-length": 100,
-                "content-encoding": "gzip",
-            },
-            1,
-        ),
+        (HEADER, 1),
+        ({"content-length": 1 << 20, "content-encoding": "gzip", **HEADER}, 1),
     ],
 )
 def test_the_least_number_of_tokens(headers: dict[str, object], expected: int) -> None:

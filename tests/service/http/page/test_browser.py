@@ -262,15 +262,6 @@ def test_tokens_are_normal_and_rounded_to_nearest(modules: Modules, datatype: st
     assert abs(exact.std() - 1) < 0.1
 
 
-def test_random_routing_is_valid(modules: Modules) -> None:
-    routing = modules.call("tokens", "randomRouting", 50, 8, 16, 3)
-    ids, weights = np.array(routing["topk_ids"]), np.array(routing["topk_weights"])
-    assert ids.shape == weights.shape == (50, 8)
-    assert all(len(set(row)) == 8 for row in ids.tolist())
-    assert (ids.min(), ids.max()) == (0, 15)
-    np.testing.assert_allclose(weights.sum(axis=1), 1)
-
-
 HISTORY = """async ([steps, numLanes]) => {
     const { History, total } = await import("/page/history.js");
     const history = new History(numLanes);

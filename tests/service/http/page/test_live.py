@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from expertd.service.http import feed
 from expertd.service.http import feed as feed_module
 from expertd.service.http.feed import Feed
 from tests.paths import ROOT
@@ -105,7 +104,7 @@ async def _all(events: AsyncIterator[bytes]) -> list[bytes]:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "SECONDS", 0.05)
+    monkeypatch.setattr(feed_module, "SECONDS", 0.05)
 
 
 def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:
