@@ -5,6 +5,8 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -23,13 +25,33 @@ LIVE = head("GET /v2/health/live HTTP/1.1")
 LAST = head("GET /v2/health/live HTTP/1.1", "Connection: close")
 
 
+@contextmanager
+def everything(directory: Path, http_workers: int) -> Iterator[ServerProcess]:
+    """A server with channels and shared memory."""
+    channels = {"socket": str(directory / "channels")}
+    settings = tiny_settings(http_workers=http_workers, channels=channels, shared_memory={"enabled": True})
+    with server_process(settings, directory) as process:
+        yield process
+        for word in ("Traceback", "WebSocket", "upgrade", "Invalid HTTP"):
+            assert word not in process.log()
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with server_process(tiny_settings(), tmp_path_factory.mktemp("server")) as process:
+    with everything(tmp_path_factory.mktemp("one"), 1) as process:
         yield process
-        log = process.log()
-        for word in ("Traceback", "WebSocket", "upgrade", "Invalid HTTP"):
-            assert word not in log
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with everything(tmp_path_factory.mktemp("several"), 2) as process:
+        yield process
+
+
+@pytest.fixture(params=["server", "several"])
+def control_server(request: pytest.FixtureRequest) -> ServerProcess:
+    found: ServerProcess = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -226,21 +248,6 @@ CONTROL_CALLS = (
     "POST /v2/cudasharedmemory/region/mine/register",
     "POST /v2/repository/index",
 )
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "several"])
-def control_server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerProcess]:
-    directory = tmp_path_factory.mktemp("control")
-    settings = tiny_settings(
-        http_workers=request.param,
-        channels={"socket": str(directory / "channels")},
-        shared_memory={"enabled": True},
-    )
-    with server_process(settings, directory) as process:
-        yield process
-        assert "Traceback" not in process.log()
 
 
 @pytest.mark.parametrize("call", CONTROL_CALLS)

@@ -196,8 +196,8 @@ def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:
         )
 
 
-def test_models_are_loaded_and_unloaded_behind_the_processes(tmp_path: Path) -> None:
-    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+def test_models_are_loaded_and_unloaded_behind_the_processes(server: ServerProcess) -> None:
+    with ExitStack() as stack:
         socks = connected(stack, server, 4)
         expected = [asked(sock, GOOD).body for sock in socks]
         base = f"http://{server.url}/v2/repository/models/tiny"
@@ -266,8 +266,8 @@ def test_the_processes_end_with_the_main_one(tmp_path: Path) -> None:
         wait_for(lambda: not folder.exists(), "nothing is left")
 
 
-def test_a_process_that_is_signalled_alone_goes_on(tmp_path: Path) -> None:
-    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+def test_a_process_that_is_signalled_alone_goes_on(server: ServerProcess) -> None:
+    with ExitStack() as stack:
         os.kill(workers_of(server)[0], signal.SIGTERM)
         for sock in connected(stack, server, 8):
             assert "connection" not in asked(sock, GOOD).headers
