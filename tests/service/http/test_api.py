@@ -109,7 +109,7 @@ async def test_the_activation_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     assert (parameters["shared_experts"], parameters["scoring_func"]) == ("excluded", "sigmoid")
 
 
-VERSIONS = {
+VERSIONS: dict[str | None, bool] = {
     None: True,  # another kind of client
     expertd_client.__version__: True,
     "0.1.7": True,

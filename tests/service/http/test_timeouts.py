@@ -49,7 +49,7 @@ from tests.service.waiting import until
 
 TOKENS = 256
 TIMEOUT = {"timeout": 100_000}  # a busy machine begins a step within it
-LIMITS = {"max_request_tokens": TOKENS}
+LIMITS: dict[str, float] = {"max_request_tokens": TOKENS}
 Region = Callable[[], npt.NDArray[np.float32]]
 IN_ITS_STEP = "the request's timeout of 100000 microseconds expired in its step"
 
@@ -228,6 +228,10 @@ class Held:
         self.entered = threading.Semaphore(0)
         self.gate = threading.Event()
 
+    async def begun(self) -> None:
+        """Wait until it was called."""
+        assert await asyncio.to_thread(self.entered.acquire, True, 10)
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self.entered.release()
         assert self.gate.wait(10)
@@ -239,10 +243,6 @@ def hold(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Held:
     held = Held(getattr(owner, name))
     monkeypatch.setattr(owner, name, lambda *arguments, **named: held(*arguments, **named))
     return held
-
-
-async def entered(held: Held) -> None:
-    await held.begun()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, TOKENS])
@@ -268,7 +268,7 @@ async def test_a_timeout_does_not_wait_for_an_answer_that_is_compressed(
         with connect(server.port) as sock:
             request = hidden_request(values, parameters=LONGER)
             sock.sendall(infer_bytes(*request, "Accept-Encoding: gzip"))
-            await entered(held)
+            await held.begun()
             answer = await asyncio.to_thread(read_answer, sock)
             assert (answer.status, answer.error) == (503, EXPIRED.format(300_000, BEFORE_ANSWER))
             assert arena.used_bytes >= values.nbytes, "the thread uses them"
@@ -293,7 +293,7 @@ async def test_a_request_that_is_validated_when_its_timeout_passes_is_not_comput
     body = json_request(json_input(values), *routing, parameters=LONGER)
     async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
         request = asyncio.ensure_future(server.infer(body))
-        await entered(held)
+        await held.begun()
         assert error_of(await request, 503) == EXPIRED.format(300_000, BEFORE_QUEUE)
         held.gate.set()
         output_of(await server.infer(*hidden_request(rows(1))))
@@ -313,7 +313,7 @@ async def test_an_output_that_is_being_stored_in_a_region_is_waited_for(
             given = region_input("r", [TOKENS, HIDDEN], 0)
             body = json_request(given, outputs=region_output("r", size, size), parameters=LONGER)
             request = asyncio.ensure_future(server.infer(body))
-            await entered(held)
+            await held.begun()
             done, _ = await asyncio.wait({request}, timeout=0.5)
             assert not done, "the caller may use the region once it is answered"
             held.gate.set()
