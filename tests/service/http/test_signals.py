@@ -258,17 +258,8 @@ def test_clients_that_disconnected_are_not_computed_and_do_not_delay_shutdown(
 @pytest.mark.thorough  # a process that is new
 def test_sighup_is_ignored_under_nohup(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    command: list[str | Path] = [
-        "nohup",
-        EXPERTD,
-        "serve",
-        "--config",
-        DEMO,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "0",
-    ]
+    address = ["--host", "127.0.0.1", "--port", "0"]
+    command: list[str | Path] = ["nohup", EXPERTD, "serve", "--config", DEMO, *address]
     with log.open("wb") as stderr:
         process = subprocess.Popen(command, stderr=stderr, stdout=stderr, env=clean_environment())
     try:
