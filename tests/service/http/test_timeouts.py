@@ -118,31 +118,10 @@ async def test_a_timeout_is_answered_when_it_passes(in_own_step: bool) -> None:
     assert 0 <= statistics.median(late) < 0.025, late
 
 
-async def test_a_step_whose_request_was_answered_leaves_its_regions_as_they_are() -> None:
-    runner = EchoRunner()
-    async with serving(enabled(), serving_runner(runner)) as server:
-        with shm_file(4 * ROW) as file:
-            file.write(rows(1), 0)
-            await registered(server, "r", file.key, 4 * ROW)
-            runner.gate.clear()
-            given = region_input("r", [1, HIDDEN], 0)
-            body = json_request(given, outputs=region_output("r", ROW, ROW), parameters=TIMEOUT)
-            assert error_of(await server.infer(body), 503) == IN_ITS_STEP
-            file.write(rows(1, 5), ROW)
-            unregistering = asyncio.ensure_future(
-                server.http.post("/v2/systemsharedmemory/region/r/unregister")
-            )
-            done, _ = await asyncio.wait({unregistering}, timeout=0.1)
-            assert not done, "its step holds the region"
-            runner.gate.set()
-            assert (await unregistering).status_code == 200
-            np.testing.assert_array_equal(file.floats(1, HIDDEN, ROW), rows(1, 5))
-
-
 @asynccontextmanager
-async def region_of(server: Serving, device: Device, kind: str) -> AsyncIterator[Region]:
-    """A region "r" with hidden states in its first row, and its second row."""
-    if kind == "cuda":
+async def region_of(server: Serving, device: Device | None = None) -> AsyncIterator[Region]:
+    """A region "r", of the device if one is given: hidden states in its first row; yields its second one."""
+    if device is not None:
         ctypes.memmove(device.address, rows(1).tobytes(), ROW)
         assert (await register_cuda(server, "r", 4 * ROW)).status_code == 200
         yield lambda: device.read(ROW, ROW)
@@ -159,12 +138,26 @@ def region_request(timeout: int) -> bytes:
     return json_request(given, outputs=region_output("r", ROW, ROW), parameters={"timeout": timeout})
 
 
+async def test_a_step_whose_request_was_answered_leaves_its_regions_as_they_are() -> None:
+    runner = EchoRunner()
+    async with serving(enabled(), serving_runner(runner)) as server, region_of(server) as output:
+        runner.gate.clear()
+        assert error_of(await server.infer(region_request(100_000)), 503) == IN_ITS_STEP
+        path = "/v2/systemsharedmemory/region/r/unregister"
+        unregistering = asyncio.ensure_future(server.http.post(path))
+        done, _ = await asyncio.wait({unregistering}, timeout=0.1)
+        assert not done, "its step holds the region"
+        runner.gate.set()
+        assert (await unregistering).status_code == 200
+        assert (output() == 0).all()
+
+
 @pytest.mark.parametrize("kind", ["system", "cuda"])
 async def test_an_output_that_a_device_could_write_to_a_region_is_stored_if_in_time(kind: str) -> None:
     device = Device()
     async with (
         serving(enabled(), device.loader()) as server,
-        region_of(server, device, kind) as output,
+        region_of(server, device if kind == "cuda" else None) as output,
     ):
         device.runner.gate.clear()
         request = asyncio.ensure_future(server.infer(region_request(100_000)))
@@ -184,7 +177,7 @@ async def test_an_output_that_only_ranks_can_write_to_a_region_is_waited_for() -
     device = Device(writable=False)
     async with (
         serving(enabled(), device.loader()) as server,
-        region_of(server, device, "cuda") as output,
+        region_of(server, device) as output,
     ):
         device.runner.gate.clear()
         request = asyncio.ensure_future(server.infer(region_request(100_000)))
@@ -198,20 +191,18 @@ async def test_an_output_that_only_ranks_can_write_to_a_region_is_waited_for() -
 
 async def test_a_request_with_regions_whose_client_left_is_not_computed() -> None:
     runner = EchoRunner()
-    async with serving(enabled(), serving_runner(runner)) as server:
-        with shm_file(4 * ROW) as file:
-            await registered(server, "r", file.key, 4 * ROW)
-            runner.gate.clear()
-            first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-            await runner.begun()
-            body = json_request(region_input("r", [2, HIDDEN], 0))
-            with connect(server.port) as sock:
-                sock.sendall(infer(body, len(body)))
-                await until(lambda: server.metric("queue_requests", model="tiny") == 1)
-            await until(lambda: server.metric("queue_requests", model="tiny") == 0)
-            await until(lambda: refused(server, "client_gone") == 1)
-            runner.gate.set()
-            output_of(await first)
+    async with serving(enabled(), serving_runner(runner)) as server, region_of(server):
+        runner.gate.clear()
+        first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        await runner.begun()
+        body = json_request(region_input("r", [2, HIDDEN], 0))
+        with connect(server.port) as sock:
+            sock.sendall(infer(body, len(body)))
+            await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        await until(lambda: server.metric("queue_requests", model="tiny") == 0)
+        await until(lambda: refused(server, "client_gone") == 1)
+        runner.gate.set()
+        output_of(await first)
     assert runner.steps == [[1]]
 
 

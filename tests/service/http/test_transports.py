@@ -158,17 +158,6 @@ async def test_nothing_is_sent_after_an_abort() -> None:
     assert this.transport.get_write_buffer_size() == 0
 
 
-@pytest.mark.parametrize("answer", [b"all", ANSWER], ids=["small", "large"])
-async def test_eof_follows_what_was_written(answer: bytes) -> None:
-    this = Plain()
-    this.transport.write(answer)
-    this.transport.write_eof()
-    while not this.pipe.has_ended:
-        await asyncio.sleep(0)
-    assert this.pipe.sent == answer
-    assert not this.transport.is_closing()
-
-
 async def test_a_client_may_have_left_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     this = Plain()
 

@@ -124,15 +124,6 @@ async def test_a_timeout_in_the_queue_has_no_step(ended: list[TracedRequest]) ->
     assert request.times.ended - request.times.arrived > 0.09
 
 
-async def test_a_request_that_is_refused_at_once_has_no_times(ended: list[TracedRequest]) -> None:
-    async with serving(tiny_settings(**SETTINGS), serving_runner(EchoRunner())) as server:
-        await server.infer(b"{}", traceparent=PARENT)
-        await server.infer(b"{}", traceparent=PARENT[:-1] + "0")
-        await server.infer(b"{}")
-    (request,) = ended
-    assert (request.status, request.tokens, request.times) == (400, None, None)
-
-
 async def test_grpc_calls_have_their_metadatas_context(ended: list[TracedRequest]) -> None:
     metadata = (("traceparent", PARENT), ("tracestate", "a=1"))
     async with grpc_serving(EchoRunner(), tiny_settings(**ON, **SETTINGS)) as calls:
