@@ -186,7 +186,7 @@ def test_a_large_body_is_received_as_it_is_read() -> None:
         await send({"type": "http.response.body"})
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        size = 32 << 20
+        size = 16 << 20
         writer.write(head("POST / HTTP/1.1", f"Content-Length: {size}", "Connection: close"))
         writer.write(bytes(size))
         while not received:

@@ -32,7 +32,7 @@ from tests.service.waiting import until
 
 GET = head("GET /v2/health/live HTTP/1.1")
 BAD = head(f"POST {INFER} HTTP/1.1")  # refused at once: an empty body is no JSON
-MANY = 4000
+MANY = 2000
 # Iterations of the event loop that a client in this process and a request take.
 ITERATIONS = 40
 
@@ -223,7 +223,7 @@ def test_input_that_waits_is_bounded() -> None:
         connections: set[connection.Connection] = set()
         async with serving(tiny_settings(), serving_runner(runner), connections=connections) as server:
             runner.gate.clear()
-            data = 10_000 * GET
+            data = 8_000 * GET
             first = infer(*hidden_request(rows(1)))
             last = head("GET /v2 HTTP/1.1", "Connection: close")
             pipelining = asyncio.ensure_future(read(server.port, first + data + last))
@@ -233,6 +233,6 @@ def test_input_that_waits_is_bounded() -> None:
                 await asyncio.sleep(0)
             assert len(only._data) < 300_000 < len(data)
             runner.gate.set()
-            assert len(answers(await pipelining)) == 10_002
+            assert len(answers(await pipelining)) == 8_002
 
     uvloop.run(run())
