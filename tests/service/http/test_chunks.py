@@ -26,9 +26,8 @@ from tests.service.competing import CHUNKS, HeldRunner, competing, holding, in_c
 from tests.service.keys import bearer, write_keys
 from tests.service.ranks.servers import close, output_for
 from tests.service.ranks.steps import routing
-from tests.service.regions import region_input, region_output, registered
+from tests.service.regions import region, region_input, region_output
 from tests.service.runners import EchoRunner
-from tests.service.shm import shm_file
 from tests.service.sockets import connect, infer
 from tests.service.waiting import until
 
@@ -75,9 +74,8 @@ async def test_outputs_through_a_channel(tmp_path: Path, given: bool) -> None:
 async def test_outputs_in_shared_memory() -> None:
     async with chunking(shared_memory={"enabled": True}) as (server, runner):
         whole = await output_for(server, LONG)
-        with shm_file(2 * LONG.nbytes) as file:
+        async with region(server, 2 * LONG.nbytes) as file:
             file.write(LONG, 0)
-            await registered(server, "r", file.key, 2 * LONG.nbytes)
             outputs = region_output("r", LONG.nbytes, LONG.nbytes)
             body = json_request(region_input("r", [64, HIDDEN]), outputs=outputs)
             response = await in_chunks(server, runner, lambda: server.infer(body))

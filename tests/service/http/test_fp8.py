@@ -43,11 +43,10 @@ from tests.service.regions import (
     Device,
     bytes_of,
     enabled,
+    region,
     region_input,
     register_cuda,
-    registered,
 )
-from tests.service.shm import shm_file
 
 Array = npt.NDArray[Any]
 NOTHING: Array = rows(0)
@@ -172,8 +171,7 @@ async def test_values_in_a_file(in_file: tuple[str, ...], on_device: bool) -> No
     loader = Device(ExpandingRunner()).loader() if on_device else load
     async with serving(enabled(), loader) as server:
         wanted = 2 * expected if on_device else output_of(await server.infer(*hidden_request(expected)))
-        with shm_file(8192) as file:
-            await registered(server, "file", file.key, 8192)
+        async with region(server, 8192, "file") as file:
             given = request_with_region("file", in_file, file.write, values, scales)
             for _ in range(2):
                 answer = await server.infer(*given)

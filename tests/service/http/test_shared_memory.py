@@ -33,6 +33,7 @@ from tests.service.regions import (
     Device,
     enabled,
     place,
+    region,
     region_input,
     region_output,
     register_cuda,
@@ -87,27 +88,28 @@ async def test_large_tensors_are_copied_through_the_arena() -> None:
     # Memory for three inputs and outputs, and one more input.
     limits = {**limits_for(1024), "max_body_bytes": 1 << 16, "max_buffered_bytes": 7 << 19}
     runner, values = EchoRunner(), rows(1024)
-    async with serving(enabled(limits), serving_runner(runner)) as server:
-        with shm_file(2 * values.nbytes) as file:
-            file.write(values)
-            await registered(server, "r", file.key, 2 * values.nbytes)
-            given = region_input("r", list(values.shape))
-            body = json_request(given, outputs=region_output("r", values.nbytes, values.nbytes))
-            runner.gate.clear()
-            first = asyncio.create_task(server.infer(body))
-            await runner.begun()
-            assert server.arena.used_bytes == 2 * values.nbytes, "the input and the output"
-            second = [asyncio.create_task(server.infer(body)) for _ in range(3)]
-            await until(lambda: any(task.done() for task in second))
-            refused = next(task for task in second if task.done()).result()
-            expected = "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
-            assert error_of(refused, 503) == expected
-            assert refused.headers["retry-after"] == "1"
-            runner.gate.set()
-            answers = [await first, *[await task for task in second]]
-            assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 503]
-            assert server.arena.used_bytes == 0
-            np.testing.assert_array_equal(file.floats(1024, HIDDEN, values.nbytes), values)
+    async with (
+        serving(enabled(limits), serving_runner(runner)) as server,
+        region(server, 2 * values.nbytes) as file,
+    ):
+        file.write(values)
+        given = region_input("r", list(values.shape))
+        body = json_request(given, outputs=region_output("r", values.nbytes, values.nbytes))
+        runner.gate.clear()
+        first = asyncio.create_task(server.infer(body))
+        await runner.begun()
+        assert server.arena.used_bytes == 2 * values.nbytes, "the input and the output"
+        second = [asyncio.create_task(server.infer(body)) for _ in range(3)]
+        await until(lambda: any(task.done() for task in second))
+        refused = next(task for task in second if task.done()).result()
+        expected = "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
+        assert error_of(refused, 503) == expected
+        assert refused.headers["retry-after"] == "1"
+        runner.gate.set()
+        answers = [await first, *[await task for task in second]]
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 503]
+        assert server.arena.used_bytes == 0
+        np.testing.assert_array_equal(file.floats(1024, HIDDEN, values.nbytes), values)
 
 
 async def test_routing_in_regions() -> None:
@@ -278,42 +280,44 @@ WRONG_OUTPUTS = [
 async def test_wrong_places_are_refused(on_device: bool) -> None:
     wrong = [(json_request(given, id="7"), text) for given, text in WRONG_INPUTS]
     wrong += [(json_request(GOOD, outputs=outputs, id="7"), text) for outputs, text in WRONG_OUTPUTS]
-    async with serving(enabled(), Device().loader() if on_device else load) as server:
-        with shm_file(SIZE) as file:
-            await registered(server, "r", file.key, SIZE)
-            await registered(server, "again", file.key, SIZE - 512, 512)
-            for count, (body, expected) in enumerate(wrong, 1):
-                text = error_of(await server.infer(body), 400)
-                assert text.startswith(expected)
-                assert text.endswith("(request id: 7)")
-                assert server.metric("refusals_total", model="tiny", reason="invalid_request") == count
-                assert all(region.uses == 0 for region in server.app.engine.shared_memory.status("system"))
-            body = json_request(GOOD, outputs=region_output("r", 1024, 4096))
-            assert (await server.infer(body)).status_code == 200
-            body = json_request(json_input(rows(1)), parameters=place("r", 1))
+    async with (
+        serving(enabled(), Device().loader() if on_device else load) as server,
+        region(server, SIZE) as file,
+    ):
+        await registered(server, "again", file.key, SIZE - 512, 512)
+        for count, (body, expected) in enumerate(wrong, 1):
             text = error_of(await server.infer(body), 400)
-            expected = "parameter shared_memory_region of the request: expected it at a tensor, got 'r' here"
-            assert text == expected
+            assert text.startswith(expected)
+            assert text.endswith("(request id: 7)")
+            assert server.metric("refusals_total", model="tiny", reason="invalid_request") == count
+            assert all(region.uses == 0 for region in server.app.engine.shared_memory.status("system"))
+        body = json_request(GOOD, outputs=region_output("r", 1024, 4096))
+        assert (await server.infer(body)).status_code == 200
+        body = json_request(json_input(rows(1)), parameters=place("r", 1))
+        text = error_of(await server.infer(body), 400)
+        expected = "parameter shared_memory_region of the request: expected it at a tensor, got 'r' here"
+        assert text == expected
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 async def test_a_file_that_shrank_is_refused_and_usable_again_when_registered_anew(on_device: bool) -> None:
     device = Device()
-    async with serving(enabled(), device.loader() if on_device else load) as server:
-        with shm_file(SIZE) as file:
-            await registered(server, "r", file.key, SIZE)
-            os.ftruncate(file.fd, 4096)
-            body = json_request(region_input("r", [2, HIDDEN], 4096), id="7")
-            text = error_of(await server.infer(body), 400)
-            expected = "input hidden_states: expected a file of at least 5120 bytes, got one that was shrunk"
-            assert text == f"{expected} to 4096 (request id: 7)"
-            body = json_request(GOOD, outputs=region_output("r", 1024, 3584))
-            text = error_of(await server.infer(body), 400)
-            expected = "output hidden_states: expected a file of at least 4608 bytes, got one that was shrunk"
-            assert text == f"{expected} to 4096"
-            assert os.fstat(file.fd).st_size == 4096
-            await server.http.post(f"{SYSTEM}/region/r/unregister")
-            os.ftruncate(file.fd, SIZE)
-            await registered(server, "r", file.key, SIZE)
-            assert (await server.infer(json_request(GOOD))).status_code == 200
-            assert all(region.uses == 0 for region in server.app.engine.shared_memory.status("system"))
+    async with (
+        serving(enabled(), device.loader() if on_device else load) as server,
+        region(server, SIZE) as file,
+    ):
+        os.ftruncate(file.fd, 4096)
+        body = json_request(region_input("r", [2, HIDDEN], 4096), id="7")
+        text = error_of(await server.infer(body), 400)
+        expected = "input hidden_states: expected a file of at least 5120 bytes, got one that was shrunk"
+        assert text == f"{expected} to 4096 (request id: 7)"
+        body = json_request(GOOD, outputs=region_output("r", 1024, 3584))
+        text = error_of(await server.infer(body), 400)
+        expected = "output hidden_states: expected a file of at least 4608 bytes, got one that was shrunk"
+        assert text == f"{expected} to 4096"
+        assert os.fstat(file.fd).st_size == 4096
+        await server.http.post(f"{SYSTEM}/region/r/unregister")
+        os.ftruncate(file.fd, SIZE)
+        await registered(server, "r", file.key, SIZE)
+        assert (await server.infer(json_request(GOOD))).status_code == 200
+        assert all(region.uses == 0 for region in server.app.engine.shared_memory.status("system"))

@@ -36,13 +36,12 @@ from tests.service.regions import (
     ROW,
     Device,
     enabled,
+    region,
     region_input,
     region_output,
     register_cuda,
-    registered,
 )
 from tests.service.runners import EchoRunner
-from tests.service.shm import shm_file
 from tests.service.sockets import Answer, connect, infer, read_answer
 from tests.service.sockets import infer as infer_bytes
 from tests.service.waiting import until
@@ -126,9 +125,8 @@ async def region_of(server: Serving, device: Device | None = None) -> AsyncItera
         assert (await register_cuda(server, "r", 4 * ROW)).status_code == 200
         yield lambda: device.read(ROW, ROW)
         return
-    with shm_file(4 * ROW) as file:
+    async with region(server, 4 * ROW) as file:
         file.write(rows(1), 0)
-        await registered(server, "r", file.key, 4 * ROW)
         yield lambda: file.floats(1, HIDDEN, ROW)[0]
 
 
@@ -298,9 +296,8 @@ async def test_an_output_that_is_being_stored_in_a_region_is_waited_for(
     held = hold(monkeypatch, RegionUses, "store")
     monkeypatch.setattr(call, "thread_from", lambda num_bytes: Where.ANY_THREAD)
     async with serving(enabled(LIMITS), device.loader()) as server:
-        with shm_file(2 * size) as file:
+        async with region(server, 2 * size) as file:
             file.write(rows(TOKENS), 0)
-            await registered(server, "r", file.key, 2 * size)
             given = region_input("r", [TOKENS, HIDDEN], 0)
             body = json_request(given, outputs=region_output("r", size, size), parameters=LONGER)
             request = asyncio.ensure_future(server.infer(body))
