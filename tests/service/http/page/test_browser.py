@@ -12,7 +12,7 @@ from playwright.sync_api import Browser
 
 from expertd.service.engine.metrics.family import SECONDS
 from tests.service.apps import MODEL, serving_runner, tiny_settings
-from tests.service.http.page.browser import needs_chromium, serving_in_thread, visit
+from tests.service.http.page.browser import chromium, needs_chromium, serving_in_thread, visit
 from tests.service.http.routes.test_partitions import Device
 from tests.service.keys import key_of, write_keys
 from tests.service.load import Load
@@ -25,6 +25,12 @@ TWO = [MODEL, {**MODEL, "name": "other", "datatype": "BF16", "num_experts": 8}]
 DRAWN = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height)
     .data.some(Boolean)"""
 SERIOUS = ("serious", "critical")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
