@@ -214,17 +214,18 @@ def test_models_are_loaded_and_unloaded_behind_the_processes(server: ServerProce
 TOKENS = 64
 
 
-def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None:
-    def channels() -> int:
-        return Path(f"/proc/{server.process.pid}/maps").read_text().count("/memfd:expertd-channel")
+def channels_of(server: ServerProcess) -> int:
+    return Path(f"/proc/{server.process.pid}/maps").read_text().count("/memfd:expertd-channel")
 
+
+def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None:
     limits = {"max_request_tokens": 256, "max_body_bytes": 1 << 20}
     with server_process(two_processes(limits), tmp_path) as server, ExitStack() as stack:
         socks = connected(stack, server, 8)
         for sock in connected(stack, server, 4):
             sock.sendall(infer(*hidden_request(rows(256)))[:-1])
         wait_for(lambda: len(samples(server, "buffered_bytes")) == 2, "both have bodies in their memory")
-        before, memory = workers_of(server), channels()
+        before, memory = workers_of(server), channels_of(server)
         os.kill(before[0], signal.SIGKILL)
         wait_for(lambda: len(samples(server, "buffered_bytes")) == 1, "its bodies are gone")
         survivors = []
@@ -241,7 +242,7 @@ def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None
         assert "ended with exit code -9: starting another" in server.log()
         assert before[1] in workers_of(server)
         connected(stack, server, 2)
-        wait_for(lambda: channels() == memory, "its channel's memory is freed")
+        wait_for(lambda: channels_of(server) == memory, "its channel's memory is freed")
         server.terminate()
         assert server.process.wait(30) == 0
 
