@@ -94,9 +94,6 @@ async def test_an_error_is_logged_and_tried_again(
             await asyncio.sleep(0)
 
 
-PROCESSES, MODELS = 3, 2
-
-
 def test_a_process_has_its_share_of_connections_and_memory_and_the_whole_queue() -> None:
     limits = {"max_connections": 10, "max_buffered_bytes": 90_000_000, "max_queue_requests": 7}
     given = tiny_settings(limits, http_workers=3)

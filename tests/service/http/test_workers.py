@@ -211,9 +211,6 @@ def test_models_are_loaded_and_unloaded_behind_the_processes(server: ServerProce
             assert [asked(sock, GOOD).body for sock in socks] == expected
 
 
-TOKENS = 64
-
-
 def channels_of(server: ServerProcess) -> int:
     return Path(f"/proc/{server.process.pid}/maps").read_text().count("/memfd:expertd-channel")
 
