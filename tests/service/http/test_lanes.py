@@ -1,6 +1,7 @@
 """Lanes, served: the same answers as without, over HTTP and channels, while the other lane is busy."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -208,3 +209,17 @@ async def test_a_lane_that_fails_is_tried_again() -> None:
         async with asyncio.timeout(10):
             while (await server.http.get(ready)).status_code != 200:
                 await asyncio.sleep(0.01)
+
+
+async def test_each_thread_is_prepared_before_its_first_step() -> None:
+    prepared: list[str] = []
+    loader = two_runners(EchoRunner(), EchoRunner())
+
+    def load_two(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+        thread = lambda: prepared.append(threading.current_thread().name)  # noqa: E731
+        return replace(loader(settings, cancelled), prepare_thread=thread)
+
+    async with serving(tiny_settings(lanes=LANES), load_two) as server:
+        for count in (1, 64):
+            output_of(await server.infer(*hidden_request(rows(count))))
+    assert prepared == ["expertd-worker", "expertd-worker-1", threading.current_thread().name]

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -55,6 +56,17 @@ IN_ITS_STEP = "the request's timeout of 100000 microseconds expired in its step"
 
 def refused(server: Serving, reason: str) -> float:
     return server.metric("refusals_total", model="tiny", reason=reason)
+
+
+@pytest.mark.parametrize(("lanes", "seconds"), [({}, 1e-3), ({"decode_max_tokens": 2}, 0.2e-3)])
+async def test_threads_ask_for_the_lock_sooner_than_by_default(lanes: dict[str, int], seconds: float) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.005)
+    try:
+        async with serving(tiny_settings(lanes=lanes)):
+            assert sys.getswitchinterval() == pytest.approx(seconds)
+    finally:
+        sys.setswitchinterval(before)
 
 
 async def test_a_timeout_does_not_wait_for_the_requests_own_step() -> None:
