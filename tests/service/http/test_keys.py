@@ -233,21 +233,6 @@ async def test_the_access_log_has_names_and_no_keys(keys: Path, caplog: pytest.L
         assert "secret" not in caplog.text
 
 
-async def test_a_key_that_was_removed_is_not_in_the_log(
-    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = tiny_settings(keys=keys, access_log=True, log_format="json")
-    async with serving(settings, serving_runner(EchoRunner())) as server:
-        caplog.set_level(logging.INFO, "expertd.service.inference.call")
-        with closing(connect(server.port)) as sock:
-            assert await statuses(sock, "infer") == [200]
-            write_keys(keys, other=["infer"])
-            clock[0] += 1
-            assert await statuses(sock, "infer") == [401]
-    logged = [vars(record)["fields"] for record in caplog.records if "fields" in vars(record)]
-    assert [(fields["status"], fields.get("key")) for fields in logged] == [(200, "infer"), (401, None)]
-
-
 async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refused(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
