@@ -4,14 +4,16 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 import httpx
 import numpy as np
 import numpy.typing as npt
+import uvloop
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
@@ -22,6 +24,7 @@ from expertd.service.http.connection import Connection
 from expertd.service.http.listening import listen_for_channels
 from expertd.service.http.server_context import ServerContext
 from expertd.service.http.tls import TlsProtocol
+from expertd.service.memory import Arena
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import AUTO
 
@@ -42,6 +45,23 @@ LIMITS = {
     "max_queue_tokens": 1024,
     "max_body_bytes": 1 << 20,
 }
+P = ParamSpec("P")
+
+
+def limits_for(num_tokens: int) -> dict[str, float]:
+    """Limits that allow requests of so many tokens, of which 8 may wait."""
+    tokens: dict[str, float] = dict.fromkeys(("max_request_tokens", "max_batch_tokens"), num_tokens)
+    return {**tokens, "max_queue_tokens": 8 * num_tokens, "max_body_bytes": 2 * num_tokens * HIDDEN * 4}
+
+
+def on_uvloop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """The test, on the event loop that servers have; others run on asyncio's."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        uvloop.run(test(*args, **kwargs))
+
+    return run
 
 
 def tiny_settings(limits: Mapping[str, float] | None = None, **changes: Any) -> Settings:
@@ -80,6 +100,15 @@ class Serving:
     def metric(self, name: str, **labels: str) -> float:
         """The value of a metric; 0 if it does not exist."""
         return self.app.metrics.registry.get_sample_value(f"expertd_{name}", labels) or 0.0
+
+    def counted(self, status: int) -> float:
+        """The infer requests to the model "tiny" that had this status."""
+        return self.metric("requests_total", model="tiny", status=str(status))
+
+    @property
+    def arena(self) -> Arena:
+        assert self.app.engine.arena is not None
+        return self.app.engine.arena
 
 
 @asynccontextmanager

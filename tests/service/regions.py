@@ -2,7 +2,8 @@
 
 import base64
 import ctypes
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from expertd.service.moe.request import LayerRequest, Output, StepResult
 from expertd.service.settings.model import Settings
 from tests.service.apps import HIDDEN, Serving, tiny_settings
 from tests.service.runners import EchoRunner
+from tests.service.shm import ShmFile, shm_file
 
 SYSTEM, CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 HANDLE = bytes(range(64))
@@ -173,6 +175,14 @@ async def registered(server: Serving, name: str, key: str, num_bytes: int, offse
     """Register a system region that must be accepted."""
     response = await register(server, name, key, num_bytes, offset)
     assert (response.status_code, response.content) == (200, b""), response.text
+
+
+@asynccontextmanager
+async def region(server: Serving, num_bytes: int, name: str = "r") -> AsyncIterator[ShmFile]:
+    """A file that is registered whole."""
+    with shm_file(num_bytes) as file:
+        await registered(server, name, file.key, num_bytes)
+        yield file
 
 
 def totals(server: Serving, kind: str = "system") -> tuple[float, float]:

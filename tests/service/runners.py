@@ -30,6 +30,10 @@ class EchoRunner:
         self.steps: list[list[int]] = []
         self.poison = poison
 
+    async def begun(self) -> None:
+        """Wait until a further step has begun."""
+        assert await asyncio.to_thread(self.entered.acquire, True, 10)
+
     def validate(self, request: LayerRequest) -> None:
         if request.topk_ids is not None and np.frombuffer(host_view(request.topk_ids), np.int32).max() > 3:
             raise ValueError("topk_ids: expected 0 to 3, got a larger one")

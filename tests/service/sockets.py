@@ -50,9 +50,18 @@ def answers(data: bytes) -> list[Answer]:
     return found
 
 
-def connect(port: int) -> socket.socket:
-    """A connection to the loopback interface."""
-    return socket.create_connection(("127.0.0.1", port), timeout=30)
+def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
+    """A connection to the loopback interface; `receive_buffer`: bytes of it that the system holds, about."""
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(30)
+    try:
+        sock.connect(("127.0.0.1", port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def read_to_end(sock: socket.socket) -> list[Answer]:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import torch
@@ -73,15 +73,7 @@ def with_lanes(settings: Settings) -> Settings:
     return Settings.model_validate({**settings.model_dump(), "lanes": {"decode_max_tokens": 4}})
 
 
-class Stoppable(Protocol):
-    """A server that a soak can end by SIGTERM."""
-
-    port: int
-
-    def terminate(self) -> int: ...
-
-
-def stop(server: Stoppable, stage: Stage) -> int:
+def stop(server: "SoakServer", stage: Stage) -> int:
     """End a server by SIGTERM under its callers: its exit code.
 
     It answers two health checks before the signal. Its event loop reads in the order of arrival, so by then

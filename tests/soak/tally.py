@@ -2,9 +2,6 @@
 
 import math
 import multiprocessing as mp
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import IntEnum
 from multiprocessing.sharedctypes import RawArray, RawValue
 from typing import Any
@@ -41,13 +38,6 @@ class Tally:
     def count(self, outcome: str) -> None:
         """One more."""
         self._counts[OUTCOMES.index(outcome)] += 1
-
-    @contextmanager
-    def right_within(self) -> Iterator[None]:
-        """Time a request that is answered right, unless this raises."""
-        began = time.perf_counter()
-        yield
-        self.took(time.perf_counter() - began)
 
     def took(self, seconds: float) -> None:
         """A request was answered right."""

@@ -1,6 +1,5 @@
 """A gRPC server in the test's process, and calls to it with our own messages."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -101,5 +100,5 @@ async def held(calls: Calls, runner: EchoRunner) -> Any:
     """A request whose step runs until the runner's gate is opened."""
     runner.gate.clear()
     first = calls.infer(hidden_message(rows(3)))
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    await runner.begun()
     return first

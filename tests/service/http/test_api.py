@@ -21,6 +21,7 @@ from tests.service.apps import (
     HIDDEN,
     MODEL,
     NUM_EXPERTS,
+    TOP_K,
     binary_request,
     error_of,
     hidden_request,
@@ -49,21 +50,12 @@ async def test_metadata_health_and_index() -> None:
         assert (await server.http.get("/v2/health/ready")).json() == {"ready": True}
         for path in ("/v2/models/tiny", "/v2/models/tiny/versions/1"):
             metadata = (await server.http.get(path)).json()
-            assert metadata["inputs"][0] == {
-                "name": "hidden_states",
-                "datatype": "FP32",
-                "shape": [-1, HIDDEN],
-                "parameters": {
-                    "datatypes": "BF16,FP16,FP32,FP8,UINT8",
-                    "fp8_format": "e4m3",
-                    "fp8_scale": "hidden_states_scale",
-                    "fp8_scale_columns": 128,
-                },
-            }
+            hidden = {"name": "hidden_states", "datatype": "FP32", "shape": [-1, HIDDEN]}
+            fp8 = {"fp8_format": "e4m3", "fp8_scale": "hidden_states_scale", "fp8_scale_columns": 128}
+            parameters = {"datatypes": "BF16,FP16,FP32,FP8,UINT8", **fp8}
+            assert metadata["inputs"][0] == {**hidden, "parameters": parameters}
             assert metadata["inputs"][1]["parameters"] == {"datatypes": "INT32,INT64"}
-            assert metadata["outputs"] == [
-                {"name": "hidden_states", "datatype": "FP32", "shape": [-1, HIDDEN]}
-            ]
+            assert metadata["outputs"] == [hidden]
             assert [tensor["shape"] for tensor in metadata["inputs"][1:]] == [[-1, 2], [-1, 2]]
             assert (await server.http.get(f"{path}/ready")).json() == {"name": "tiny", "ready": True}
         for body in (b"", b'{"ready": true}', b'{"ready": false}'):
@@ -117,63 +109,51 @@ async def test_the_activation_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     assert (parameters["shared_experts"], parameters["scoring_func"]) == ("excluded", "sigmoid")
 
 
-@pytest.mark.parametrize(
-    ("version", "accepted"),
-    [
-        (None, True),  # another kind of client
-        (expertd_client.__version__, True),
-        ("0.1.7", True),
-        ("0.1.0.dev3", True),
-        ("0.1", False),
-        ("0.10.0", False),
-        ("0.2.0", False),
-        ("1.0.0", False),
-        ("", False),
-        ("\xe9", False),
-    ],
-)
-async def test_clients_of_other_versions_are_refused(version: str | None, accepted: bool) -> None:
+VERSIONS: dict[str | None, bool] = {
+    None: True,  # another kind of client
+    expertd_client.__version__: True,
+    "0.1.7": True,
+    "0.1.0.dev3": True,
+    **dict.fromkeys(("0.1", "0.10.0", "0.2.0", "1.0.0", "", "\xe9"), False),
+}
+
+
+async def test_clients_of_other_versions_are_refused() -> None:
+    body, length = GOOD
+    calls: list[tuple[str, str, Any, int]] = [
+        ("GET", "/v2", None, 200),
+        ("GET", "/v2/health/ready", None, 200),
+        ("GET", "/v2/models/tiny", None, 200),
+        ("POST", "/v1/channels", b"{}", 403),
+        ("POST", "/v2/models/tiny/infer", body, 200),
+    ]
     async with serving(tiny_settings(), serving_runner(EchoRunner())) as server:
-        headers = [] if version is None else [(b"Expertd-Client", version.encode("latin-1"))]
-        body, length = GOOD
-        calls: list[tuple[str, str, Any]] = [
-            ("GET", "/v2", None),
-            ("GET", "/v2/health/ready", None),
-            ("GET", "/v2/models/tiny", None),
-            ("POST", "/v1/channels", b"{}"),
-            ("POST", "/v2/models/tiny/infer", body),
-        ]
-        for method, path, content in calls:
-            size = [(b"Inference-Header-Content-Length", str(length).encode())] * (content == body)
-            answer = await server.http.request(method, path, content=content, headers=[*headers, *size])
-            if accepted:
-                assert answer.status_code in ((403,) if path == "/v1/channels" else (200,))
-            else:
-                text = f"expertd-client: expected version 0.1.x with expertd {__version__}, got {version!a}"
-                assert error_of(answer, 400) == text
+        for version, accepted in VERSIONS.items():
+            headers = [] if version is None else [(b"Expertd-Client", version.encode("latin-1"))]
+            text = f"expertd-client: expected version 0.1.x with expertd {__version__}, got {version!a}"
+            for method, path, content, status in calls:
+                size = [(b"Inference-Header-Content-Length", str(length).encode())] * (content == body)
+                answer = await server.http.request(method, path, content=content, headers=[*headers, *size])
+                assert accepted or error_of(answer, 400) == text
+                assert not accepted or answer.status_code == status
 
 
-GETS = (
-    "/v2",
-    "/v2/health/live",
-    "/v2/health/ready",
-    "/v2/models/tiny",
-    "/v2/models/tiny/ready",
-    "/v2/models/tiny/versions/1/ready",
-    "/v2/models/other",
-    "/v1/partitions",
-    "/openapi.json",
-    "/docs",
-)
-
-
-@pytest.mark.parametrize("path", GETS)
-async def test_head_is_get_without_a_body(path: str) -> None:
+async def test_head_is_get_without_a_body() -> None:
     async with serving(tiny_settings()) as server:
-        get, head = await server.http.get(path), await server.http.head(path)
-        assert (head.status_code, head.headers) == (get.status_code, get.headers)
-        assert int(head.headers["content-length"]) == len(get.content) > 0
-        assert head.content == b""
+        for path in (
+            *("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/tiny", "/v2/models/tiny/ready"),
+            *(
+                "/v2/models/tiny/versions/1/ready",
+                "/v2/models/other",
+                "/v1/partitions",
+                "/openapi.json",
+                "/docs",
+            ),
+        ):
+            get, head = await server.http.get(path), await server.http.head(path)
+            assert (head.status_code, head.headers) == (get.status_code, get.headers)
+            assert int(head.headers["content-length"]) == len(get.content) > 0
+            assert head.content == b""
         assert (await server.http.head("/metrics")).status_code == 200
         refused = await server.http.head("/v2/models/tiny/infer")
         assert (refused.status_code, refused.headers["allow"]) == (405, "OPTIONS, POST")
@@ -187,15 +167,8 @@ async def test_head_reports_whether_the_server_is_ready() -> None:
             assert (await server.http.head(path)).status_code == 503
 
 
-OPTIONS = {
-    "/": "GET, HEAD, OPTIONS",
-    "*": "GET, HEAD, OPTIONS",
-    "/v2/health/live": "GET, HEAD, OPTIONS",
-    "/v2/health/ready": "GET, HEAD, OPTIONS",
-    "/v2/models/tiny/ready": "GET, HEAD, OPTIONS",
-    "/v2/models/tiny/versions/1/ready": "GET, HEAD, OPTIONS",
-    "/page/main.js": "GET, HEAD, OPTIONS",
-}
+OPEN = ("/", "*", "/v2/health/live", "/v2/health/ready", "/v2/models/tiny/ready", "/page/main.js")
+OPTIONS = dict.fromkeys((*OPEN, "/v2/models/tiny/versions/1/ready"), "GET, HEAD, OPTIONS")
 OPTIONS_WITH_KEY = {
     "/v1/channels": "GET, HEAD, OPTIONS, POST",
     "/v1/live": "GET, HEAD, OPTIONS",
@@ -220,9 +193,8 @@ async def test_options_tell_the_methods_and_check_health(tmp_path: Path) -> None
         for path, methods in (OPTIONS | OPTIONS_WITH_KEY).items():
             right = "" if path in OPTIONS else "metrics" if path == "/v1/live" else "infer"
             answer = await asked(path, right)
-            assert (answer.status, answer.headers.get("allow"), answer.body) == (200, methods.lower(), b""), (
-                path
-            )
+            told = answer.status, answer.headers.get("allow"), answer.body
+            assert told == (200, methods.lower(), b""), path
         assert {(await asked(path)).status for path in OPTIONS_WITH_KEY} == {401}
         assert (await asked("/v1/live", "infer")).status == 403
         for path, status in (("/v2/models/other/ready", 404), ("/v2/models/tiny/versions/2/ready", 404)):
@@ -239,41 +211,8 @@ async def test_options_of_the_root_check_health_without_a_page() -> None:
         assert (answer.status_code, answer.headers["allow"]) == (200, "OPTIONS")
         server.app.engine.begin_drain()
         assert error_of(await server.http.options("/"), 503) == "the server is draining"
-        assert (
-            error_of(await server.http.get("/"), 404) == "path: expected one of this API (see /docs), got '/'"
-        )
-
-
-async def test_json_and_binary_give_the_same_output() -> None:
-    values = rows(5)
-    async with serving(tiny_settings()) as server:
-        from_binary = output_of(await server.infer(*hidden_request(values)))
-        from_json = output_of(await server.infer(json_request(json_input(values))))
-        from_raw = output_of(await server.infer(values.tobytes(), 0))
-    assert np.isfinite(from_binary).all()
-    assert np.abs(from_binary).max() > 0
-    np.testing.assert_array_equal(from_json, from_binary)
-    np.testing.assert_array_equal(from_raw, from_binary)
-
-
-async def test_the_versioned_path_works_too() -> None:
-    body, length = GOOD
-    headers = {"Inference-Header-Content-Length": str(length)}
-    async with serving(tiny_settings()) as server:
-        response = await server.http.post("/v2/models/tiny/versions/1/infer", content=body, headers=headers)
-    assert output_of(response).shape == (3, HIDDEN)
-
-
-async def test_responses_have_the_request_id_and_the_right_content_type() -> None:
-    async with serving(tiny_settings()) as server:
-        response = await server.infer(*hidden_request(rows(1), id="seven"))
-        assert response.headers["content-type"] == "application/octet-stream"
-        header = json.loads(response.content[: int(response.headers["inference-header-content-length"])])
-        assert header["id"] == "seven"
-        response = await server.infer(json_request(json_input(rows(1)), id="eight"))
-        assert response.headers["content-type"] == "application/json"
-        assert "inference-header-content-length" not in response.headers
-        assert response.json()["id"] == "eight"
+        for path in ("/", "/page/main.js", "/v1/live"):
+            assert error_of(await server.http.get(path), 404).startswith("path: expected one of this API")
 
 
 @pytest.mark.parametrize("request_id", ["", "42", 'ä\n"\u20ac', "x" * 1000])
@@ -291,15 +230,13 @@ async def test_a_response_has_what_the_protocol_says(request_id: str, is_binary:
             response = await server.http.post("/v2/models/tiny/versions/1/infer", content=body)
             length = response.headers.get("inference-header-content-length")
             assert (length is not None) == (is_binary and outputs == [output])
+            kind = "application/json" if length is None else "application/octet-stream"
+            assert response.headers["content-type"] == kind
             header = json.loads(response.content[: int(length)] if length else response.content)
             assert (header["id"], header["model_name"], header["model_version"]) == (request_id, "tiny", "1")
             assert [each["name"] for each in header["outputs"]] == ["hidden_states"]
             assert np.array_equal(output_of(response), expected)
-
-
-async def test_no_id_gives_no_id() -> None:
-    async with serving(tiny_settings()) as server:
-        assert "id" not in (await server.infer(json_request(json_input(rows(1))))).json()
+        assert np.array_equal(output_of(await server.infer(rows(2).tobytes(), 0)), expected), "raw rows"
 
 
 async def test_zero_tokens_give_zero_rows() -> None:
@@ -329,9 +266,8 @@ async def test_null_beside_binary_tensors_is_absent_however_the_body_comes(num_t
                 await asyncio.to_thread(sock.sendall, data)
                 answer = await asyncio.to_thread(read_answer, sock)
                 assert answer.status == 200, answer.body
-                assert (
-                    answer.body[int(answer.headers["inference-header-content-length"]) :] == values.tobytes()
-                )
+                start = int(answer.headers["inference-header-content-length"])
+                assert answer.body[start:] == values.tobytes()
 
 
 async def test_given_routing_is_used() -> None:
@@ -347,11 +283,7 @@ async def test_given_routing_is_used() -> None:
             parameters = {"binary_data_output": True}
             return output_of(await server.infer(*binary_request(tensors, parameters=parameters)))
 
-        first, same, other = (
-            await answer([[0, 1]] * 2),
-            await answer([[0, 2]] * 2),
-            await answer([[3, 1]] * 2),
-        )
+        first, same, other = [await answer(2 * [ids]) for ids in ([0, 1], [0, 2], [3, 1])]
     np.testing.assert_array_equal(first, same, err_msg="an expert of weight 0 counts for nothing")
     assert np.abs(first - other).max() > 0.01
 
@@ -402,25 +334,6 @@ async def test_requests_and_responses_may_be_compressed() -> None:
         output_of(await server.infer(body, length))
 
 
-async def test_large_bodies_are_handled_in_a_thread() -> None:
-    values = rows(512)
-    limits = {"max_request_tokens": 1024, "max_batch_tokens": 1024}
-    limits |= dict.fromkeys(("max_body_bytes", "max_json_bytes"), 2 << 20)
-    ids = np.tile(np.array([[3, 1]], np.int64), (512, 1))
-    weights = np.full((512, 2), 0.5, np.float32)
-    tensors = {
-        "hidden_states": ("FP32", list(values.shape), values.tobytes()),
-        "topk_ids": ("INT64", [512, 2], ids.tobytes()),
-        "topk_weights": ("FP32", [512, 2], weights.tobytes()),
-    }
-    inputs = [json_input(ids, "topk_ids", "INT64"), json_input(weights, "topk_weights"), json_input(values)]
-    async with serving(tiny_settings(limits=limits)) as server:
-        packed, length = binary_request(tensors, parameters={"binary_data_output": True})
-        binary = await server.infer(gzip.compress(packed, 1), length, content_encoding="gzip")
-        plain = await server.infer(json_request(*inputs), accept_encoding="gzip")
-    np.testing.assert_array_equal(output_of(binary), output_of(plain))
-
-
 async def test_nan_affects_only_its_own_request() -> None:
     broken = rows(4, seed=1)
     broken[2, 7] = np.nan
@@ -438,3 +351,30 @@ async def test_nan_affects_only_its_own_request() -> None:
         body, length = hidden_request(broken, parameters={"binary_data_output": False})
         text = error_of(await server.infer(body, length), 400)
         assert "not finite" in text, "JSON cannot represent NaN"
+
+
+async def test_the_configuration_has_tensors_limits_and_sizes() -> None:
+    settings = tiny_settings(models=[{**MODEL, "datatype": "BF16"}])
+    async with serving(settings) as server:
+        response = await server.http.get("/v2/models/tiny/config")
+        versioned = await server.http.get("/v2/models/tiny/versions/1/config")
+    config = response.json()
+    assert versioned.json() == config
+    routing = {"dims": [-1, TOP_K], "optional": True}
+    assert config["input"] == [
+        {"name": "hidden_states", "data_type": "TYPE_BF16", "dims": [-1, HIDDEN], "optional": False},
+        {"name": "topk_ids", "data_type": "TYPE_INT32", **routing},
+        {"name": "topk_weights", "data_type": "TYPE_FP32", **routing},
+    ]
+    assert config["output"] == [{"name": "hidden_states", "data_type": "TYPE_BF16", "dims": [-1, HIDDEN]}]
+    fixed = {"name": "tiny", "platform": "expertd", "backend": "expertd", "max_batch_size": 0}
+    assert {name: config[name] for name in fixed} == fixed
+    assert config["instance_group"] == [{"name": "tiny", "kind": "KIND_CPU", "count": 1}]
+    assert config["dynamic_batching"] == {"max_queue_delay_microseconds": 0}
+    assert config["parameters"]["max_request_tokens"] == {"string_value": "64"}
+    assert config["parameters"]["num_experts"] == {"string_value": "4"}
+    assert config["parameters"]["hidden_states_datatypes"] == {"string_value": "BF16,FP16,FP32,FP8,UINT8"}
+    assert config["parameters"]["topk_ids_datatypes"] == {"string_value": "INT32,INT64"}
+    fp8 = {"fp8_format": "e4m3", "fp8_scale": "hidden_states_scale", "fp8_scale_columns": "128"}
+    for name, value in fp8.items():
+        assert config["parameters"][name] == {"string_value": value}

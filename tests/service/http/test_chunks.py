@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -15,7 +14,6 @@ from tests.service.apps import (
     HIDDEN,
     MODEL,
     Serving,
-    binary_request,
     hidden_request,
     json_request,
     rows,
@@ -27,10 +25,9 @@ from tests.service.channels.servers import answer_of, answer_to, claimed
 from tests.service.competing import CHUNKS, HeldRunner, competing, holding, in_chunks, polled, waiting
 from tests.service.keys import bearer, write_keys
 from tests.service.ranks.servers import close, output_for
-from tests.service.ranks.steps import routed, routing
-from tests.service.regions import region_input, region_output, registered
+from tests.service.ranks.steps import routing
+from tests.service.regions import region, region_input, region_output
 from tests.service.runners import EchoRunner
-from tests.service.shm import shm_file
 from tests.service.sockets import connect, infer
 from tests.service.waiting import until
 
@@ -58,33 +55,6 @@ async def test_outputs_are_those_of_whole_requests() -> None:
         assert server.metric("chunks_total", model="tiny") == 4
 
 
-@pytest.mark.parametrize("ids", ["INT32", "INT64"])
-async def test_outputs_with_given_routing(ids: str) -> None:
-    async with chunking() as (server, runner):
-        whole = await routed(server, LONG, ids)
-        assert close(await in_chunks(server, runner, lambda: routed(server, LONG, ids)), whole)
-
-
-@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-async def test_outputs_of_other_datatypes(datatype: str) -> None:
-    bits = LONG.astype(np.float16) if datatype == "FP16" else (LONG.view(np.uint32) >> 16).astype(np.uint16)
-    tensors = {"hidden_states": (datatype, [64, HIDDEN], bits.tobytes())}
-    parameters = {"binary_data_output": True}
-    async with chunking() as (server, runner):
-
-        async def output() -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-            response = await server.infer(*binary_request(tensors, parameters=parameters))
-            assert response.status_code == 200, response.text
-            data = response.content[int(response.headers["inference-header-content-length"]) :]
-            if datatype == "FP16":
-                return np.frombuffer(data, np.float16).astype(np.float32)
-            return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-        whole = await output()
-        got = await in_chunks(server, runner, output)
-    assert np.abs(got - whole).max() <= 2**-7 * np.abs(whole).max()
-
-
 @pytest.mark.parametrize("given", [False, True])
 async def test_outputs_through_a_channel(tmp_path: Path, given: bool) -> None:
     arguments = routing(64) if given else ()
@@ -104,9 +74,8 @@ async def test_outputs_through_a_channel(tmp_path: Path, given: bool) -> None:
 async def test_outputs_in_shared_memory() -> None:
     async with chunking(shared_memory={"enabled": True}) as (server, runner):
         whole = await output_for(server, LONG)
-        with shm_file(2 * LONG.nbytes) as file:
+        async with region(server, 2 * LONG.nbytes) as file:
             file.write(LONG, 0)
-            await registered(server, "r", file.key, 2 * LONG.nbytes)
             outputs = region_output("r", LONG.nbytes, LONG.nbytes)
             body = json_request(region_input("r", [64, HIDDEN]), outputs=outputs)
             response = await in_chunks(server, runner, lambda: server.infer(body))
@@ -212,26 +181,6 @@ async def test_keys_share_a_full_server(tmp_path: Path) -> None:
         held[0].open()
         await asyncio.gather(*calls)
     assert order == ["heavy", "heavy", "light", "heavy", "heavy", "heavy"]
-
-
-async def test_a_key_does_not_shut_others_out_of_a_full_queue(tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "keys.yaml", heavy=["infer"], light=["infer"])
-    loader, held = holding(load)
-    async with serving(tiny_settings({"max_queue_requests": 1}, keys=str(keys)), loader) as server:
-
-        def send(name: str) -> "asyncio.Task[httpx.Response]":
-            body, length = hidden_request(rows(1))
-            return asyncio.create_task(server.infer(body, length, **bearer(name)))
-
-        held[0].close()
-        calls = [send("heavy")]
-        await until(lambda: held[0].steps == [[1]])
-        for name in ("heavy", "light"):
-            calls.append(send(name))
-            await until(lambda: waiting(server) == len(calls) - 1)
-        assert [(await send(name)).status_code for name in ("heavy", "light")] == [503, 503]
-        held[0].open()
-        assert [(await call).status_code for call in calls] == [200, 200, 200]
 
 
 async def test_channels_belong_to_the_keys_that_opened_them(tmp_path: Path) -> None:

@@ -65,14 +65,6 @@ def test_a_unix_socket_has_no_addresses() -> None:
     assert limits.admit("").refusal is None
 
 
-def test_every_end_is_told() -> None:
-    limits, ends = limited(1, 1), []
-    limits.closed = lambda: ends.append(1)
-    for admission in (limits.admit(LOCAL), limits.admit(LOCAL)):
-        admission.release()
-    assert len(ends) == 2
-
-
 @pytest.mark.parametrize(
     ("peer", "text"),
     [(("127.0.0.1", 80), "127.0.0.1:80"), (("::1", 80, 0, 0), "[::1]:80"), ("", "unix"), (b"", "unix")],

@@ -50,18 +50,13 @@ class Dribble(threading.Thread):
             pass
 
 
-def test_a_silent_connection_is_closed(server: ServerProcess) -> None:
+def test_a_silent_and_an_idle_connection_are_closed(server: ServerProcess) -> None:
     started = time.monotonic()
-    with connect(server.port) as sock:
-        assert read_to_end(sock) == []
+    with connect(server.port) as silent, connect(server.port) as idle:
+        idle.sendall(LIVE)
+        assert read_answer(idle).status == 200
+        assert read_to_end(silent) == read_to_end(idle) == []
     assert 0.9 < time.monotonic() - started < 10
-
-
-def test_an_idle_connection_is_closed(server: ServerProcess) -> None:
-    with connect(server.port) as sock:
-        sock.sendall(LIVE)
-        assert read_answer(sock).status == 200
-        assert read_to_end(sock) == []
 
 
 @pytest.mark.parametrize("sent", [b"G", LIVE[:-2], LIVE + LIVE[:-2]], ids=["byte", "most", "after another"])
@@ -124,36 +119,32 @@ def test_connections_beyond_the_limit_get_503(tmp_path: Path) -> None:
             assert answer.status == 503
             assert answer.error == "connections: expected at most 2, got 3"
             assert (answer.headers["connection"], answer.headers["retry-after"]) == ("close", "1")
+        text = "limits.max_connections: 2 connections are open, further ones are refused"
+        assert server.log().count(text) == 1
         for sock in socks:
             sock.sendall(LIVE)
             assert read_answer(sock).status == 200, "open connections are kept"
         socks[0].close()
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
-        socks[1].close()
-        assert (
-            server.log().count("limits.max_connections: 2 connections are open, further ones are refused")
-            == 1
-        )
-
-
-def test_many_silent_connections_beyond_the_limit_are_closed(tmp_path: Path) -> None:
-    with server_process(tiny_settings({"max_connections": 1}), tmp_path) as server:
         with ExitStack() as stack:
-            socks = [stack.enter_context(connect(server.port)) for _ in range(600)]
-            ends = [sock.recv(4096)[:12] for sock in socks[1:]]
+            silent = [stack.enter_context(connect(server.port)) for _ in range(600)]
+            ends = [sock.recv(4096)[:12] for sock in silent[1:]]
         assert set(ends) == {b"HTTP/1.1 503", b""}, "if too many linger, others are just closed"
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
+        socks[1].close()
 
 
-@pytest.mark.parametrize(
-    ("limits", "count", "expected"),
-    [((100, 1000), 500, 500), ((100, 1000), 2000, 1000), ((500, 1000), 500, None), ((-1, -1), 500, None)],
-)
+OPEN_FILES = [
+    ((100, 1000), 500, 500),
+    ((100, 1000), 2000, 1000),
+    ((500, 1000), 500, None),
+    ((-1, -1), 500, None),
+]
+
+
+@pytest.mark.parametrize(("limits", "count", "expected"), OPEN_FILES)
 def test_the_limit_on_open_files_is_raised(
-    monkeypatch: pytest.MonkeyPatch,
-    limits: tuple[int, int],
-    count: int,
-    expected: int | None,
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], count: int, expected: int | None
 ) -> None:
     limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda which: limits)

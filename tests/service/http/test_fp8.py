@@ -1,6 +1,7 @@
 """FP8 hidden states in requests: UINT8 or FP8 values with FP32 scales."""
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from expertd.kernels import expand_rows, quantize_rows
 from expertd.service.channels.layout import REQUEST, Geometry
 from expertd.service.channels.requests import ChannelModel, InvalidRequestError, RequestReader
 from expertd.service.checkpoints import models_of
+from expertd.service.engine.loading import load
 from expertd.service.engine.spec import specs_of
 from expertd.service.http.protocol import OipError, parse_request
 from expertd.service.http.routes.open_inference import fp8_parameters, input_datatypes
@@ -41,12 +43,10 @@ from tests.service.regions import (
     Device,
     bytes_of,
     enabled,
-    place,
+    region,
     region_input,
     register_cuda,
-    registered,
 )
-from tests.service.shm import shm_file
 
 Array = npt.NDArray[Any]
 NOTHING: Array = rows(0)
@@ -102,27 +102,6 @@ async def test_scales_may_be_json_and_come_first() -> None:
         header = json_request(*inputs, **BINARY)
         response = await server.infer(header + values.tobytes(), len(header))
         assert np.array_equal(output_of(response), wanted)
-
-
-async def test_values_and_scales_in_shared_memory() -> None:
-    values, scales, expected = quantized(5)
-    async with serving(enabled()) as server:
-        wanted = output_of(await server.infer(*hidden_request(expected)))
-        with shm_file(1 << 16) as file:
-            file.write(values, 0)
-            file.write(scales, 32768)
-            await registered(server, "r", file.key, 1 << 16, 0)
-
-            def given(name: str, datatype: str, array: Array, offset: int) -> dict[str, Any]:
-                where = {**place("r", array.nbytes), "shared_memory_offset": offset}
-                return {"name": name, "datatype": datatype, "shape": list(array.shape), "parameters": where}
-
-            inputs = [
-                given("hidden_states", "UINT8", values, 0),
-                given("hidden_states_scale", "FP32", scales, 32768),
-            ]
-            response = await server.infer(json_request(*inputs, **BINARY))
-            assert np.array_equal(output_of(response), wanted)
 
 
 class ExpandingRunner(AddressRunner):
@@ -185,58 +164,49 @@ async def test_values_and_scales_in_memory_of_a_gpu(on_gpu: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("in_file", [("hidden_states",), tuple(TENSORS)])
-async def test_values_in_a_file_that_a_gpu_reads(in_file: tuple[str, ...]) -> None:
-    """The host reads only the scales, whether they come from the file or in the body."""
+@pytest.mark.parametrize("on_device", [False, True])
+async def test_values_in_a_file(in_file: tuple[str, ...], on_device: bool) -> None:
+    """A GPU reads them there; the host reads only the scales, whether they are there or in the body."""
     values, scales, expected = quantized(4)
-    async with serving(enabled(), Device(ExpandingRunner()).loader()) as server:
-        with shm_file(8192) as file:
-            await registered(server, "file", file.key, 8192)
+    loader = Device(ExpandingRunner()).loader() if on_device else load
+    async with serving(enabled(), loader) as server:
+        wanted = 2 * expected if on_device else output_of(await server.infer(*hidden_request(expected)))
+        async with region(server, 8192, "file") as file:
             given = request_with_region("file", in_file, file.write, values, scales)
             for _ in range(2):
                 answer = await server.infer(*given)
-                np.testing.assert_array_equal(output_of(answer), 2 * expected)
+                np.testing.assert_array_equal(output_of(answer), wanted)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "text"),
-    [
-        (
-            {"hidden_states": ("UINT8", [1, HIDDEN], bytes(HIDDEN))},
-            "input hidden_states_scale: expected it with FP8 or UINT8 hidden_states alone, got UINT8 without",
-        ),
-        (
-            {
-                "hidden_states": ("FP32", [1, HIDDEN], bytes(4 * HIDDEN)),
-                "hidden_states_scale": ("FP32", [1, 1], bytes(4)),
-            },
-            "input hidden_states_scale: expected it with FP8 or UINT8 hidden_states alone, got FP32 with it",
-        ),
-        (
-            {
-                "hidden_states": ("UINT8", [1, HIDDEN], bytes(HIDDEN)),
-                "hidden_states_scale": ("FP32", [1, 2], bytes(8)),
-            },
-            "shape of input hidden_states_scale: expected [1, 1], got [1, 2]",
-        ),
-        (
-            {
-                "hidden_states": ("UINT8", [2, HIDDEN], bytes(2 * HIDDEN)),
-                "hidden_states_scale": ("FP32", [1, 1], bytes(4)),
-            },
-            "shape of input hidden_states_scale: expected [2, 1], got [1, 1]",
-        ),
-        (
-            {
-                "hidden_states": ("UINT8", [1, HIDDEN], bytes(HIDDEN)),
-                "hidden_states_scale": ("BF16", [1, 1], bytes(2)),
-            },
-            "datatype of input hidden_states_scale: expected FP32, got 'BF16'",
-        ),
-    ],
-)
-async def test_wrong_requests_are_refused(tensors: Any, text: str) -> None:
+ALONE = "input hidden_states_scale: expected it with FP8 or UINT8 hidden_states alone, got "
+WRONG: list[tuple[str, int, tuple[str, list[int]] | None, str]] = [
+    ("UINT8", 1, None, f"{ALONE}UINT8 without"),
+    ("FP32", 1, ("FP32", [1, 1]), f"{ALONE}FP32 with it"),
+    ("UINT8", 1, ("FP32", [1, 2]), "shape of input hidden_states_scale: expected [1, 1], got [1, 2]"),
+    ("UINT8", 2, ("FP32", [1, 1]), "shape of input hidden_states_scale: expected [2, 1], got [1, 1]"),
+    ("UINT8", 1, ("BF16", [1, 1]), "datatype of input hidden_states_scale: expected FP32, got 'BF16'"),
+]
+
+
+async def test_wrong_requests_are_refused() -> None:
+    sizes = {"UINT8": 1, "BF16": 2, "FP32": 4}
+    values, scales, _ = quantized(1)
     async with serving(tiny_settings()) as server:
-        assert error_of(await server.infer(*binary_request(tensors)), 400).startswith(text)
+        for datatype, count, given, text in WRONG:
+            shape = [count, HIDDEN]
+            tensors = {"hidden_states": (datatype, shape, bytes(count * HIDDEN * sizes[datatype]))}
+            if given is not None:
+                tensors["hidden_states_scale"] = (*given, bytes(math.prod(given[1]) * sizes[given[0]]))
+            assert error_of(await server.infer(*binary_request(tensors)), 400).startswith(text)
+        body = json_request(json_input(values, datatype="UINT8"), json_input(scales, "hidden_states_scale"))
+        text = "input hidden_states: expected the parameter binary_data_size with UINT8, got data"
+        assert error_of(await server.infer(body), 400) == text
+        body, length = binary_request(
+            {"hidden_states": ("FP32", [1, HIDDEN], rows(1).tobytes())},
+            outputs=[{"name": "hidden_states", "parameters": {"datatype": "FP8"}}],
+        )
+        text = "datatype of output hidden_states: expected BF16, FP16 or FP32, got 'FP8'"
+        assert error_of(await server.infer(body, length), 400) == text
 
 
 def test_a_hidden_size_without_whole_blocks_takes_no_fp8(tmp_path: Path) -> None:
@@ -259,20 +229,6 @@ def test_a_hidden_size_without_whole_blocks_takes_no_fp8(tmp_path: Path) -> None
     reader = RequestReader(geometry, Span(0, 1 << 16, None, memoryview(bytearray(1 << 16)), None), [model])
     with pytest.raises(InvalidRequestError, match=r"datatype: expected 1, 2 or 3 .*, got 4"):
         reader.line(REQUEST.pack(1, 4, 3, 0, 0, 0, 0, 0, 4096, 0, 0))
-
-
-async def test_fp8_as_numbers_and_as_output_is_refused() -> None:
-    values, scales, _ = quantized(1)
-    async with serving(tiny_settings()) as server:
-        body = json_request(json_input(values, datatype="UINT8"), json_input(scales, "hidden_states_scale"))
-        text = "input hidden_states: expected the parameter binary_data_size with UINT8, got data"
-        assert error_of(await server.infer(body), 400) == text
-        body, length = binary_request(
-            {"hidden_states": ("FP32", [1, HIDDEN], rows(1).tobytes())},
-            outputs=[{"name": "hidden_states", "parameters": {"datatype": "FP8"}}],
-        )
-        text = "datatype of output hidden_states: expected BF16, FP16 or FP32, got 'FP8'"
-        assert error_of(await server.infer(body, length), 400) == text
 
 
 async def test_a_channel_takes_rows_with_their_scales(tmp_path: Path) -> None:

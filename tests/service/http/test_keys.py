@@ -1,4 +1,4 @@
-"""Keys over a connection: refused before the body, changed while it is open, counted, and in the log."""
+"""Who may call what: every route with each kind of key; keys that change, are counted, and are in the log."""
 
 import asyncio
 import logging
@@ -8,10 +8,15 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from fastapi.routing import APIRoute
+from starlette.routing import Route
 
+from expertd.service.http.app import ExpertApp
+from expertd.service.http.rights import ANY, CALLS, rights_for
 from expertd.service.inference import gate
 from tests.service.apps import (
     HIDDEN,
@@ -25,8 +30,7 @@ from tests.service.apps import (
 )
 from tests.service.keys import all_keys, bearer, key_of, write_keys
 from tests.service.runners import EchoRunner
-from tests.service.settings.refusals import BILLION_VALUES
-from tests.service.sockets import INFER, Answer, connect, head, infer, read_answer
+from tests.service.sockets import INFER, Answer, ask, connect, head, infer, read_answer
 
 BODY, LENGTH = hidden_request(rows(1))
 
@@ -88,33 +92,18 @@ async def test_each_request_of_a_connection_is_checked(keys: Path) -> None:
             assert (await asked(sock, head("GET /v2/health/ready HTTP/1.1"))).status == 200
 
 
-@pytest.mark.parametrize("name", ["nobody", "admin"])
-@pytest.mark.parametrize("length", [len(BODY), 1 << 20])
-async def test_an_infer_request_is_refused_before_its_body(keys: Path, name: str, length: int) -> None:
+@pytest.mark.parametrize(("name", "status"), [("nobody", 401), ("metrics", 403)])
+@pytest.mark.parametrize("call", [f"POST {INFER}", "PUT /v1/partitions"])
+async def test_a_call_is_refused_before_its_body(keys: Path, call: str, name: str, status: int) -> None:
+    size = 300_000
+    lines = (f"Content-Length: {size}", f"Authorization: Bearer {key_of(name)}")
     async with guarded(keys) as server:
-        lines = (f"Content-Length: {length}", "Expect: 100-continue", f"Authorization: Bearer {key_of(name)}")
-        refused = 401 if name == "nobody" else 403
         with closing(connect(server.port)) as sock:
-            assert (await asked(sock, head(f"POST {INFER} HTTP/1.1", *lines))).status == refused
+            assert (await asked(sock, head(f"{call} HTTP/1.1", *lines))).status == status
+            assert (await asked(sock, bytes(size) + request("infer"))).status == 200, "the body is dropped"
+            data = head(f"{call} HTTP/1.1", *lines, "Expect: 100-continue")
+            assert (await asked(sock, data)).status == status
             assert await asyncio.to_thread(sock.recv, 1) == b"", "closed: the body may follow or not"
-
-
-async def test_a_body_that_follows_a_refusal_is_dropped(keys: Path) -> None:
-    async with guarded(keys) as server:
-        size = 300_000
-        lines = (f"Content-Length: {size}", f"Authorization: Bearer {key_of('nobody')}")
-        with closing(connect(server.port)) as sock:
-            for call in (f"POST {INFER} HTTP/1.1", "PUT /v1/partitions HTTP/1.1"):
-                assert (await asked(sock, head(call, *lines))).status == 401
-                assert (await asked(sock, bytes(size) + request("infer"))).status == 200
-
-
-async def test_other_calls_are_refused_before_their_bodies(keys: Path) -> None:
-    async with guarded(keys) as server:
-        with closing(connect(server.port)) as sock:
-            data = partitions("infer", "Content-Length: 1000", "Expect: 100-continue")
-            answer = await asked(sock, data)
-            assert (answer.status, answer.headers["connection"]) == (403, "close")
 
 
 async def test_models_that_are_not_served_are_not_told_apart(keys: Path) -> None:
@@ -169,58 +158,33 @@ async def test_keys_change_while_a_connection_is_open(
 async def test_a_broken_file_leaves_the_keys_as_they_were(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, gate.__name__)
     async with guarded(keys) as server:
         with closing(connect(server.port)) as sock:
+
+            async def unchanged() -> None:
+                for _ in range(3):
+                    clock[0] += 1
+                    assert await statuses(sock, "infer", "nobody") == [200, 401]
+
+            away = keys.rename(keys.with_suffix(".away"))
+            await unchanged()
+            away.rename(keys)
+            await unchanged()
             keys.write_text(f"- {key_of('infer')}\n- 1\n")
-            for _ in range(3):
-                clock[0] += 1
-                assert await statuses(sock, "infer", "nobody") == [200, 401]
-            keys.unlink()
-            for _ in range(3):
-                clock[0] += 1
-                assert await statuses(sock, "infer", "nobody") == [200, 401]
+            await unchanged()
             write_keys(keys, nobody=["infer"])
             clock[0] += 1
             assert await statuses(sock, "infer", "nobody") == [401, 200]
-        remain = "the keys that were read before remain in use"
-        expected = "expected name, sha256 and rights, got another text (and 1 more)"
-        errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-        assert errors == [
-            f"keys: {keys}: 0: {expected}; {remain}",
-            f"keys: {keys}: cannot be read: No such file or directory; {remain}",
-        ]
-        assert key_of("infer") not in caplog.text
-
-
-async def test_a_file_of_aliases_leaves_the_keys_as_they_were(
-    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with guarded(keys) as server:
-        with closing(connect(server.port)) as sock:
-            keys.write_text(BILLION_VALUES)
-            clock[0] += 1
-            assert await statuses(sock, "infer", "nobody") == [200, 401]
-        expected = "expected at most 20000 values, also where aliases repeat them, got more"
-        errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-        assert errors == [f"keys: {keys}:5: {expected}; the keys that were read before remain in use"]
-
-
-async def test_a_file_that_comes_back_unchanged_is_logged(
-    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    async with guarded(keys) as server:
-        away = keys.rename(keys.with_suffix(".away"))
-        for _ in range(3):
-            clock[0] += 1
-            assert (await server.infer(BODY, LENGTH, **bearer("infer"))).status_code == 200
-        away.rename(keys)
-        for _ in range(3):
-            clock[0] += 1
-            assert (await server.infer(BODY, LENGTH, **bearer("infer"))).status_code == 200
-    lines = [record.getMessage() for record in caplog.records if record.name == gate.__name__]
-    assert len(lines) == 2
-    assert lines[1] == f"keys: {keys} can be read again, and has not changed"
+    remain = "the keys that were read before remain in use"
+    expected = "expected name, sha256 and rights, got another text (and 1 more)"
+    assert caplog.messages == [
+        f"keys: {keys}: cannot be read: No such file or directory; {remain}",
+        f"keys: {keys} can be read again, and has not changed",
+        f"keys: {keys}: 0: {expected}; {remain}",
+        f"keys: {keys} has changed, and has nobody",
+    ]
+    assert key_of("infer") not in caplog.text
 
 
 async def test_a_file_that_differs_in_its_time_or_its_inode_alone_is_read_again(
@@ -269,21 +233,6 @@ async def test_the_access_log_has_names_and_no_keys(keys: Path, caplog: pytest.L
         assert "secret" not in caplog.text
 
 
-async def test_a_key_that_was_removed_is_not_in_the_log(
-    clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = tiny_settings(keys=keys, access_log=True, log_format="json")
-    async with serving(settings, serving_runner(EchoRunner())) as server:
-        caplog.set_level(logging.INFO, "expertd.service.inference.call")
-        with closing(connect(server.port)) as sock:
-            assert await statuses(sock, "infer") == [200]
-            write_keys(keys, other=["infer"])
-            clock[0] += 1
-            assert await statuses(sock, "infer") == [401]
-    logged = [vars(record)["fields"] for record in caplog.records if "fields" in vars(record)]
-    assert [(fields["status"], fields.get("key")) for fields in logged] == [(200, "infer"), (401, None)]
-
-
 async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refused(
     clock: list[float], keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,7 +243,7 @@ async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refu
         caplog.set_level(logging.INFO, "expertd.service.inference.call")
         with closing(connect(server.port)) as first, closing(connect(server.port)) as second:
             waiting = asyncio.ensure_future(statuses(first, "infer"))
-            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+            await runner.begun()
             write_keys(keys, other=["infer"])
             clock[0] += 1
             assert await statuses(second, "infer") == [401]
@@ -310,3 +259,115 @@ async def test_without_a_file_everybody_may_call(keys: Path) -> None:
             assert (await server.http.get("/metrics", headers=headers)).status_code == 200
             assert (await server.infer(BODY, LENGTH, **headers)).status_code == 200
         assert server.metric("key_requests_total", key="", result="unauthorized") == 0
+
+
+NAMES = ("infer", "admin", "metrics")
+UNKNOWN = "Authorization: expected a key of this server, got an unknown one"
+MISSING = "Authorization: expected Bearer and a key, got none"
+
+
+def url_of(path: str) -> str:
+    path = "/page/main.js" if path == "/page/{name}" else path
+    query = "?events=1" if path == "/v1/live" else ""
+    return path.format(model="tiny", version="1", name="region", channel="1") + query
+
+
+def test_every_route_has_its_right() -> None:
+    """A new route without a right fails here: say in the table who may call it."""
+    app = ExpertApp(tiny_settings())
+    served = {
+        f"{method} {route.path}"
+        for route in app.routes
+        if isinstance(route, Route | APIRoute)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert served == set(CALLS)
+
+
+def test_only_health_and_the_empty_page_are_open() -> None:
+    assert {call for call, rights in CALLS.items() if not rights} == {
+        "GET /v2/health/live",
+        "GET /v2/health/ready",
+        "GET /v2/models/{model}/ready",
+        "GET /v2/models/{model}/versions/{version}/ready",
+        "GET /",
+        "GET /page/{name}",
+    }
+
+
+async def test_every_route_is_checked(keys: Path) -> None:
+    async with guarded(keys) as server:
+        for route, rights in CALLS.items():
+            method, path = route.split(" ")
+            # A recording takes the seconds that it is asked to.
+            body = {"seconds": 0.1} if path == "/v1/profile" else None
+
+            async def call(way: str, headers: dict[str, str], body: Any = body, path: str = path) -> Any:
+                return await server.http.request(way, url_of(path), headers=headers, json=body)
+
+            for way in (method, "HEAD") if method == "GET" else (method,):
+                for headers, text in (({}, MISSING), (bearer("nobody"), UNKNOWN)):
+                    response = await call(way, headers)
+                    assert response.status_code == (401 if rights else 200), route
+                    if rights:
+                        assert response.headers["www-authenticate"] == "Bearer"
+                        assert way == "HEAD" or error_of(response, 401) == text
+            for name in NAMES if rights else ():
+                response = await call(method, bearer(name))
+                if name in rights:
+                    assert response.status_code != 401, route
+                    assert "expected the right" not in response.text
+                else:
+                    expected = " or ".join(rights)
+                    assert error_of(response, 403) == f"key {name}: expected the right {expected}, got {name}"
+                    assert "www-authenticate" not in response.headers
+
+
+async def test_an_unknown_path_needs_a_key_but_no_right(keys: Path) -> None:
+    async with guarded(keys) as server:
+        for path in ("/page", "/nothing", "/v2/models", "/v1/partitions/", "/v2/models/a/b/c", "/*"):
+            assert (await server.http.get(path)).status_code == 401
+            for name in NAMES:
+                assert (await server.http.get(path, headers=bearer(name))).status_code == 404
+        assert (await server.http.patch("/metrics")).status_code == 401
+        assert (await server.http.patch("/metrics", headers=bearer("infer"))).status_code == 405
+        for path in ("/v1/partitions%0A", "/v1%2Fpartitions", "/v1/partition%73", "//v1/partitions"):
+            response = await server.http.put(path, headers=bearer("infer"), content=b'{"partitions": {}}')
+            assert response.status_code in (403, 404), "no spelling of a path gets around its right"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("PUT", "/v1/partitions\n"), ("HEAD", "/metrics"), ("GET", "/v2\n")]
+)
+def test_paths_match_as_the_application_matches_them(method: str, path: str) -> None:
+    call = f"{'GET' if method == 'HEAD' else method} {path.strip()}"
+    assert rights_for(method, path) == CALLS[call]
+    assert rights_for("PATCH", path) == ANY
+
+
+ELSE = "Authorization: expected Bearer and a key, got something else"
+
+
+async def test_forms_of_the_header(keys: Path) -> None:
+    key = key_of("infer")
+    forms = [
+        ([f"bearer {key}"], None),
+        ([f"BEARER   {key} "], None),
+        ([key], ELSE),
+        (["Bearer "], ELSE),
+        ([f"Basic {key}"], ELSE),
+        ([f"Bearer {key} x"], UNKNOWN),
+        ([f"Bearer {key[:-1]}"], UNKNOWN),
+        ([f"Bearer {key}"] * 2, "Authorization: expected one header, got 2"),
+        (["Bearer \xff"], UNKNOWN),
+    ]
+    async with guarded(keys) as server:
+        for values, expected in forms:
+            lines = [f"Authorization: {value}" for value in values]
+            request = infer(*hidden_request(rows(1)), *lines, "Connection: close")
+            (answer,) = await asyncio.to_thread(ask, server.port, request)
+            if expected is None:
+                assert answer.status == 200
+            else:
+                assert (answer.status, answer.error) == (401, expected)
+                assert key.encode() not in answer.body

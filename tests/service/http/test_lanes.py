@@ -65,11 +65,6 @@ async def ask(server: Serving, num_tokens: int) -> "asyncio.Future[Any]":
     return asyncio.ensure_future(server.infer(*hidden_request(rows(num_tokens))))
 
 
-async def entered(runner: EchoRunner) -> None:
-    """Wait until a step of `runner` has begun."""
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
-
-
 async def test_answers_have_the_bits_of_a_server_without_lanes() -> None:
     async def answers(**changes: Any) -> list[Any]:
         async with serving(tiny_settings(**changes), load) as server:
@@ -94,7 +89,7 @@ async def test_a_short_request_over_http_does_not_wait_for_a_long_one() -> None:
     async with two_lanes() as (server, decode, prefill):
         prefill.gate.clear()
         long = await ask(server, 64)
-        await entered(prefill)
+        await prefill.begun()
         waiting = await ask(server, 5)
         await until(lambda: server.metric("lane_queue_requests", model="tiny", lane="prefill") == 1)
         assert server.metric("lane_queue_tokens", model="tiny", lane="prefill") == 5
@@ -113,7 +108,7 @@ async def test_a_long_request_is_refused_before_its_body_if_only_its_queue_is_fu
     async with two_lanes(limits={"max_queue_tokens": 64}) as (server, _, prefill):
         prefill.gate.clear()
         tasks = [await ask(server, 64)]
-        await entered(prefill)
+        await prefill.begun()
         tasks.append(await ask(server, 64))
         await until(lambda: server.metric("lane_queue_tokens", model="tiny", lane="prefill") == 64)
         body, length = hidden_request(rows(64))
@@ -129,29 +124,6 @@ async def test_a_long_request_is_refused_before_its_body_if_only_its_queue_is_fu
             output_of(await task)
 
 
-async def test_requests_of_one_channel_are_on_both_lanes(tmp_path: Path) -> None:
-    async with two_lanes(tmp_path) as (server, decode, prefill):
-        peer = await claimed(server)
-        prefill.gate.clear()
-        long = peer.send(16, peer.places(1))
-        await entered(prefill)
-        assert (await answer_of(peer, 1)).status == 200
-        assert (await answer_of(peer, 4)).status == 200
-        other = await ask(server, 2)
-        output_of(await other)
-        prefill.gate.set()
-        assert (await answer_to(peer, long)).status == 200
-        decode.gate.clear()
-        short = peer.send(1, peer.places(4))
-        await entered(decode)
-        output_of(await server.infer(*hidden_request(rows(16))))
-        decode.gate.set()
-        assert (await answer_to(peer, short)).status == 200
-        await until(lambda: server.metric("requests_total", model="tiny", status="200") == 6)
-        peer.close()
-    assert (decode.steps, prefill.steps) == ([[1], [4], [2], [1]], [[16], [16]])
-
-
 async def test_a_channel_is_read_while_the_short_lane_is_in_a_step(tmp_path: Path) -> None:
     async with two_lanes(tmp_path) as (server, decode, prefill):
         peer = await claimed(server)
@@ -159,7 +131,7 @@ async def test_a_channel_is_read_while_the_short_lane_is_in_a_step(tmp_path: Pat
         for runner, count in ((decode, 1), (prefill, 64)):
             runner.gate.clear()
             tasks.append(await ask(server, count))
-            await entered(runner)
+            await runner.begun()
         sequence = peer.send(16, peer.places(1))
         prefill.gate.set()
         assert (await answer_to(peer, sequence)).status == 200
@@ -175,7 +147,7 @@ async def test_deadlines_on_the_long_lane(tmp_path: Path) -> None:
         peer = await claimed(server)
         prefill.gate.clear()
         first = peer.send(16, peer.places(1))
-        await entered(prefill)
+        await prefill.begun()
         late = await server.infer(*hidden_request(rows(8), parameters={"timeout": 1000}))
         assert "timeout of 1000 microseconds expired" in error_of(late, 503)
         assert (await answer_of(peer, 8, timeout=0.001)).status == 503
@@ -192,7 +164,7 @@ async def test_a_split_changes_under_traffic_and_drops_no_request() -> None:
         for runner, count in ((decode, 1), (prefill, 64)):
             runner.gate.clear()
             runner.first = await ask(server, count)  # type: ignore[attr-defined]
-            await entered(runner)
+            await runner.begun()
         change = asyncio.ensure_future(
             server.http.put("/v1/partitions", json={"partitions": {"decode": 64, "prefill": 64}})
         )
@@ -237,26 +209,6 @@ async def test_a_lane_that_fails_is_tried_again() -> None:
         async with asyncio.timeout(10):
             while (await server.http.get(ready)).status_code != 200:
                 await asyncio.sleep(0.01)
-
-
-async def test_a_drain_answers_both_lanes() -> None:
-    async with two_lanes() as (server, decode, prefill):
-        tasks = []
-        for runner, count in ((decode, 1), (prefill, 64)):
-            runner.gate.clear()
-            tasks += [await ask(server, count)]
-            await entered(runner)
-            tasks += [await ask(server, count)]
-        await until(lambda: server.metric("queue_requests", model="tiny") == 2)
-        drain = asyncio.ensure_future(server.app.engine.drain())
-        await until(lambda: server.app.engine.draining)
-        decode.gate.set()
-        await asyncio.wait({tasks[1]})
-        assert not drain.done()
-        prefill.gate.set()
-        assert await drain
-        for task in tasks:
-            output_of(await task)
 
 
 async def test_each_thread_is_prepared_before_its_first_step() -> None:

@@ -3,48 +3,47 @@
 import asyncio
 import gzip
 import os
-import socket
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import pytest
-import uvloop
 
 from expertd.service.http.connection import Connection, ConnectionState
-from expertd.service.memory import Arena, Span
+from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest, StepResult
-from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
-from tests.service.runners import EchoRunner, Turnstile
-from tests.service.sockets import (
-    INFER,
-    Answer,
-    answers,
-    connect,
-    head,
-    infer,
-    read_answer,
-    read_to_end,
+from tests.service.apps import (
+    HIDDEN,
+    Serving,
+    hidden_request,
+    limits_for,
+    on_uvloop,
+    serving,
+    serving_runner,
+    tiny_settings,
 )
+from tests.service.runners import EchoRunner, Turnstile
+from tests.service.sockets import INFER, Answer, answers, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import until
 
 TOKENS = 2048
 SIZE = TOKENS * HIDDEN * 4
-LIMITS = {
-    "max_request_tokens": TOKENS,
-    "max_batch_tokens": TOKENS,
-    "max_queue_tokens": 8 * TOKENS,
-    "max_body_bytes": 2 * SIZE,
-    "max_buffered_bytes": 9 * SIZE,
+LIMITS = {**limits_for(TOKENS), "max_buffered_bytes": 9 * SIZE}
+# Of an answer that no socket's buffers hold.
+HUGE_TOKENS = 32768
+HUGE = HUGE_TOKENS * HIDDEN * 4
+HUGE_LIMITS = {
+    **limits_for(HUGE_TOKENS),
+    "max_body_bytes": HUGE + 65536,
+    "max_buffered_bytes": 4 * HUGE + (1 << 20),
 }
 
 
 class Recording(EchoRunner):
     """Lists the requests of all steps."""
 
-    def __init__(self, poison: float | None = None) -> None:
-        super().__init__(poison)
+    def __init__(self) -> None:
+        super().__init__(poison=666.0)
         self.requests: list[LayerRequest] = []
 
     def _run(self, requests: Sequence[LayerRequest]) -> StepResult:
@@ -52,69 +51,24 @@ class Recording(EchoRunner):
         return super()._run(requests)
 
 
-class Server:
-    """A server in this process, its runner and its port."""
-
-    def __init__(self, serving: Serving, runner: Recording, port: int, connections: set[Connection]) -> None:
-        self.serving, self.runner, self.port = serving, runner, port
-        self.connections = connections
-
-    @property
-    def arena(self) -> Arena:
-        assert self.serving.app.engine.arena is not None
-        return self.serving.app.engine.arena
-
-    def counted(self, status: int) -> float:
-        return self.serving.metric("requests_total", model="tiny", status=str(status))
-
-    async def ask(self, data: bytes) -> Answer:
-        with connect(self.port) as sock:
-            await asyncio.to_thread(sock.sendall, data)
-            return await asyncio.to_thread(read_answer, sock)
-
-    async def in_step(self) -> None:
-        assert await asyncio.to_thread(self.runner.entered.acquire, True, 10)
-
-    async def waiting(self, number: int) -> None:
-        await until(lambda: self.serving.metric("queue_requests", model="tiny") == number)
+@asynccontextmanager
+async def large(
+    limits: dict[str, float] = LIMITS, connections: set[Connection] | None = None
+) -> AsyncIterator[tuple[Serving, Recording]]:
+    """A server for large requests; afterwards all memory must be free."""
+    runner = Recording()
+    async with serving(tiny_settings(limits), serving_runner(runner), connections=connections) as server:
+        try:
+            yield server, runner
+        finally:
+            runner.gate.set()
+        await until(lambda: server.arena.used_bytes == 0)
 
 
-Check = Callable[[Server], Coroutine[Any, Any, None]]
-Run = Callable[..., None]
-
-
-@pytest.fixture(params=[uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a check with a server on one of the event loops; afterwards all memory must be free."""
-
-    def running(check: Check, limits: dict[str, float] | None = None, **changes: Any) -> None:
-        async def main() -> None:
-            runner = Recording(poison=666.0)
-            settings = tiny_settings({**LIMITS, **(limits or {})}, **changes)
-            connections: set[Connection] = set()
-            async with serving(settings, serving_runner(runner), connections=connections) as app:
-                server = Server(app, runner, app.port, connections)
-                try:
-                    await check(server)
-                finally:
-                    runner.gate.set()
-                await until(lambda: server.arena.used_bytes == 0)
-
-        request.param(main())
-
-    return running
-
-
-# Of an answer that no socket's buffers hold.
-HUGE_TOKENS = 32768
-HUGE = HUGE_TOKENS * HIDDEN * 4
-HUGE_LIMITS: dict[str, float] = {
-    "max_request_tokens": HUGE_TOKENS,
-    "max_batch_tokens": HUGE_TOKENS,
-    "max_queue_tokens": 8 * HUGE_TOKENS,
-    "max_body_bytes": HUGE + 65536,
-    "max_buffered_bytes": 4 * HUGE + (1 << 20),
-}
+async def ask(server: Serving, data: bytes) -> Answer:
+    with connect(server.port) as sock:
+        await asyncio.to_thread(sock.sendall, data)
+        return await asyncio.to_thread(read_answer, sock)
 
 
 def body(value: float, tokens: int = TOKENS) -> tuple[bytes, int]:
@@ -144,47 +98,32 @@ def request(kind: str, value: float) -> bytes:
     return infer(data, length)
 
 
-def test_memory_comes_back_after_large_bodies(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_uvloop
+async def test_memory_comes_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expertd.service.engine.idle_memory.PERIOD_SECONDS", 0.05)
-
-    async def check(server: Server) -> None:
-        def held_bytes() -> int:
-            return os.fstat(server.arena.fd).st_blocks * 512
-
-        assert values(await server.ask(request("plain", 1.0))) == {1.0}
-        await until(lambda: held_bytes() == 0)
-        assert values(await server.ask(request("plain", 2.0))) == {2.0}
-
-    run(check)
+    async with large() as (server, _):
+        assert values(await ask(server, request("plain", 1.0))) == {1.0}
+        await until(lambda: os.fstat(server.arena.fd).st_blocks == 0)
+        assert values(await ask(server, request("plain", 2.0))) == {2.0}
 
 
 @pytest.mark.parametrize("kind", ["plain", "chunked", "compressed"])
-def test_the_layer_reads_and_writes_in_place(run: Run, kind: str) -> None:
-    async def check(server: Server) -> None:
+@on_uvloop
+async def test_the_layer_reads_and_writes_in_place(kind: str) -> None:
+    async with large() as (server, runner):
         for value in (1.0, 2.0):
-            assert values(await server.ask(request(kind, value))) == {value}
-        for received in server.runner.requests:
+            assert values(await ask(server, request(kind, value))) == {value}
+        for received in runner.requests:
             assert isinstance(received.hidden_states, Span)
             assert received.hidden_states.address % 256 == 0
             assert isinstance(received.output, Span)
             assert received.output.num_bytes == SIZE
 
-    run(check)
 
-
-def test_small_bodies_stay_bytes(run: Run) -> None:
-    async def check(server: Server) -> None:
-        assert (await server.ask(infer(*body(1.0, tokens=100)))).status == 200
-        (received,) = server.runner.requests
-        assert isinstance(received.hidden_states, memoryview)
-        assert received.output is None
-
-    run(check)
-
-
-def test_requests_in_the_bytes_behind_a_large_body_are_answered(run: Run) -> None:
-    async def check(server: Server) -> None:
-        data = request("plain", 1.0) + request("chunked", 2.0) + head("GET /v2 HTTP/1.1", "Connection: close")
+@on_uvloop
+async def test_requests_in_the_bytes_behind_a_large_body_are_answered() -> None:
+    data = request("plain", 1.0) + request("chunked", 2.0) + head("GET /v2 HTTP/1.1", "Connection: close")
+    async with large() as (server, _):
         with connect(server.port) as sock:
             sending = asyncio.ensure_future(asyncio.to_thread(sock.sendall, data))
             received = b""
@@ -194,47 +133,43 @@ def test_requests_in_the_bytes_behind_a_large_body_are_answered(run: Run) -> Non
         first, second, third = answers(received)
         assert (values(first), values(second), third.status) == ({1.0}, {2.0}, 200)
 
-    run(check)
-
 
 @pytest.mark.slow
-def test_the_bodys_memory_is_free_once_the_step_is_done(run: Run) -> None:
-    async def check(server: Server) -> None:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", server.port))
+@on_uvloop
+async def test_the_bodys_memory_is_free_once_the_step_is_done() -> None:
+    async with large(HUGE_LIMITS) as (server, runner):
+        with connect(server.port, receive_buffer=4096) as sock:
             await asyncio.to_thread(sock.sendall, infer(*body(1.0, HUGE_TOKENS)))
-            await server.in_step()
+            await runner.begun()
             await until(lambda: server.arena.used_bytes == HUGE)
             # Others use the memory of the body again, but not that of the answer.
             for value in (2.0, 3.0):
-                assert values(await server.ask(infer(*body(value, HUGE_TOKENS))), HUGE) == {value}
+                assert values(await ask(server, infer(*body(value, HUGE_TOKENS))), HUGE) == {value}
             await until(lambda: server.arena.used_bytes == HUGE)
             assert server.counted(200) == 2, "an answer that is not sent does not count"
             assert values(await asyncio.to_thread(read_answer, sock), HUGE) == {1.0}
         await until(lambda: server.counted(200) == 3)
 
-    run(check, HUGE_LIMITS)
 
-
-@pytest.mark.slow  # it takes interim responses to find out
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "chunked"])
 @pytest.mark.parametrize("when", ["in the body", "in the queue", "in the step"])
-def test_a_client_that_leaves_holds_nothing(run: Run, when: str, kind: str) -> None:
-    async def check(server: Server) -> None:
+@on_uvloop
+async def test_a_client_that_leaves_holds_nothing(when: str, kind: str) -> None:
+    async with large() as (server, runner):
         data = request(kind, 1.0)
-        server.runner.gate = gate = Turnstile()
+        runner.gate = gate = Turnstile()
         with connect(server.port) as first, connect(server.port) as sock:
             first.sendall(infer(*body(1.0, tokens=1)))
-            await server.in_step()
+            await runner.begun()
             await asyncio.to_thread(sock.sendall, data[:-100_000] if when == "in the body" else data)
             if when == "in the body":
                 await until(lambda: server.arena.used_bytes > 0)
             else:
-                await server.waiting(1)
+                await until(lambda: server.metric("queue_requests", model="tiny") == 1)
             if when == "in the step":
                 gate.let_one_through()
-                await server.in_step()
+                await runner.begun()
             sock.close()
             await until(lambda: when == "in the step" or server.counted(499) == 1)
             assert (server.arena.used_bytes > 0) == (when == "in the step"), "a step still uses it"
@@ -242,21 +177,16 @@ def test_a_client_that_leaves_holds_nothing(run: Run, when: str, kind: str) -> N
             await until(lambda: server.counted(499) == 1)
             await until(lambda: server.arena.used_bytes == 0)
 
-    run(check)
 
-
-def test_a_client_that_leaves_while_its_answer_is_sent_holds_nothing(run: Run) -> None:
-    async def check(server: Server) -> None:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", server.port))
+@on_uvloop
+async def test_a_client_that_leaves_while_its_answer_is_sent_holds_nothing() -> None:
+    async with large(HUGE_LIMITS) as (server, runner):
+        with connect(server.port, receive_buffer=4096) as sock:
             await asyncio.to_thread(sock.sendall, infer(*body(1.0, HUGE_TOKENS)))
-            await server.in_step()
+            await runner.begun()
             await until(lambda: server.arena.used_bytes == HUGE)
         await until(lambda: server.counted(499) == 1)
         await until(lambda: server.arena.used_bytes == 0)
-
-    run(check, HUGE_LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +204,11 @@ def test_a_client_that_leaves_while_its_answer_is_sent_holds_nothing(run: Run) -
         (infer(gzip.compress(bytes(3 * SIZE)), 0, "Content-Encoding: gzip"), 413),
     ],
 )
-def test_a_refused_body_holds_nothing(
-    run: Run, data: bytes, status: int, caplog: pytest.LogCaptureFixture
+@on_uvloop
+async def test_a_refused_body_holds_nothing(
+    data: bytes, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def check(server: Server) -> None:
+    async with large() as (server, _):
         with connect(server.port) as sock:
             sending = asyncio.ensure_future(asyncio.to_thread(suppressed, sock.sendall, data))
             answer = await asyncio.to_thread(read_answer, sock)
@@ -285,9 +216,7 @@ def test_a_refused_body_holds_nothing(
             await sending
         await until(lambda: server.counted(status) == 1)
         await until(lambda: server.arena.used_bytes == 0)
-        assert values(await server.ask(request("plain", 3.0))) == {3.0}
-
-    run(check)
+        assert values(await ask(server, request("plain", 3.0))) == {3.0}
 
 
 def suppressed(call: Callable[..., object], *arguments: object) -> None:
@@ -295,65 +224,52 @@ def suppressed(call: Callable[..., object], *arguments: object) -> None:
         call(*arguments)
 
 
-def test_a_late_body_holds_nothing(run: Run) -> None:
-    async def check(server: Server) -> None:
-        answer = await server.ask(request("plain", 1.0)[:-1])
-        assert (answer.status, answer.headers["connection"]) == (408, "close")
-        assert server.arena.used_bytes == 0
-
-    run(check, {"body_timeout_seconds": 0.2})
-
-
-def test_stopping_refuses_a_body_that_has_not_arrived(run: Run) -> None:
-    async def check(server: Server) -> None:
+@on_uvloop
+async def test_stopping_refuses_a_body_that_has_not_arrived() -> None:
+    connections: set[Connection] = set()
+    async with large(connections=connections) as (server, _):
         with connect(server.port) as sock:
             await asyncio.to_thread(sock.sendall, request("plain", 1.0)[:-1])
             await until(lambda: server.arena.used_bytes > 0)
-            for connection in server.connections:
+            for connection in connections:
                 connection.stop_reading()
             answer = await asyncio.to_thread(read_answer, sock)
         assert answer.error == "the server is shutting down, and the body had not arrived"
         assert (answer.status, answer.headers["connection"]) == (503, "close")
-        assert server.serving.metric("refusals_total", model="tiny", reason="shutting_down") == 1
-
-    run(check)
+        assert server.metric("refusals_total", model="tiny", reason="shutting_down") == 1
 
 
-def test_an_answer_before_the_end_of_its_body_outlives_a_shutdown(run: Run) -> None:
-    async def check(server: Server) -> None:
-        wrong = request("plain", 1.0).replace(b"/tiny/", b"/none/")
+@on_uvloop
+async def test_an_answer_before_the_end_of_its_body_outlives_a_shutdown() -> None:
+    connections: set[Connection] = set()
+    wrong = request("plain", 1.0).replace(b"/tiny/", b"/none/")
+    async with large(connections=connections) as (server, _):
         with connect(server.port) as sock:
             await asyncio.to_thread(sock.sendall, wrong[: len(wrong) // 2])
-            await until(lambda: any(each.state is ConnectionState.DROPPING for each in server.connections))
-            for connection in list(server.connections):
+            await until(lambda: any(each.state is ConnectionState.DROPPING for each in connections))
+            for connection in list(connections):
                 connection.shutdown()
             await asyncio.to_thread(sock.sendall, wrong[len(wrong) // 2 :])
             await asyncio.sleep(0.05)
             (answer,) = await asyncio.to_thread(read_to_end, sock)
         assert answer.status == 404
 
-    run(check)
 
-
-def test_without_memory_a_request_is_refused_before_its_body(run: Run) -> None:
-    async def check(server: Server) -> None:
-        server.runner.gate.clear()
+@on_uvloop
+async def test_without_memory_a_request_is_refused_before_its_body() -> None:
+    async with large() as (server, runner):
+        runner.gate.clear()
         with connect(server.port) as sock:
             await asyncio.to_thread(sock.sendall, request("plain", 1.0))
-            await server.in_step()
+            await runner.begun()
             other = server.arena.take(server.arena.num_bytes - server.arena.used_bytes)
             assert other is not None
             only_head = request("plain", 2.0).partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-            refused = await server.ask(only_head)
-            assert (
-                refused.error
-                == "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
-            )
-            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-            assert server.serving.metric("refusals_total", model="tiny", reason="memory_full") == 1
+            refused = await ask(server, only_head)
+            text = "limits.max_buffered_bytes: expected memory for the request, got all of it in use"
+            assert (refused.error, refused.status, refused.headers["retry-after"]) == (text, 503, "1")
+            assert server.metric("refusals_total", model="tiny", reason="memory_full") == 1
             other.release()
-            server.runner.gate.set()
+            runner.gate.set()
             assert values(await asyncio.to_thread(read_answer, sock)) == {1.0}
-        assert values(await server.ask(request("plain", 2.0))) == {2.0}
-
-    run(check)
+        assert values(await ask(server, request("plain", 2.0))) == {2.0}

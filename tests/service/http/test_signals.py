@@ -1,9 +1,11 @@
-"""Shutdown by signals: how fast, with which exit code, and what clients receive."""
+"""Shutdown by signals: how fast, with which exit code, and what clients of one process or several receive."""
 
+import os
 import signal
 import socket
 import struct
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,36 +15,39 @@ import numpy as np
 import pytest
 
 from tests.paths import DEMO
-from tests.service.apps import HIDDEN, hidden_request, tiny_settings
+from tests.service.apps import HIDDEN, hidden_request, limits_for, rows, tiny_settings
 from tests.service.held_steps import HeldSteps
+from tests.service.http.processes import GOOD, alive, asked, connected, samples, two_processes, workers_of
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
-from tests.service.sockets import Answer, connect, head, infer, read_answer, read_to_end
+from tests.service.sockets import Answer, connect, head, infer, read_to_end
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
 
 TOKENS = 64
+SIZE = infer(*hidden_request(rows(TOKENS)))
 
 
 @contextmanager
 def in_a_step(
-    directory: Path, **settings: Any
+    directory: Path, http_workers: int = 1, **settings: Any
 ) -> Iterator[tuple[ServerProcess, list[socket.socket], HeldSteps]]:
-    """A server that runs a step for one client; the next waits, one has sent half a request, one nothing."""
-    limits = {"max_request_tokens": TOKENS, "max_batch_tokens": TOKENS}  # so that the two never share a step
-    request = infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)))
+    """A server that runs a step for one client; four wait, one has sent half a request, one nothing."""
+    limits = {"max_request_tokens": TOKENS, "max_batch_tokens": TOKENS}  # so that no two share a step
     steps = HeldSteps(directory)
     with ExitStack() as stack:
-        started = server_process(tiny_settings(limits, **settings), directory, environment=steps.environment)
-        server = stack.enter_context(started)
+        used = two_processes(limits, http_workers=http_workers, **settings)
+        server = stack.enter_context(server_process(used, directory, environment=steps.environment))
+        if http_workers > 1:
+            socks = connected(stack, server, 7)
+        else:
+            socks = [stack.enter_context(connect(server.port)) for _ in range(7)]
         steps.hold()
-        socks = [stack.enter_context(connect(server.port)) for _ in range(4)]
-        for sock in socks[:2]:
-            sock.sendall(request)
+        for sock in socks[:5]:
+            sock.sendall(SIZE)
             steps.wait_for_one()
-        socks[2].sendall(request[:1000])
-        waiting = 'expertd_queue_requests{model="tiny"} 1.0'
-        wait_for(lambda: waiting in server.get("/metrics").text, "one is in the step, one waits")
+        socks[5].sendall(SIZE[:1000])
+        wait_for(lambda: samples(server, "queue_requests").get(("tiny",)) == 4, "one is in the step")
         yield server, socks, steps
 
 
@@ -54,34 +59,40 @@ def ended(sock: socket.socket) -> list[Answer]:
 
 
 @pytest.mark.parametrize(
-    "signals",
+    ("signals", "http_workers"),
     [
-        (signal.SIGTERM, signal.SIGTERM),
-        (signal.SIGHUP, signal.SIGINT),
+        ((signal.SIGTERM, signal.SIGTERM), 1),
+        ((signal.SIGHUP, signal.SIGINT), 1),
+        ((signal.SIGTERM, signal.SIGTERM), 2),
     ],
-    ids=lambda signals: "+".join(number.name for number in signals),
 )
-def test_a_second_signal_exits_at_once(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
+def test_a_second_signal_exits_at_once(
+    tmp_path: Path, signals: tuple[signal.Signals, ...], http_workers: int
+) -> None:
     channels = tmp_path / "channels"
-    with in_a_step(tmp_path, channels={"socket": str(channels)}) as (server, socks, _):
-        assert channels.is_socket()
+    with in_a_step(tmp_path, http_workers, channels={"socket": str(channels)}) as (server, socks, _):
+        workers = workers_of(server)
         server.process.send_signal(signals[0])
         wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
         server.process.send_signal(signals[1])
-        for sock in socks[:2]:
-            (answer,) = read_to_end(sock)
+        answers = [answer for sock in socks[:5] for answer in ended(sock)]
+        assert len(answers) == 5 if http_workers == 1 else len(answers) >= 2
+        for answer in answers:
             assert answer.status == 503
             assert answer.error == "the server was stopped before the response was ready"
             assert answer.headers["connection"] == "close"
             assert "retry-after" not in answer.headers, "nobody knows when a server is there again"
-        assert ended(socks[2])[0].status == 503
-        assert ended(socks[3]) == []
+        if http_workers == 1:
+            assert ended(socks[5])[0].status == 503
+        assert ended(socks[6]) == []
         assert server.process.wait(30) == 1
-        log = server.log()
-        assert "second signal: exiting at once, with unanswered requests: 2" in log
+        wait_for(lambda: not any(map(alive, workers)), "they end")
+        if http_workers == 1:
+            assert "second signal: exiting at once, with unanswered requests: 5" in server.log()
+            for word in ("Error", "ERROR", "terminate"):
+                assert word not in server.log()
+        assert "Traceback" not in server.log()
         assert not channels.exists()
-        for word in ("Traceback", "Error", "ERROR", "terminate"):
-            assert word not in log
 
 
 def test_two_signals_at_once_promise_no_answers(tmp_path: Path) -> None:
@@ -89,34 +100,55 @@ def test_two_signals_at_once_promise_no_answers(tmp_path: Path) -> None:
         for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
             server.process.send_signal(number)
         assert server.process.wait(30) == 1
-        assert "second signal: exiting at once, with unanswered requests: 2" in server.log()
+        assert "second signal: exiting at once, with unanswered requests: 5" in server.log()
         assert "shutting down after all accepted requests are answered" not in server.log()
 
 
 def test_a_step_longer_than_the_drain_timeout_exits_with_1_and_json(tmp_path: Path) -> None:
     with in_a_step(tmp_path, drain_timeout_seconds=0.2) as (server, socks, _):
         server.terminate()
-        for sock in socks[:2]:
+        for sock in socks[:5]:
             (answer,) = read_to_end(sock)
             assert answer.status == 503
             assert "shutting down" in answer.error
         assert server.process.wait(30) == 1
+        text = "still unanswered after drain_timeout_seconds: 5, and no longer waited for"
+        assert text in server.log()
         assert "Traceback" not in server.log()
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_one_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_drain_answers_everything_accepted(tmp_path: Path, number: signal.Signals) -> None:
+    with in_a_step(tmp_path, 2, drain_timeout_seconds=120) as (server, socks, steps):
+        socks[5].close()
+        server.process.send_signal(number)
+        wait_for(lambda: "shutting down" in server.log(), "the signal took effect")
+        with connect(server.port) as sock:
+            sock.sendall(head("GET /v2/health/ready HTTP/1.1"))
+            (ready,) = read_to_end(sock)
+            assert (ready.status, ready.headers["connection"]) == (503, "close")
+        steps.release()
+        for sock in socks[:5]:
+            (answer,) = read_to_end(sock)
+            assert answer.status == 200, answer.body
+            assert answer.headers["connection"] == "close"
+        assert read_to_end(socks[6]) == []
+        assert server.process.wait(60) == 0
+        for word in ("Traceback", "ERROR"):
+            assert word not in server.log()
+        last = server.log().splitlines()[-1]
+        assert last.endswith(": ended; infer requests answered: 12, refused or cancelled: 1")
+
+
+def test_sighup_drains(tmp_path: Path) -> None:
     with server_process(tiny_settings(shutdown_delay_seconds=1), tmp_path) as server:
         with connect(server.port) as sock:
-            for request in (infer(*hidden_request(np.ones((3, HIDDEN), np.float32))), infer(b"{", 1)):
-                sock.sendall(request)
-                read_answer(sock)
-            server.process.send_signal(number)
+            for request in (GOOD, infer(b"{", 1)):
+                asked(sock, request)
+            server.process.send_signal(signal.SIGHUP)
             wait_for(lambda: server.get("/v2/health/ready").status_code == 503, "it is not ready")
-            sock.sendall(head("GET /v2/health/live HTTP/1.1"))
-            assert read_answer(sock).status == 200
+            assert asked(sock, head("GET /v2/health/live HTTP/1.1")).status == 200
         assert server.process.wait(30) == 0
-        assert "shutting down" in server.log()
         last = server.log().splitlines()[-1]
         assert last.endswith(": ended; infer requests answered: 1, refused or cancelled: 1")
 
@@ -125,15 +157,13 @@ def test_one_signal_drains(tmp_path: Path, number: signal.Signals) -> None:
 def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_workers: int) -> None:
     """The first answer after the signal says so, and is the last one of its connection."""
     probe = head("GET /v2/health/ready HTTP/1.1")
-    good = infer(*hidden_request(np.ones((3, HIDDEN), np.float32)))
     settings = tiny_settings(shutdown_delay_seconds=600, http_workers=http_workers)
     with server_process(settings, tmp_path) as server, ExitStack() as stack:
         probing = [stack.enter_context(connect(server.port)) for _ in range(4)]
         working = [stack.enter_context(connect(server.port)) for _ in range(4)]
-        for socks, request in ((probing, probe), (working, good)):
+        for socks, request in ((probing, probe), (working, GOOD)):
             for sock in socks:
-                sock.sendall(request)
-                answer = read_answer(sock)
+                answer = asked(sock, request)
                 assert (answer.status, answer.headers.get("connection")) == (200, None)
         server.process.send_signal(signal.SIGTERM)
         for sock in probing:
@@ -143,11 +173,43 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
             assert (answer.status, answer.headers["connection"]) == (503, "close")
             assert answer.error == "the server is draining"
         for sock in working:
-            sock.sendall(good)
+            sock.sendall(GOOD)
             (answer,) = read_to_end(sock)
             assert (answer.status, answer.headers["connection"]) == (200, "close")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 1, "the delay is not over"
+
+
+def test_load_during_a_drain_loses_nothing(tmp_path: Path) -> None:
+    answers: list[int] = []
+    failures: list[Exception] = []
+
+    def call(port: int) -> None:
+        """Ask until the server announces the end of the connection."""
+        try:
+            with connect(port) as sock:
+                while True:
+                    answer = asked(sock, GOOD)
+                    answers.append(answer.status)
+                    if answer.headers.get("connection") == "close":
+                        return
+        except Exception as error:
+            failures.append(error)
+
+    with server_process(two_processes(shutdown_delay_seconds=0.5), tmp_path) as server, ExitStack() as stack:
+        connected(stack, server, 2)
+        callers = [threading.Thread(target=call, args=(server.port,)) for _ in range(8)]
+        for caller in callers:
+            caller.start()
+        wait_for(lambda: len(answers) > 200, "there is load")
+        for pid in (*workers_of(server), server.process.pid):  # as of a terminal or a container: one signal
+            os.kill(pid, signal.SIGTERM)
+        for caller in callers:
+            caller.join(60)
+        assert failures == []
+        assert set(answers) == {200}
+        assert server.process.wait(30) == 0
+        assert "ERROR" not in server.log()
 
 
 @pytest.mark.parametrize(
@@ -161,20 +223,11 @@ def test_unread_responses_make_it_exit_with_1(
     tmp_path: Path, settings: dict[str, float], message: str
 ) -> None:
     tokens = 32768
-    limits = {
-        "max_request_tokens": tokens,
-        "max_batch_tokens": tokens,
-        "max_queue_tokens": 4 * tokens,
-        "max_body_bytes": 8 * tokens * HIDDEN,
-    }
-    request = infer(*hidden_request(np.ones((tokens, HIDDEN), np.float32)))
     with (
-        server_process(tiny_settings(limits=limits, **settings), tmp_path) as server,
-        socket.socket() as sock,
+        server_process(tiny_settings(limits_for(tokens), **settings), tmp_path) as server,
+        connect(server.port, receive_buffer=4096) as sock,
     ):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.connect(("127.0.0.1", server.port))
-        sock.sendall(request)
+        sock.sendall(infer(*hidden_request(np.ones((tokens, HIDDEN), np.float32))))
         computed = f'expertd_batch_tokens_sum{{layout="contiguous",model="tiny"}} {float(tokens)}'
         wait_for(lambda: computed in server.get("/metrics").text, "the answer is computed")
         server.terminate()
@@ -183,31 +236,30 @@ def test_unread_responses_make_it_exit_with_1(
         assert "Traceback" not in server.log()
 
 
-def test_clients_that_disconnected_do_not_delay_shutdown(tmp_path: Path) -> None:
-    with in_a_step(tmp_path, drain_timeout_seconds=600) as (server, socks, steps):
+@pytest.mark.parametrize("http_workers", [1, 2])
+def test_clients_that_disconnected_are_not_computed_and_do_not_delay_shutdown(
+    tmp_path: Path, http_workers: int
+) -> None:
+    with in_a_step(tmp_path, http_workers, drain_timeout_seconds=600) as (server, socks, steps):
         for sock in socks[1:]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()
+        wait_for(lambda: samples(server, "requests_total").get(("tiny", "499")) == 5, "they are counted")
+        assert not samples(server, "queue_requests")
         server.terminate()
         steps.release()
         (answer,) = read_to_end(socks[0])
         assert answer.status == 200
         assert server.process.wait(30) == 0
+        last = server.log().splitlines()[-1]
+        assert last.endswith(f"answered: {1 if http_workers == 1 else 8}, refused or cancelled: 5")
 
 
+@pytest.mark.thorough  # a process that is new
 def test_sighup_is_ignored_under_nohup(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
-    command: list[str | Path] = [
-        "nohup",
-        EXPERTD,
-        "serve",
-        "--config",
-        DEMO,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "0",
-    ]
+    address = ["--host", "127.0.0.1", "--port", "0"]
+    command: list[str | Path] = ["nohup", EXPERTD, "serve", "--config", DEMO, *address]
     with log.open("wb") as stderr:
         process = subprocess.Popen(command, stderr=stderr, stdout=stderr, env=clean_environment())
     try:

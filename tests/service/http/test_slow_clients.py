@@ -1,31 +1,34 @@
-"""Clients that read or send a trickle: each byte is progress, and yet they hold memory only for a time."""
+"""Clients that trickle, or leave before, during and after their step: how long they hold memory."""
 
 import asyncio
 import socket
+import struct
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-import uvloop
 
 from expertd.service.http.connection import Connection
 from expertd.service.http.sender import Sender
-from tests.service.apps import HIDDEN, Serving, hidden_request, serving, serving_runner, tiny_settings
+from tests.service.apps import (
+    HIDDEN,
+    Serving,
+    hidden_request,
+    limits_for,
+    on_uvloop,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
 from tests.service.runners import EchoRunner
-from tests.service.sockets import INFER, answers, connect, head, infer, read_answer, read_to_end
+from tests.service.sockets import INFER, connect, head, infer, read_answer, read_to_end
 from tests.service.virtual_time import in_virtual_time
 from tests.service.waiting import until
 
-TOKENS = 32768
-OUTPUT_BYTES = TOKENS * HIDDEN * 4  # 16 MiB, which no socket's buffers hold
-LIMITS: dict[str, float] = {
-    "max_request_tokens": TOKENS,
-    "max_batch_tokens": TOKENS,
-    "max_queue_tokens": 2 * TOKENS,
-    "max_body_bytes": 8 * TOKENS * HIDDEN,
-}
+TOKENS = 32768  # whose output no socket's buffers hold
 PERIOD = 0.05
 
 
@@ -129,111 +132,161 @@ class Trickle(threading.Thread):
         self.join()
 
 
-def run(check: Callable[[Serving, int], Coroutine[Any, Any, None]], limits: dict[str, float]) -> None:
-    """Run `check` with a server in this process and its port."""
-
-    async def main() -> None:
-        settings = tiny_settings({**LIMITS, **limits}, keep_alive_seconds=1)
-        async with serving(settings, serving_runner(EchoRunner()), send_buffer=8192) as server:
-            await check(server, server.port)
-
-    uvloop.run(main())
+@asynccontextmanager
+async def slowly_read(**limits: float) -> AsyncIterator[Serving]:
+    settings = tiny_settings({**limits_for(TOKENS), **limits}, keep_alive_seconds=1)
+    async with serving(settings, serving_runner(EchoRunner()), send_buffer=8192) as server:
+        yield server
 
 
 def request() -> bytes:
     return infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)))
 
 
-def used_bytes(server: Serving) -> int:
-    assert server.app.engine.arena is not None
-    return server.app.engine.arena.used_bytes
-
-
-def counted(server: Serving, status: int) -> float:
-    return server.metric("requests_total", model="tiny", status=str(status))
-
-
 @pytest.mark.slow
-def test_a_trickle_of_reads_does_not_hold_an_answer() -> None:
-    async def check(server: Serving, port: int) -> None:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", port))
+@on_uvloop
+async def test_a_trickle_of_reads_does_not_hold_an_answer() -> None:
+    async with slowly_read() as server:
+        with connect(server.port, receive_buffer=4096) as sock:
             await asyncio.to_thread(sock.sendall, request())
-            await until(lambda: used_bytes(server) > 0)
+            await until(lambda: server.arena.used_bytes > 0)
             reader = Trickle(lambda: sock.recv(1000))
             try:
-                await until(lambda: counted(server, 499) == 1)
-                assert used_bytes(server) == 0
+                await until(lambda: server.counted(499) == 1)
+                assert server.arena.used_bytes == 0
             finally:
                 reader.stop()
 
-    run(check, {})
-
-
-def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
-    chunk = bytes(5120)
-    wrong = head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked")
-    wrong += b"%x\r\n%s\r\n0\r\n\r\n" % (len(chunk), chunk)
-
-    async def main() -> None:
-        settings = tiny_settings({"max_json_bytes": 4096, "body_timeout_seconds": 0.3})
-        connections: set[Connection] = set()
-        async with serving(
-            settings, serving_runner(EchoRunner()), connections=connections, send_buffer=1
-        ) as server:
-            with socket.socket() as sock:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-                sock.connect(("127.0.0.1", server.port))
-                sock.setblocking(False)
-                sent = 0
-                while not any(connection._sender.holds_bytes for connection in connections):
-                    await asyncio.get_running_loop().sock_sendall(sock, wrong)
-                    sent += 1
-                    await asyncio.sleep(0.003)
-                await asyncio.sleep(0.6)
-                sock.setblocking(True)
-                sock.settimeout(30)
-                sock.sendall(head("GET /v2/health/live HTTP/1.1", "Connection: close"))
-                received = await asyncio.to_thread(read_to_end, sock)
-                assert [answer.status for answer in received] == [413] * sent + [200]
-                assert counted(server, 408) == 0
-
-    uvloop.run(main())
-
 
 @pytest.mark.slow
-def test_a_slow_client_within_the_rate_gets_its_answer() -> None:
-    async def check(server: Serving, port: int) -> None:
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.connect(("127.0.0.1", port))
-            await asyncio.to_thread(sock.sendall, request())
-            pieces: list[bytes] = []
-            reader = Trickle(lambda: pieces.append(sock.recv(16384)))
-            await asyncio.sleep(3)  # three periods
-            reader.stop()
-            assert 0 < sum(map(len, pieces)) < OUTPUT_BYTES
-            while sum(map(len, pieces)) < OUTPUT_BYTES:
-                pieces.append(await asyncio.to_thread(sock.recv, 1 << 20))
-                assert pieces[-1], "the connection is open"
-            (answer,) = answers(b"".join(pieces))
-            assert answer.status == 200
-        await until(lambda: counted(server, 200) == 1)
-
-    run(check, {"min_response_bytes_per_second": 0})
-
-
-@pytest.mark.slow
-def test_a_trickle_of_sent_bytes_does_not_hold_a_body() -> None:
-    async def check(server: Serving, port: int) -> None:
-        with connect(port) as sock:
+@on_uvloop
+async def test_a_trickle_of_sent_bytes_does_not_hold_a_body() -> None:
+    async with slowly_read(body_timeout_seconds=1) as server:
+        with connect(server.port) as sock:
             await asyncio.to_thread(sock.sendall, request()[:-100_000])
-            await until(lambda: used_bytes(server) > 0)
+            await until(lambda: server.arena.used_bytes > 0)
             sender = Trickle(lambda: sock.send(b"x"))
             answer = await asyncio.to_thread(read_answer, sock)
             sender.stop()
         assert answer.error == "body: expected the whole body within 1 s, got a part of it"
-        assert (answer.status, used_bytes(server), counted(server, 408)) == (408, 0, 1)
+        assert (answer.status, server.arena.used_bytes, server.counted(408)) == (408, 0, 1)
 
-    run(check, {"body_timeout_seconds": 1})
+
+@on_uvloop
+async def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
+    chunk = bytes(5120)
+    wrong = head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked")
+    wrong += b"%x\r\n%s\r\n0\r\n\r\n" % (len(chunk), chunk)
+    settings = tiny_settings({"max_json_bytes": 4096, "body_timeout_seconds": 0.3})
+    connections: set[Connection] = set()
+    async with serving(
+        settings, serving_runner(EchoRunner()), connections=connections, send_buffer=1
+    ) as server:
+        with connect(server.port, receive_buffer=1) as sock:
+            sock.setblocking(False)
+            sent = 0
+            while not any(connection._sender.holds_bytes for connection in connections):
+                await asyncio.get_running_loop().sock_sendall(sock, wrong)
+                sent += 1
+                await asyncio.sleep(0.003)
+            await asyncio.sleep(0.6)
+            sock.settimeout(30)
+            sock.sendall(head("GET /v2/health/live HTTP/1.1", "Connection: close"))
+            received = await asyncio.to_thread(read_to_end, sock)
+            assert [answer.status for answer in received] == [413] * sent + [200]
+            assert server.counted(408) == 0
+
+
+REQUEST = infer(*hidden_request(rows(1)))
+LAST = infer(*hidden_request(rows(1)), "Connection: close")
+TEN = infer(*hidden_request(rows(1)), "X: 1").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+Leave = Callable[[socket.socket], None]
+
+
+def reset(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def half_close(sock: socket.socket) -> None:
+    sock.shutdown(socket.SHUT_WR)
+
+
+LEAVE = pytest.mark.parametrize("leave", [socket.socket.close, reset, half_close])
+REQUESTS = pytest.mark.parametrize("data", [REQUEST, LAST, TEN], ids=["keep-alive", "close", "1.0"])
+
+
+@asynccontextmanager
+async def held() -> AsyncIterator[tuple[Serving, EchoRunner]]:
+    """A server whose steps wait."""
+    runner = EchoRunner()
+    async with serving(tiny_settings(), serving_runner(runner)) as server:
+        runner.gate.clear()
+        try:
+            yield server, runner
+        finally:
+            runner.gate.set()
+
+
+@LEAVE
+@REQUESTS
+@on_uvloop
+async def test_a_request_in_the_queue_is_dropped_as_soon_as_its_client_leaves(
+    leave: Leave, data: bytes
+) -> None:
+    async with held() as (server, runner):
+        with connect(server.port) as first, connect(server.port) as sock:
+            first.sendall(REQUEST)
+            await runner.begun()
+            sock.sendall(data)
+            await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+            leave(sock)
+            for _ in range(2):  # the event loop finds it in its first iteration, and closes in the next
+                await asyncio.sleep(0)
+            assert server.metric("queue_requests", model="tiny") == 0
+            assert server.counted(499) == 1
+            runner.gate.set()
+            await until(lambda: server.counted(200) == 1)
+    assert runner.steps == [[1]]
+
+
+@LEAVE
+@REQUESTS
+@on_uvloop
+async def test_a_disconnect_during_the_step_counts_as_499(leave: Leave, data: bytes) -> None:
+    async with held() as (server, runner):
+        with connect(server.port) as sock:
+            sock.sendall(data)
+            await runner.begun()
+            leave(sock)
+            runner.gate.set()
+            await until(lambda: server.counted(499) + server.counted(200) == 1)
+        assert server.counted(499) == 1
+        assert server.metric("refusals_total", model="tiny", reason="client_gone") == 1
+
+
+@LEAVE
+@on_uvloop
+async def test_a_disconnect_counts_every_pipelined_request(leave: Leave) -> None:
+    async with held() as (server, runner):
+        with connect(server.port) as sock:
+            sock.sendall(5 * REQUEST)
+            await runner.begun()
+            leave(sock)
+            await until(lambda: server.counted(499) == 4)
+            runner.gate.set()
+            await until(lambda: server.counted(499) + server.counted(200) == 5)
+        assert server.counted(499) == 5
+
+
+@on_uvloop
+async def test_a_drain_answers_pipelined_requests_too() -> None:
+    async with held() as (server, runner):
+        with connect(server.port) as sock:
+            sock.sendall(3 * REQUEST)
+            await runner.begun()
+            server.app.engine.begin_drain()
+            runner.gate.set()
+            got = await asyncio.to_thread(read_to_end, sock)
+        assert [answer.status for answer in got] == [200] * 3
+        assert [answer.headers.get("connection") for answer in got] == [None, None, "close"]

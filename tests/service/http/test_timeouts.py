@@ -1,24 +1,31 @@
-"""Timeouts that pass while the request's own step runs, and work that nobody waits for."""
+"""Timeouts that pass while a request is parsed, computed or answered, and work that nobody waits for."""
 
 import asyncio
 import ctypes
 import socket
 import statistics
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from expertd.service.http import responses
+from expertd.service.inference import call
 from expertd.service.inference.body import LARGE_BYTES
+from expertd.service.inference.threads import INLINE_BYTES, Where
+from expertd.service.memory import RegionUses
 from tests.service.apps import (
     HIDDEN,
     Serving,
     error_of,
     hidden_request,
+    json_input,
     json_request,
     output_of,
     rows,
@@ -30,25 +37,21 @@ from tests.service.regions import (
     ROW,
     Device,
     enabled,
+    region,
     region_input,
     region_output,
     register_cuda,
-    registered,
 )
 from tests.service.runners import EchoRunner
-from tests.service.shm import shm_file
 from tests.service.sockets import Answer, connect, infer, read_answer
+from tests.service.sockets import infer as infer_bytes
 from tests.service.waiting import until
 
 TOKENS = 256
 TIMEOUT = {"timeout": 100_000}  # a busy machine begins a step within it
-LIMITS = {"max_request_tokens": TOKENS}
+LIMITS: dict[str, float] = {"max_request_tokens": TOKENS}
 Region = Callable[[], npt.NDArray[np.float32]]
 IN_ITS_STEP = "the request's timeout of 100000 microseconds expired in its step"
-
-
-async def in_step(runner: EchoRunner) -> None:
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
 
 
 def refused(server: Serving, reason: str) -> float:
@@ -73,11 +76,10 @@ async def test_a_timeout_does_not_wait_for_the_requests_own_step() -> None:
         runner.gate.clear()
         with connect(server.port) as sock:
             sock.sendall(infer(*hidden_request(values, parameters=TIMEOUT, id="t")))
-            await in_step(runner)
+            await runner.begun()
             answer = await asyncio.to_thread(read_answer, sock)
             assert (answer.status, answer.error) == (503, f"{IN_ITS_STEP} (request id: t)")
-            arena = server.app.engine.arena
-            assert arena is not None
+            arena = server.arena
             assert arena.used_bytes >= 2 * values.nbytes, "the step uses them"
             sock.sendall(infer(*hidden_request(values)))
             await until(lambda: server.metric("queue_requests", model="tiny") == 1)
@@ -85,8 +87,8 @@ async def test_a_timeout_does_not_wait_for_the_requests_own_step() -> None:
             assert (await asyncio.to_thread(read_answer, sock)).status == 200
             await until(lambda: arena.used_bytes == 0)
         assert refused(server, "queue_timeout") == 1
-        assert server.metric("requests_total", model="tiny", status="503") == 1
-        assert server.metric("requests_total", model="tiny", status="200") == 1
+        assert server.counted(503) == 1
+        assert server.counted(200) == 1
 
 
 def answered_after(sock: socket.socket, request: bytes) -> tuple[float, Answer]:
@@ -108,7 +110,7 @@ async def lateness(in_own_step: bool) -> float:
         step = asyncio.get_running_loop().call_later(1.0, runner.gate.set)
         if not in_own_step:
             other = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-            await in_step(runner)
+            await runner.begun()
         with connect(server.port) as sock:
             seconds, answer = await asyncio.to_thread(answered_after, sock, request)
         assert answer.status == 503
@@ -127,51 +129,16 @@ async def test_a_timeout_is_answered_when_it_passes(in_own_step: bool) -> None:
     assert 0 <= statistics.median(late) < 0.025, late
 
 
-async def test_a_client_that_leaves_after_its_timeout_is_counted_once() -> None:
-    runner = EchoRunner()
-    async with serving(tiny_settings(), serving_runner(runner)) as server:
-        runner.gate.clear()
-        request = asyncio.ensure_future(server.infer(*hidden_request(rows(1), parameters=TIMEOUT)))
-        await in_step(runner)
-        assert error_of(await request, 503) == IN_ITS_STEP
-        runner.gate.set()
-        output_of(await server.infer(*hidden_request(rows(1))))
-        assert refused(server, "queue_timeout") == 1
-        assert refused(server, "client_gone") == 0
-
-
-async def test_a_step_whose_request_was_answered_leaves_its_regions_as_they_are() -> None:
-    runner = EchoRunner()
-    async with serving(enabled(), serving_runner(runner)) as server:
-        with shm_file(4 * ROW) as file:
-            file.write(rows(1), 0)
-            await registered(server, "r", file.key, 4 * ROW)
-            runner.gate.clear()
-            given = region_input("r", [1, HIDDEN], 0)
-            body = json_request(given, outputs=region_output("r", ROW, ROW), parameters=TIMEOUT)
-            assert error_of(await server.infer(body), 503) == IN_ITS_STEP
-            file.write(rows(1, 5), ROW)
-            unregistering = asyncio.ensure_future(
-                server.http.post("/v2/systemsharedmemory/region/r/unregister")
-            )
-            done, _ = await asyncio.wait({unregistering}, timeout=0.1)
-            assert not done, "its step holds the region"
-            runner.gate.set()
-            assert (await unregistering).status_code == 200
-            np.testing.assert_array_equal(file.floats(1, HIDDEN, ROW), rows(1, 5))
-
-
 @asynccontextmanager
-async def region_of(server: Serving, device: Device, kind: str) -> AsyncIterator[Region]:
-    """A region "r" with hidden states in its first row, and its second row."""
-    if kind == "cuda":
+async def region_of(server: Serving, device: Device | None = None) -> AsyncIterator[Region]:
+    """A region "r", of the device if one is given: hidden states in its first row; yields its second one."""
+    if device is not None:
         ctypes.memmove(device.address, rows(1).tobytes(), ROW)
         assert (await register_cuda(server, "r", 4 * ROW)).status_code == 200
         yield lambda: device.read(ROW, ROW)
         return
-    with shm_file(4 * ROW) as file:
+    async with region(server, 4 * ROW) as file:
         file.write(rows(1), 0)
-        await registered(server, "r", file.key, 4 * ROW)
         yield lambda: file.floats(1, HIDDEN, ROW)[0]
 
 
@@ -181,16 +148,30 @@ def region_request(timeout: int) -> bytes:
     return json_request(given, outputs=region_output("r", ROW, ROW), parameters={"timeout": timeout})
 
 
+async def test_a_step_whose_request_was_answered_leaves_its_regions_as_they_are() -> None:
+    runner = EchoRunner()
+    async with serving(enabled(), serving_runner(runner)) as server, region_of(server) as output:
+        runner.gate.clear()
+        assert error_of(await server.infer(region_request(100_000)), 503) == IN_ITS_STEP
+        path = "/v2/systemsharedmemory/region/r/unregister"
+        unregistering = asyncio.ensure_future(server.http.post(path))
+        done, _ = await asyncio.wait({unregistering}, timeout=0.1)
+        assert not done, "its step holds the region"
+        runner.gate.set()
+        assert (await unregistering).status_code == 200
+        assert (output() == 0).all()
+
+
 @pytest.mark.parametrize("kind", ["system", "cuda"])
 async def test_an_output_that_a_device_could_write_to_a_region_is_stored_if_in_time(kind: str) -> None:
     device = Device()
     async with (
         serving(enabled(), device.loader()) as server,
-        region_of(server, device, kind) as output,
+        region_of(server, device if kind == "cuda" else None) as output,
     ):
         device.runner.gate.clear()
         request = asyncio.ensure_future(server.infer(region_request(100_000)))
-        await in_step(device.runner)
+        await device.runner.begun()
         assert error_of(await request, 503) == IN_ITS_STEP
         device.runner.gate.set()
         await until(lambda: server.app.engine.executor.unanswered == 0)
@@ -206,11 +187,11 @@ async def test_an_output_that_only_ranks_can_write_to_a_region_is_waited_for() -
     device = Device(writable=False)
     async with (
         serving(enabled(), device.loader()) as server,
-        region_of(server, device, "cuda") as output,
+        region_of(server, device) as output,
     ):
         device.runner.gate.clear()
         request = asyncio.ensure_future(server.infer(region_request(100_000)))
-        await in_step(device.runner)
+        await device.runner.begun()
         done, _ = await asyncio.wait({request}, timeout=0.3)
         assert not done
         device.runner.gate.set()
@@ -220,18 +201,121 @@ async def test_an_output_that_only_ranks_can_write_to_a_region_is_waited_for() -
 
 async def test_a_request_with_regions_whose_client_left_is_not_computed() -> None:
     runner = EchoRunner()
-    async with serving(enabled(), serving_runner(runner)) as server:
-        with shm_file(4 * ROW) as file:
-            await registered(server, "r", file.key, 4 * ROW)
-            runner.gate.clear()
-            first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-            await in_step(runner)
-            body = json_request(region_input("r", [2, HIDDEN], 0))
-            with connect(server.port) as sock:
-                sock.sendall(infer(body, len(body)))
-                await until(lambda: server.metric("queue_requests", model="tiny") == 1)
-            await until(lambda: server.metric("queue_requests", model="tiny") == 0)
-            await until(lambda: refused(server, "client_gone") == 1)
-            runner.gate.set()
-            output_of(await first)
+    async with serving(enabled(), serving_runner(runner)) as server, region_of(server):
+        runner.gate.clear()
+        first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
+        await runner.begun()
+        body = json_request(region_input("r", [2, HIDDEN], 0))
+        with connect(server.port) as sock:
+            sock.sendall(infer(body, len(body)))
+            await until(lambda: server.metric("queue_requests", model="tiny") == 1)
+        await until(lambda: server.metric("queue_requests", model="tiny") == 0)
+        await until(lambda: refused(server, "client_gone") == 1)
+        runner.gate.set()
+        output_of(await first)
     assert runner.steps == [[1]]
+
+
+LONGER = {"timeout": 300_000}
+EXPIRED = "the request's timeout of {} microseconds expired {}"
+BEFORE_QUEUE, BEFORE_ANSWER = "before it was queued", "before its answer was ready"
+
+
+class Held:
+    """A function that waits for `gate` before it does what `function` does."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.entered = threading.Semaphore(0)
+        self.gate = threading.Event()
+
+    async def begun(self) -> None:
+        """Wait until it was called."""
+        assert await asyncio.to_thread(self.entered.acquire, True, 10)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.entered.release()
+        assert self.gate.wait(10)
+        return self._function(*arguments, **named)
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Held:
+    """Replace a function by one that a test holds."""
+    held = Held(getattr(owner, name))
+    monkeypatch.setattr(owner, name, lambda *arguments, **named: held(*arguments, **named))
+    return held
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, TOKENS])
+async def test_a_timeout_begins_when_the_body_is_complete(num_tokens: int) -> None:
+    runner, values = EchoRunner(), rows(num_tokens)
+    body = json_request(json_input(values), parameters={"timeout": 1, "binary_data_output": True})
+    assert num_tokens < TOKENS or len(body) > INLINE_BYTES, "it is parsed in a thread"
+    async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
+        where = BEFORE_QUEUE if num_tokens else BEFORE_ANSWER
+        assert error_of(await server.infer(body), 503) == EXPIRED.format(1, where)
+        assert refused(server, "queue_timeout") == 1
+        output_of(await server.infer(*hidden_request(rows(1))))
+    assert runner.steps == [[1]]
+
+
+async def test_a_timeout_does_not_wait_for_an_answer_that_is_compressed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, values = EchoRunner(), rows(TOKENS)
+    held = hold(monkeypatch, responses, "compress")
+    async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
+        arena = server.arena
+        with connect(server.port) as sock:
+            request = hidden_request(values, parameters=LONGER)
+            sock.sendall(infer_bytes(*request, "Accept-Encoding: gzip"))
+            await held.begun()
+            answer = await asyncio.to_thread(read_answer, sock)
+            assert (answer.status, answer.error) == (503, EXPIRED.format(300_000, BEFORE_ANSWER))
+            assert arena.used_bytes >= values.nbytes, "the thread uses them"
+            held.gate.set()
+            await until(lambda: arena.used_bytes == 0)
+            sock.sendall(infer_bytes(*hidden_request(values)))
+            assert (await asyncio.to_thread(read_answer, sock)).status == 200
+        assert refused(server, "queue_timeout") == 1
+        assert server.counted(503) == 1
+
+
+async def test_a_request_that_is_validated_when_its_timeout_passes_is_not_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, values = EchoRunner(), rows(TOKENS)
+    held = hold(monkeypatch, runner, "validate")
+    monkeypatch.setattr(call, "thread_from", lambda num_bytes: Where.ANY_THREAD)
+    routing = (
+        json_input(np.tile(np.arange(2, dtype=np.int32), (TOKENS, 1)), "topk_ids", "INT32"),
+        json_input(np.zeros((TOKENS, 2), np.float32), "topk_weights"),
+    )
+    body = json_request(json_input(values), *routing, parameters=LONGER)
+    async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
+        request = asyncio.ensure_future(server.infer(body))
+        await held.begun()
+        assert error_of(await request, 503) == EXPIRED.format(300_000, BEFORE_QUEUE)
+        held.gate.set()
+        output_of(await server.infer(*hidden_request(rows(1))))
+    assert runner.steps == [[1]]
+
+
+async def test_an_output_that_is_being_stored_in_a_region_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, size = Device(), 4 * HIDDEN * TOKENS
+    held = hold(monkeypatch, RegionUses, "store")
+    monkeypatch.setattr(call, "thread_from", lambda num_bytes: Where.ANY_THREAD)
+    async with serving(enabled(LIMITS), device.loader()) as server:
+        async with region(server, 2 * size) as file:
+            file.write(rows(TOKENS), 0)
+            given = region_input("r", [TOKENS, HIDDEN], 0)
+            body = json_request(given, outputs=region_output("r", size, size), parameters=LONGER)
+            request = asyncio.ensure_future(server.infer(body))
+            await held.begun()
+            done, _ = await asyncio.wait({request}, timeout=0.5)
+            assert not done, "the caller may use the region once it is answered"
+            held.gate.set()
+            assert error_of(await request, 503) == EXPIRED.format(300_000, BEFORE_ANSWER)
+        assert refused(server, "queue_timeout") == 1

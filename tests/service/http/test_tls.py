@@ -1,22 +1,35 @@
-"""Connections with TLS: what holds for plain ones holds for them, and who is refused before a request."""
+"""Connections with TLS, who is refused before a request, and certificates that change."""
 
 import asyncio
+import logging
 import select
 import socket
 import ssl
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import uvloop
 
-from expertd.service.settings.certificates import load_tls
+from expertd.service.http import certificates
+from expertd.service.http.certificates import Certificates
+from expertd.service.settings.certificates import TlsFiles, load_tls
 from expertd.service.settings.parts import TlsSettings
-from tests.service.apps import HIDDEN, Serving, hidden_request, rows, serving, serving_runner, tiny_settings
-from tests.service.certificates import CA, TLS, client_context
+from tests.service.apps import (
+    HIDDEN,
+    Serving,
+    hidden_request,
+    limits_for,
+    rows,
+    serving,
+    serving_runner,
+    tiny_settings,
+)
+from tests.service.certificates import CA, FOLDER, TLS, client_context, install
 from tests.service.runners import EchoRunner
 from tests.service.sockets import Answer, answers, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import until, wait_for
@@ -24,12 +37,7 @@ from tests.service.waiting import until, wait_for
 TOKENS = 32768
 PIECE_BYTES = 16384
 OUTPUT_BYTES = TOKENS * HIDDEN * 4  # 16 MiB, which no socket's buffers hold
-LARGE: dict[str, float] = {
-    "max_request_tokens": TOKENS,
-    "max_batch_tokens": TOKENS,
-    "max_queue_tokens": 2 * TOKENS,
-    "max_body_bytes": 2 * OUTPUT_BYTES,
-}
+LARGE = limits_for(TOKENS)
 LIVE = head("GET /v2/health/live HTTP/1.1")
 GOOD = infer(*hidden_request(rows(3)))
 
@@ -64,8 +72,7 @@ def run(
         async with serving(settings, serving_runner(EchoRunner()), tls=tls, **listen) as server:
             await asyncio.to_thread(check, server.port, server)
             await until(lambda: after(server))
-            assert server.app.engine.arena is not None
-            assert server.app.engine.arena.used_bytes == 0
+            assert server.arena.used_bytes == 0
 
     uvloop.run(main())
 
@@ -77,24 +84,17 @@ def test_requests_are_answered(version: ssl.TLSVersion) -> None:
         context.minimum_version = context.maximum_version = version
         context.set_alpn_protocols(["h2", "http/1.1"])
         with closing(secure(port, context)) as sock:
-            assert (sock.version(), sock.selected_alpn_protocol()) == (
-                version.name.replace("v1_", "v1."),
-                "http/1.1",
-            )
+            shown = version.name.replace("v1_", "v1.")
+            assert (sock.version(), sock.selected_alpn_protocol()) == (shown, "http/1.1")
             for _ in range(3):
                 assert asked(sock, GOOD).status == 200
-                assert asked(sock, LIVE).status == 200
-
-    run(check)
-
-
-def test_pipelined_requests_and_the_end_are_as_without_tls() -> None:
-    def check(port: int, server: Serving) -> None:
-        with closing(secure(port)) as sock:
             sock.sendall(20 * LIVE + GOOD + head("GET /v2 HTTP/1.1", "Connection: close"))
             found = read_to_end(sock)
             assert [answer.status for answer in found] == [200] * 22
             assert len(found[20].body) > rows(3).nbytes
+        with closing(secure(port)) as sock:
+            assert asked(sock, LIVE).status == 200
+            assert sock.recv(1) == b"", "an idle connection is closed with close_notify"
 
     run(check)
 
@@ -143,41 +143,24 @@ def test_a_client_that_stops_reading_is_cut_off() -> None:
     def check(port: int, server: Serving) -> None:
         with closing(secure(port)) as sock:
             sock.sendall(infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32))))
-            wait_for(lambda: server.metric("requests_total", model="tiny", status="499"), "it is cut off")
+            wait_for(lambda: server.counted(499), "it is cut off")
 
     run(check, LARGE)
 
 
-def test_an_idle_connection_is_closed_with_close_notify() -> None:
-    def check(port: int, server: Serving) -> None:
-        with closing(secure(port)) as sock:
-            assert asked(sock, LIVE).status == 200
-            assert sock.recv(1) == b""
-
-    run(check)
-
-
-def test_http_without_tls_gets_an_answer_that_says_so() -> None:
+def test_what_is_not_tls_is_refused() -> None:
     def check(port: int, server: Serving) -> None:
         with closing(connect(port)) as sock:
             sock.sendall(LIVE)
             (answer,) = read_to_end(sock)
-            assert (answer.status, answer.error) == (
-                400,
-                "request: expected TLS (https://), got HTTP without it",
-            )
-
-    run(check, after=lambda server: counted(server, 400) == 1)
-
-
-def test_what_is_neither_is_refused() -> None:
-    def check(port: int, server: Serving) -> None:
+            text = "request: expected TLS (https://), got HTTP without it"
+            assert (answer.status, answer.error) == (400, text)
         with closing(connect(port)) as sock:
             sock.sendall(bytes(range(256)))
             while sock.recv(100):
                 pass
 
-    run(check, after=lambda server: counted(server, 400) == 1)
+    run(check, after=lambda server: counted(server, 400) == 2)
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1:DeprecationWarning")
@@ -224,21 +207,75 @@ def test_too_many_connections_are_closed_without_a_handshake() -> None:
     run(check, limits, after=lambda server: counted(server, 503) == 1)
 
 
-def test_many_connections_from_one_address_are_refused_without_tls() -> None:
-    async def main() -> None:
-        settings = tiny_settings({"max_connections_per_address": 1})
-        async with serving(settings, serving_runner(EchoRunner())) as server:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which only a test moves on."""
+    time = [100.0]
+    monkeypatch.setattr(certificates, "monotonic", lambda: time[0])
+    return time
 
-            def check() -> None:
-                with closing(connect(server.port)) as first:
-                    assert asked(first, LIVE).status == 200
-                    with closing(connect(server.port)) as second:
-                        (answer,) = read_to_end(second)
-                    assert answer.status == 503
-                    assert answer.error == "connections from one address: expected at most 1, got 2"
-                    assert asked(first, LIVE).status == 200
 
-            await asyncio.to_thread(check)
-            assert counted(server, 503) == 1
+@pytest.fixture
+def settings(tmp_path: Path) -> TlsSettings:
+    install("server", tmp_path)
+    return TlsSettings(certificate=tmp_path / "tls.pem", key=tmp_path / "tls.key")
 
-    uvloop.run(main())
+
+def looked(found: Certificates, clock: list[float]) -> TlsFiles:
+    """The files after a second."""
+    clock[0] += 1
+    found.refresh()
+    return found.files
+
+
+def test_changed_files_are_read_again(
+    tmp_path: Path, settings: TlsSettings, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Certificates(settings)
+    first, context = found.files, found.context
+    assert looked(found, clock) is first
+    assert found.context is context
+    (tmp_path / "tls.pem").write_bytes((FOLDER / "second.pem").read_bytes())
+    assert looked(found, clock) is first, "files may be replaced one after the other"
+    install("second", tmp_path)
+    found.refresh()
+    assert found.files is first, "looked at within the last second"
+    assert looked(found, clock).certificate == (FOLDER / "second.pem").read_text()
+    second = found.context
+    assert second is not context
+    (tmp_path / "tls.pem").touch()
+    looked(found, clock)
+    assert found.context is second, "the same files"
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_wrong_files_are_reported_once_and_not_used(
+    tmp_path: Path, settings: TlsSettings, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Certificates(settings)
+    before, context = found.files, found.context
+    (tmp_path / "tls.key").write_text("nothing")
+    for _ in range(4):
+        assert looked(found, clock) is before
+    (tmp_path / "tls.pem").unlink()
+    for _ in range(4):
+        assert looked(found, clock) is before
+    assert found.context is context
+    remains = "; the certificate that was read before remains in use"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tls.key: {tmp_path}/tls.key: expected a private key in PEM, got something else{remains}",
+        f"tls.certificate: {tmp_path}/tls.pem: cannot be read: No such file or directory{remains}",
+    ]
+    install("second", tmp_path)
+    assert looked(found, clock) is not before
+
+
+def test_a_process_begins_with_what_another_one_has(
+    tmp_path: Path, settings: TlsSettings, clock: list[float]
+) -> None:
+    known = Certificates(settings).files
+    (tmp_path / "tls.key").unlink()
+    found = Certificates(settings, known)
+    assert looked(found, clock) == known
+    install("second", tmp_path)
+    assert looked(found, clock) != known

@@ -1,11 +1,11 @@
-"""Several HTTP processes: the same answers and metrics as one."""
+"""Several HTTP processes: the same answers and metrics as one, and what happens when one of them ends."""
 
 import os
 import re
+import select
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,17 @@ import numpy.typing as npt
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.apps import HIDDEN, NUM_EXPERTS, TOP_K, binary_request, hidden_request, rows
-from tests.service.http.processes import GOOD, asked, connected, samples, two_processes, workers_of
+from tests.service.apps import MODEL, NUM_EXPERTS, TOP_K, binary_request, hidden_request, limits_for, rows
+from tests.service.http.processes import GOOD, alive, asked, connected, samples, two_processes, workers_of
 from tests.service.http.test_fp8 import fp8_request, quantized
+from tests.service.http.test_signals import in_a_step
 from tests.service.processes import ServerProcess, server_process
-from tests.service.shm import shm_file
-from tests.service.sockets import INFER, ask, connect, head, infer, read_answer
+from tests.service.sockets import ask, connect, head, infer
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
 
-LARGE = {
-    "max_request_tokens": 4096,
-    "max_batch_tokens": 4096,
-    "max_queue_tokens": 65536,
-    "max_body_bytes": 8 << 20,
-}
+LARGE = {**limits_for(4096), "max_body_bytes": 8 << 20}
 
 
 @pytest.fixture(scope="module")
@@ -132,74 +127,30 @@ def test_all_other_calls_are_passed_through(server: ServerProcess, single: Serve
         assert many.delete(f"/v1/channels/{opened.json()['id']}").status_code == 200
 
 
-def buffered(server: ServerProcess) -> dict[tuple[str, ...], float]:
-    return samples(server, "buffered_bytes")
-
-
-def holding(server: ServerProcess, least: int) -> dict[tuple[str, ...], float] | None:
-    """The bytes that each process holds; None until all of them together hold `least`."""
-    found = buffered(server)
-    return found if sum(found.values()) >= least else None
-
-
-@pytest.mark.parametrize(("fixture", "names"), [("single", ["engine"]), ("server", ["0", "1"])])
-def test_metrics_have_the_memory_of_bodies_by_process(
-    request: pytest.FixtureRequest, fixture: str, names: list[str]
-) -> None:
-    process: ServerProcess = request.getfixturevalue(fixture)
-    sent = infer(*hidden_request(rows(2000)))[:-1]
-    least = 2 * len(sent)  # of each process; on a busy machine, connections are not spread evenly
-    with ExitStack() as stack:
-        for count in range(1, 17):
-            (sock,) = connected(stack, process, 1)
-            sock.sendall(sent)
-            found = wait_for(partial(holding, process, count * len(sent)), "the bodies have memory")
-            if all(found.get((name,), 0) >= least for name in names):
-                break
-        assert sorted(name for (name,) in found) == names
-        assert min(found.values()) >= least
-    wait_for(lambda: not buffered(process), "it is free again")
-
-
-def test_requests_that_name_regions_are_answered(server: ServerProcess) -> None:
-    values = rows(3)
-    place = {"shared_memory_region": "workers", "shared_memory_byte_size": values.nbytes}
-    entry = {"name": "hidden_states", "datatype": "FP32", "shape": [3, HIDDEN], "parameters": place}
-    written = {"name": "hidden_states", "parameters": {**place, "shared_memory_offset": values.nbytes}}
-    url = f"http://{server.url}"
-    with shm_file() as file:
-        file.write(values)
-        body = {"key": file.key, "offset": 0, "byte_size": 2 * values.nbytes}
-        path = f"{url}/v2/systemsharedmemory/region/workers"
-        assert httpx.post(f"{path}/register", json=body).status_code == 200
-        before = samples(server, "requests_total").get(("tiny", "200"), 0)
-        answer = httpx.post(f"{url}{INFER}", json={"inputs": [entry], "outputs": [written]})
-        assert answer.status_code == 200, answer.text
-        with connect(server.port) as sock:
-            expected = asked(sock, infer(*hidden_request(values))).body[-values.nbytes :]
-        assert file.read(values.nbytes, values.nbytes) == expected
-        wait_for(
-            lambda: samples(server, "requests_total")["tiny", "200"] == before + 2, "each is counted once"
-        )
-        assert httpx.post(f"{path}/unregister").status_code == 200
-        unknown = httpx.post(f"{url}{INFER}", json={"inputs": [entry]})
-        assert unknown.status_code == 400
-
-
-def test_connections_are_spread_evenly(server: ServerProcess) -> None:
-    def sockets(pid: int) -> int:
-        links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.exists()]
-        return sum(link.startswith("socket:") for link in links)
-
-    first, second = workers_of(server)
-    before = sockets(first), sockets(second)
-    with ExitStack() as stack:
-        for _ in range(40):
-            sock = stack.enter_context(connect(server.port))
-            sock.sendall(head("GET /v2/health/live HTTP/1.1"))
-            read_answer(sock)
-        added = sockets(first) - before[0], sockets(second) - before[1]
-    assert abs(added[0] - added[1]) <= 4
+@pytest.mark.parametrize(
+    "data",
+    [
+        head("GET /v2 HTTP/1.1", "Connection: close"),
+        head("GET /docs HTTP/1.1", "Connection: close"),
+        head("GET /none HTTP/1.1", "Connection: close"),
+        infer(*hidden_request(rows(1)), "Connection: close"),
+        b"no request\r\n\r\n",
+    ],
+    ids=["passed on", "page", "none", "infer", "refused"],
+)
+def test_every_response_has_the_headers_for_browsers_once(server: ServerProcess, data: bytes) -> None:
+    with connect(server.port) as sock:
+        sock.sendall(data)
+        received = b""
+        while piece := sock.recv(1 << 20):
+            received += piece
+    lines = received.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")[1:]
+    for expected in ("x-content-type-options: nosniff", "cache-control: no-store"):
+        name = expected.partition(":")[0]
+        assert [line for line in lines if line.startswith(f"{name}:")] == [expected]
+    policies = [line for line in lines if line.startswith("content-security-policy: ")]
+    assert len(policies) == (b"/docs" in data)
+    assert all("frame-ancestors 'none'" in policy for policy in policies)
 
 
 def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:
@@ -245,8 +196,8 @@ def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:
         )
 
 
-def test_models_are_loaded_and_unloaded_behind_the_processes(tmp_path: Path) -> None:
-    with server_process(two_processes(), tmp_path) as server, ExitStack() as stack:
+def test_models_are_loaded_and_unloaded_behind_the_processes(server: ServerProcess) -> None:
+    with ExitStack() as stack:
         socks = connected(stack, server, 4)
         expected = [asked(sock, GOOD).body for sock in socks]
         base = f"http://{server.url}/v2/repository/models/tiny"
@@ -258,3 +209,95 @@ def test_models_are_loaded_and_unloaded_behind_the_processes(tmp_path: Path) -> 
             assert httpx.get(f"http://{server.url}/v2/models/tiny").status_code == 404
             assert httpx.post(f"{base}/load").status_code == 200
             assert [asked(sock, GOOD).body for sock in socks] == expected
+
+
+def channels_of(server: ServerProcess) -> int:
+    return Path(f"/proc/{server.process.pid}/maps").read_text().count("/memfd:expertd-channel")
+
+
+def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None:
+    limits = {"max_request_tokens": 256, "max_body_bytes": 1 << 20}
+    with server_process(two_processes(limits), tmp_path) as server, ExitStack() as stack:
+        socks = connected(stack, server, 8)
+        for sock in connected(stack, server, 4):
+            sock.sendall(infer(*hidden_request(rows(256)))[:-1])
+        wait_for(lambda: len(samples(server, "buffered_bytes")) == 2, "both have bodies in their memory")
+        before, memory = workers_of(server), channels_of(server)
+        os.kill(before[0], signal.SIGKILL)
+        wait_for(lambda: len(samples(server, "buffered_bytes")) == 1, "its bodies are gone")
+        survivors = []
+        for sock in socks:
+            try:
+                answer = asked(sock, GOOD)
+            except (OSError, AssertionError):
+                continue
+            assert answer.status == 200
+            survivors.append(sock)
+        assert 2 <= len(survivors) <= 6, "both processes have some"
+        wait_for(lambda: len(workers_of(server)) == 2, "it is replaced")
+        assert "HTTP process" in server.log()
+        assert "ended with exit code -9: starting another" in server.log()
+        assert before[1] in workers_of(server)
+        connected(stack, server, 2)
+        wait_for(lambda: channels_of(server) == memory, "its channel's memory is freed")
+        server.terminate()
+        assert server.process.wait(30) == 0
+
+
+def folder_of(server: ServerProcess) -> Path:
+    """Where the socket between the processes is."""
+    files = {str(file.readlink()) for file in Path(f"/proc/{server.process.pid}/fd").iterdir()}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    named = {Path(line[7]) for line in lines if len(line) > 7 and f"socket:[{line[6]}]" in files}
+    (path,) = (path for path in named if path.name == "engine")
+    return path.parent
+
+
+def test_the_processes_end_with_the_main_one(tmp_path: Path) -> None:
+    with server_process(two_processes(), tmp_path) as server:
+        workers = workers_of(server)
+        folder = folder_of(server)
+        assert folder.name.startswith("expertd-")
+        assert folder.stat().st_mode & 0o777 == 0o700
+        server.process.kill()
+        wait_for(lambda: not any(map(alive, workers)), "they end", seconds=1.5)
+        wait_for(lambda: not folder.exists(), "nothing is left")
+
+
+def test_a_process_that_is_signalled_alone_goes_on(server: ServerProcess) -> None:
+    with ExitStack() as stack:
+        os.kill(workers_of(server)[0], signal.SIGTERM)
+        for sock in connected(stack, server, 8):
+            assert "connection" not in asked(sock, GOOD).headers
+        assert "HTTP process" not in server.log(), "none has ended"
+
+
+def test_after_the_drain_nobody_can_connect(tmp_path: Path) -> None:
+    """A client that does not read its answer keeps the processes."""
+    large = memoryview(infer(*hidden_request(np.ones((64, 1024), np.float32))))
+    settings = two_processes(models=[{**MODEL, "hidden_size": 1024}], drain_timeout_seconds=30)
+    with server_process(settings, tmp_path) as server, connect(server.port, 4096) as sock:
+        sent = 0
+        while select.select([], [sock], [], 0.5)[1]:  # until it reads no more: its answers are not read
+            sent += sock.send(large[sent % len(large) :])
+
+        def is_refused() -> bool:
+            try:
+                connect(server.port).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        server.terminate()
+        wait_for(is_refused, "new connections are refused", seconds=20)
+        assert server.process.poll() is None, "it has not ended"
+
+
+def test_a_process_that_is_killed_during_the_drain_is_in_the_log(tmp_path: Path) -> None:
+    with in_a_step(tmp_path, 2, drain_timeout_seconds=2) as (server, _, _):
+        worker = workers_of(server)[0]
+        server.terminate()
+        wait_for(lambda: "shutting down" in server.log(), "the signal took effect")
+        os.kill(worker, signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        assert re.search("ERROR .*HTTP process [01] ended with exit code -9$", server.log(), re.M)

@@ -1,20 +1,15 @@
-"""A process that takes spans by OTLP over HTTP: `python -m tests.service.tracing.collector FILE`.
+"""Takes spans by OTLP over HTTP, as OpenTelemetry's collector does, which neither Debian nor PyPI has.
 
-It stands in for OpenTelemetry's collector, which neither Debian nor PyPI has: it reads the messages with the
-official `opentelemetry-proto`, and writes each span, with its resource, as a line of JSON to FILE. Its first
-line of output is its port.
+It reads the messages with the official `opentelemetry-proto`.
 """
 
 import gzip
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -22,7 +17,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from tests.paths import ROOT
 from tests.service.waiting import wait_for
 
 
@@ -46,36 +40,45 @@ class Span:
 class Collector:
     """A collector that runs."""
 
-    def __init__(self, file: Path, port: int) -> None:
-        self._file = file
+    def __init__(self, port: int) -> None:
         self.endpoint = f"http://127.0.0.1:{port}/v1/traces"
-
-    def spans(self) -> list[Span]:
-        """All that have arrived, in the order in which they begin."""
-        lines = self._file.read_text().splitlines()
-        return sorted((Span(**json.loads(line)) for line in lines), key=lambda span: span.begin)
+        self.received: list[Span] = []
 
     def wait(self, count: int) -> list[Span]:
-        """The spans, once `count` have arrived; no more come within a moment."""
-        wait_for(lambda: len(self.spans()) >= count, f"{count} spans")
+        """The spans, in the order in which they begin, once `count` have arrived; no more come soon."""
+        wait_for(lambda: len(self.received) >= count, f"{count} spans")
         time.sleep(0.2)
-        spans = self.spans()
-        assert len(spans) == count, [span.name for span in spans]
-        return spans
+        assert len(self.received) == count, [span.name for span in self.received]
+        return sorted(self.received, key=lambda span: span.begin)
 
 
 @contextmanager
-def collector(folder: Path) -> Iterator[Collector]:
-    """A collector that runs within the block."""
-    file = folder / "spans.jsonl"
-    file.touch()
-    command = [sys.executable, "-m", "tests.service.tracing.collector", str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        try:
-            yield Collector(file, int(process.stdout.readline()))
-        finally:
-            process.terminate()
+def collector(port: int = 0) -> Iterator[Collector]:
+    """A collector that runs within the block, in a thread."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/traces"
+            assert self.headers["Content-Type"] == "application/x-protobuf"
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers["Content-Encoding"] == "gzip":
+                body = gzip.decompress(body)
+            made.received += _spans(ExportTraceServiceRequest.FromString(body))
+            answer = ExportTraceServiceResponse().SerializeToString()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/x-protobuf")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        made = Collector(server.server_port)
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield made
+        server.shutdown()
 
 
 def _spans(request: Any) -> Iterator[Span]:
@@ -100,35 +103,3 @@ def _spans(request: Any) -> Iterator[Span]:
 
 def _values(attributes: Any) -> dict[str, Any]:
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        assert self.path == "/v1/traces"
-        assert self.headers["Content-Type"] == "application/x-protobuf"
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers["Content-Encoding"] == "gzip":
-            body = gzip.decompress(body)
-        with Path(sys.argv[1]).open("a") as file:
-            for span in _spans(ExportTraceServiceRequest.FromString(body)):
-                print(json.dumps(vars(span)), file=file)
-        answer = ExportTraceServiceResponse().SerializeToString()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/x-protobuf")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-def main() -> None:
-    """Serve until the process is ended."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    print(server.server_port, flush=True)
-    server.serve_forever()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,8 @@
-"""Spans of real servers' requests, as a collector in another process gets them (see `collector`)."""
+"""Spans of real servers' requests, as a collector gets them."""
 
 import json
+import logging
+import socket
 import subprocess
 import sys
 import time
@@ -32,9 +34,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # milliseconds
-    with collector(tmp_path) as running:
+    with collector() as running:
         yield running
 
 
@@ -163,12 +165,8 @@ def test_requests_may_end_in_other_ways(spans: Collector) -> None:
     assert abs(queue.end - queue.begin - 300_000_000) < 1000
     assert {span.end - span.begin for span in of.values()} == {500_000_000}
     assert parts[gone.span_id]["step"].end == parts[gone.span_id]["answer"].end == gone.end
-    assert [span.status for span in (late, gone, wrong)] == [ERROR, ERROR, 0]
-    assert [span.attributes.get("error.type") for span in (late, gone, wrong)] == [
-        "queue_timeout",
-        "client_gone",
-        None,
-    ]
+    ends = [(span.status, span.attributes.get("error.type")) for span in (late, gone, wrong)]
+    assert ends == [(ERROR, "queue_timeout"), (ERROR, "client_gone"), (0, None)]
     assert "http.response.status_code" not in gone.attributes
     assert late.attributes["url.scheme"] == "https"
     assert (late.attributes["server.address"], late.attributes["server.port"]) == ("::1", 80)
@@ -235,12 +233,39 @@ def test_what_is_left_is_exported_at_the_end(spans: Collector, tmp_path: Path) -
     assert {span.trace_id for span in rest} == {rest[0].trace_id} != {refused.trace_id}
 
 
+@pytest.mark.thorough  # it is waited for at the end, for seconds
 def test_a_collector_that_is_not_there_delays_nothing(tmp_path: Path) -> None:
     settings = tiny_settings(tracing={"endpoint": "http://127.0.0.1:9/v1/traces", "sample_ratio": 1.0})
     with server_process(settings, tmp_path) as running:
         assert infer(running, 1, sampled=None) == 200
         assert end_of(running) == 0
     assert "spans were not exported to http://127.0.0.1:9/v1/traces within 3 s" in running.log()
+
+
+def test_a_dead_collector_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.2")  # for all attempts of a batch
+    from expertd.service.tracing.spans import Spans
+
+    caplog.set_level(logging.INFO)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    spans = Spans(f"http://127.0.0.1:{port}/v1/traces")
+    request = ending(StepTimes(5.1, 5.2, 5.3, 7), 200, None, None)
+    for _ in range(3):
+        spans.add(request)
+        spans._provider.force_flush()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"spans cannot be exported to http://127.0.0.1:{port}/v1/traces" in caplog.text
+    assert len(caplog.records[0].getMessage()) < 400
+    with collector(port):
+        for _ in range(2):
+            spans.add(request)
+            spans._provider.force_flush()
+        spans.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert caplog.records[1].getMessage() == f"spans are exported to http://127.0.0.1:{port}/v1/traces again"
 
 
 def test_nothing_is_imported_without_an_endpoint() -> None:

@@ -23,7 +23,7 @@ from expertd.service.moe.step.stages import HostStages, StageTimer
 from expertd.service.moe.weights import random_weights
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import TracingSettings
-from expertd.service.tracing import TraceContext, TracedRequest, Tracing
+from expertd.service.tracing import TraceContext, TracedRequest, Tracing, trace_context
 from expertd.service.tracing import tracing as module
 from tests.service.apps import hidden_request, rows, serving, serving_runner, tiny_settings
 from tests.service.grpc.calls import ON, grpc_serving, hidden_message
@@ -105,14 +105,6 @@ async def test_steps_of_sampled_requests_are_timed(
         assert step.stages()[-1].ended < each.ended
 
 
-async def test_no_step_is_timed_without_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    timers: list[object] = []
-    monkeypatch.setattr(StageTimer, "__init__", lambda self, device: timers.append(self))
-    async with serving(tiny_settings()) as server:
-        assert (await server.infer(*hidden_request(rows(3)), traceparent=PARENT)).status_code == 200
-    assert not timers
-
-
 async def test_a_timeout_in_the_queue_has_no_step(ended: list[TracedRequest]) -> None:
     runner = EchoRunner()
     runner.gate.clear()
@@ -130,15 +122,6 @@ async def test_a_timeout_in_the_queue_has_no_step(ended: list[TracedRequest]) ->
     assert request.times is not None
     assert request.times.began is None
     assert request.times.ended - request.times.arrived > 0.09
-
-
-async def test_a_request_that_is_refused_at_once_has_no_times(ended: list[TracedRequest]) -> None:
-    async with serving(tiny_settings(**SETTINGS), serving_runner(EchoRunner())) as server:
-        await server.infer(b"{}", traceparent=PARENT)
-        await server.infer(b"{}", traceparent=PARENT[:-1] + "0")
-        await server.infer(b"{}")
-    (request,) = ended
-    assert (request.status, request.tokens, request.times) == (400, None, None)
 
 
 async def test_grpc_calls_have_their_metadatas_context(ended: list[TracedRequest]) -> None:
@@ -192,15 +175,11 @@ def test_without_its_packages_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         check_tracing(tiny_settings(**SETTINGS))
 
 
-def traced() -> TracedRequest:
-    times = StepTimes(0.1, 0.2, 0.3, 7)
-    return TracedRequest(0.0, 0.4, None, times, None, [], False, "tiny", None, 7, 200, None)
-
-
 def test_requests_beyond_a_limit_are_dropped_and_counted() -> None:
-    full = tracing(1.0)
+    full, times = tracing(1.0), StepTimes(0.1, 0.2, 0.3, 7)
+    request = TracedRequest(0.0, 0.4, None, times, None, [], False, "tiny", None, 7, 200, None)
     for _ in range(module._MAX_KEPT + 3):
-        full.add(traced())
+        full.add(request)
     assert full.dropped == 3
     assert len(full._requests) == module._MAX_KEPT
 
@@ -211,3 +190,34 @@ def test_requests_beyond_a_limit_are_dropped_and_counted() -> None:
 def test_an_endpoint_is_a_url(endpoint: str) -> None:
     with pytest.raises(ValidationError, match="endpoint"):
         Settings.model_validate({**tiny_settings().model_dump(), "tracing": {"endpoint": endpoint}})
+
+
+@pytest.mark.parametrize(
+    ("value", "is_sampled"),
+    [
+        (PARENT, True),
+        (f"00-{TRACE}-{SPAN}-00", False),
+        (f"00-{TRACE}-{SPAN}-02", False),
+        (f"cc-{TRACE}-{SPAN}-03-later", True),
+        ("", None),
+        (f"ff-{TRACE}-{SPAN}-01", None),
+        (f"00-{TRACE}-{SPAN}-01-later", None),
+        (f"00-{TRACE.upper()}-{SPAN}-01", None),
+        (f"00-{'0' * 32}-{SPAN}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE[1:]}-{SPAN}-01", None),
+        (f" {PARENT}", None),
+    ],
+)
+def test_traceparent_is_that_of_w3c_trace_context_or_ignored(value: str, is_sampled: bool | None) -> None:
+    header = (b"traceparent", value.encode())
+    expected = None if is_sampled is None else TraceContext(TRACE, SPAN, is_sampled)
+    assert trace_context([(b"host", b"a"), header]) == expected
+    assert trace_context([header, header]) is None
+
+
+def test_the_state_of_all_headers_is_kept() -> None:
+    states = [(b"tracestate", b"a=1"), (b"tracestate", b"b=2")]
+    found = trace_context([(b"traceparent", PARENT.encode()), *states])
+    assert found == TraceContext(TRACE, SPAN, True, ("a=1", "b=2"))
+    assert trace_context(states) is None

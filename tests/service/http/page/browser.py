@@ -1,6 +1,8 @@
-"""A headless Chromium, and pages that remember what went wrong in them."""
+"""A headless Chromium, pages that remember what went wrong in them, and a server in a thread for both."""
 
+import asyncio
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -8,6 +10,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, TimeoutError, sync_playwright
+
+from expertd.service.engine.loading import Loader
+from expertd.service.settings.model import Settings
+from tests.service.apps import serving
 
 CHROMIUM = shutil.which("chromium")
 _MILLISECONDS = 10_000
@@ -63,3 +69,27 @@ def visit(
     made.page.goto(url)
     yield made
     context.close()
+
+
+@contextmanager
+def serving_in_thread(settings: Settings, loader: Loader) -> Iterator[str]:
+    """The address of a running application."""
+    begun, ports = threading.Event(), []
+    loop = asyncio.new_event_loop()
+    end = asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(settings, loader) as server:
+            ports.append(server.port)
+            begun.set()
+            await end.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert begun.wait(30)
+        yield f"http://127.0.0.1:{ports[0]}/"
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join()
+        loop.close()

@@ -1,15 +1,17 @@
-"""/v1/live: its events, and how its streams end."""
+"""/v1/live: its events, one snapshot for all viewers, and how streams end."""
 
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from expertd.service.http import feed
+from expertd.service.http import feed as feed_module
+from expertd.service.http.feed import Feed
 from tests.paths import ROOT
 from tests.service.apps import (
     MODEL,
@@ -25,15 +27,84 @@ from tests.service.apps import (
 )
 from tests.service.http.processes import two_processes
 from tests.service.http.routes.test_partitions import Device
-from tests.service.keys import bearer, write_keys
 from tests.service.processes import server_process
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until, wait_for
 
 
+class Snapshots:
+    """Numbers of the snapshots made, and the models asked for each time."""
+
+    def __init__(self) -> None:
+        self.asked: list[set[str]] = []
+
+    def take(self, models: Collection[str]) -> dict[str, bytes]:
+        self.asked.append(set(models))
+        return {model: f"{model} {len(self.asked)}".encode() for model in models}
+
+
+@pytest.fixture
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> Snapshots:
+    monkeypatch.setattr(feed_module, "SECONDS", 0.02)
+    return Snapshots()
+
+
+async def test_viewers_share_a_snapshot(snapshots: Snapshots) -> None:
+    feed = Feed(snapshots.take, 3)
+    viewers = [feed.open(model) for model in ("a", "a", "b")]
+    seen = await asyncio.gather(*(_all(viewer.events(2)) for viewer in viewers))
+    assert seen == [[b"a 1", b"a 2"], [b"a 1", b"a 2"], [b"b 1", b"b 2"]]
+    assert snapshots.asked[0] == {"a", "b"}
+
+
+async def test_nothing_is_computed_while_nobody_looks(snapshots: Snapshots) -> None:
+    feed = Feed(snapshots.take, 1)
+    await asyncio.sleep(0.1)
+    assert snapshots.asked == []
+    for _ in range(2):
+        viewer = feed.open("a")
+        assert [event async for event in viewer.events(1)]
+        feed.leave(viewer)
+        made = len(snapshots.asked)
+        await asyncio.sleep(0.1)
+        assert len(snapshots.asked) <= made + 1, "one may have been under way"
+
+
+async def test_a_slow_viewer_gets_the_latest(snapshots: Snapshots) -> None:
+    feed = Feed(snapshots.take, 1)
+    events = feed.open("a").events(None)
+    await until(lambda: len(snapshots.asked) >= 4)
+    await asyncio.sleep(0.01)
+    event = await anext(events)
+    assert int(event.split()[1]) >= 3
+
+
+async def test_a_stream_ends_after_its_time(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "_LIFE_SECONDS", 0.1)
+    feed = Feed(snapshots.take, 1)
+    assert await asyncio.wait_for(_all(feed.open("a").events(None)), 5)
+
+
+async def test_a_snapshot_that_fails_ends_the_streams(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(models: Collection[str]) -> dict[str, bytes]:
+        raise ValueError("no snapshot")
+
+    feed = Feed(fail, 1)
+    viewer = feed.open("a")
+    assert await asyncio.wait_for(_all(viewer.events(None)), 5) == []
+    feed.leave(viewer)
+    assert "a snapshot for viewers failed" in caplog.text
+
+
+async def _all(events: AsyncIterator[bytes]) -> list[bytes]:
+    return [event async for event in events]
+
+
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "SECONDS", 0.05)
+    monkeypatch.setattr(feed_module, "SECONDS", 0.05)
 
 
 def parsed(text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -133,24 +204,6 @@ async def test_too_many_viewers_and_viewers_who_leave() -> None:
                 assert refused.headers["retry-after"] == "5"
             await until(lambda: server.app._feed.num_viewers == 0)
             assert (await client.get(f"{url}?events=1")).status_code == 200
-
-
-async def test_the_page_can_be_off() -> None:
-    async with serving(tiny_settings(page={"enabled": False})) as server:
-        for path in ("/", "/page/main.js", "/v1/live"):
-            assert error_of(await server.http.get(path), 404).startswith("path: expected one of this API")
-
-
-async def test_who_may_look(tmp_path: Path) -> None:
-    rights = {"infer": ["infer"], "admin": ["admin"], "metrics": ["metrics"]}
-    settings = tiny_settings(keys=write_keys(tmp_path / "keys.yaml", **rights))
-    async with serving(settings) as server:
-        for path in ("/", "/page/main.js", "/page/page.css"):
-            assert (await server.http.get(path)).status_code == 200, "it has no data"
-        url = "/v1/live?events=1"
-        assert (await server.http.get(url)).status_code == 401
-        for name, status in (("infer", 403), ("admin", 200), ("metrics", 200)):
-            assert (await server.http.get(url, headers=bearer(name))).status_code == status
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """For any input, the parser returns a request or raises an OipError."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,9 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertd.service.engine.spec import LayerSpec
-from expertd.service.http.protocol import OipError, decompress, parse_request
-from expertd.service.inference.limits import BodyLimit
-from expertd.service.memory import host_view
+from expertd.service.http.protocol import OipError, parse_request
+from expertd.service.memory import (
+    Arena,
+    DeviceMemory,
+    Region,
+    Regions,
+    RegionUses,
+    Span,
+    SystemMemory,
+    host_view,
+    nothing_to_register,
+)
+from tests.service.shm import shm_file
 
 SPEC = LayerSpec(name="m", hidden_size=4, top_k=2, datatype="FP32", max_request_tokens=8, max_json_bytes=1000)
 
@@ -62,21 +73,92 @@ def _parses_or_refuses(body: bytes, header_length: int | None) -> None:
 @settings(max_examples=400)
 @given(_request | _json, st.binary(max_size=40), st.integers(0, 300) | st.none())
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_any_json_parses_or_is_refused(value: Any, tail: bytes, length: int | None) -> None:
     header = json.dumps(value).encode()
     _parses_or_refuses(header + tail, len(header))
     _parses_or_refuses(header + tail, length)
 
 
-@settings(max_examples=200)
-@given(st.binary(max_size=100), st.integers(0, 120) | st.none())
-def test_any_bytes_parse_or_are_refused(body: bytes, length: int | None) -> None:
-    _parses_or_refuses(body, length)
+SIZE = 4096
 
 
-@settings(max_examples=200)
-@given(st.binary(max_size=60), st.sampled_from(["gzip", "deflate", "br", ""]))
-def test_any_bytes_decompress_or_are_refused(body: bytes, encoding: str) -> None:
-    with pytest.raises(OipError) as caught:
-        decompress(body, encoding, BodyLimit(100))
-    assert caught.value.status in (400, 415)
+@pytest.fixture(scope="module")
+def regions() -> Iterator[Regions]:
+    """Regions "copied", "mapped" and "gpu", of 4096 bytes each."""
+    regions = Regions(3, 3 * SIZE)
+    with shm_file(SIZE) as file:
+        memories: dict[str, SystemMemory | DeviceMemory] = {
+            "copied": SystemMemory(file.key, 0, SIZE, None),
+            "mapped": SystemMemory(file.key, 0, SIZE, nothing_to_register),
+            "gpu": DeviceMemory(Span(1 << 20, SIZE, 0), lambda: None),
+        }
+        for name, memory in memories.items():
+            regions.reserve(name, SIZE)
+            regions.add(Region(name, "system", SIZE, memory, {}))
+        yield regions
+        for memory in memories.values():
+            memory.close()
+
+
+_number = st.integers(-1, 80) | st.sampled_from(
+    [16, 32, SIZE - 16, SIZE, 2**62, 2**64, None, True, "16", 1.0]
+)
+_parameters: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {},
+    optional={
+        "shared_memory_region": st.sampled_from(["copied", "mapped", "gpu", "none", "", 1, None, []]),
+        "shared_memory_byte_size": _number,
+        "shared_memory_offset": _number,
+        "binary_data_size": _number,
+        "binary_data": st.booleans(),
+    },
+)
+
+
+def _tensor(name: str, columns: int, datatype: str) -> st.SearchStrategy[dict[str, Any]]:
+    rows = st.sampled_from([1, 0, 2, 9])
+    return st.builds(
+        lambda count, parameters, element: {
+            "name": name,
+            "datatype": datatype,
+            "shape": [count, columns],
+            "parameters": {"shared_memory_byte_size": 4 * count * columns, **parameters} if element else {},
+        },
+        rows,
+        _parameters,
+        st.booleans(),
+    )
+
+
+_routing = st.tuples(_tensor("topk_ids", 2, "INT32"), _tensor("topk_weights", 2, "FP32"))
+_placed_request = st.builds(
+    lambda hidden, routing, outputs: {"inputs": [hidden, *routing], "outputs": outputs},
+    _tensor("hidden_states", 4, "FP32"),
+    st.just(()) | _routing,
+    st.lists(st.builds(lambda p: {"name": "hidden_states", "parameters": p}, _parameters), max_size=1),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@settings(max_examples=800)
+@given(_placed_request, st.sampled_from([0, 16, 32]))
+def test_any_place_parses_or_is_refused(regions: Regions, value: dict[str, Any], num_bytes: int) -> None:
+    arena = Arena(1 << 16)
+    body = json.dumps(value).encode()
+    try:
+        request = parse_request(
+            body + bytes(num_bytes), len(body), SPEC, lambda: RegionUses(regions, arena.take)
+        )
+    except OipError as error:
+        refused = error.status
+    else:
+        refused = 400
+        if request.regions is not None:
+            request.regions.load()
+            request.regions.release()
+    finally:
+        arena.close()
+    assert refused == 400
+    assert [region.uses for region in regions.of_kind("system")] == [0, 0, 0]

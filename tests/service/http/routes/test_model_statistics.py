@@ -20,7 +20,6 @@ from tests.service.apps import (
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
-NONE = {"count": 0, "ns": 0}
 STAGES = ("compute_input", "compute_infer", "compute_output")
 
 
@@ -35,21 +34,6 @@ async def statistics(server: Serving, path: str = "/v2/models/tiny/stats") -> di
 async def counted(server: Serving, steps: int) -> None:
     """Wait until `steps` steps are counted, which is after their answers are sent."""
     await until(lambda: server.metric("batch_requests_count", model="tiny") >= steps)
-
-
-async def test_a_model_without_requests() -> None:
-    async with serving(tiny_settings()) as server:
-        assert await statistics(server) == {
-            "name": "tiny",
-            "version": "1",
-            "last_inference": 0,
-            "inference_count": 0,
-            "execution_count": 0,
-            "inference_stats": dict.fromkeys(
-                ("success", "fail", "queue", *STAGES, "cache_hit", "cache_miss"), NONE
-            ),
-            "batch_stats": [],
-        }
 
 
 async def test_requests_and_failures_add_up() -> None:
@@ -93,7 +77,7 @@ async def test_each_request_of_a_step_counts_its_time() -> None:
     async with serving(tiny_settings(), serving_runner(runner)) as server:
         runner.gate.clear()
         first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        await runner.begun()
         others = [asyncio.ensure_future(server.infer(*hidden_request(rows(2)))) for _ in range(3)]
         await until(lambda: server.metric("queue_tokens", model="tiny") == 6)
         runner.gate.set()

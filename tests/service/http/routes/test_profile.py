@@ -28,7 +28,7 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
-from tests.service.full import REASONS, break_temporary_files, largest_file
+from tests.service.full import REASONS, break_temporary_files
 from tests.service.runners import EchoRunner
 from tests.service.sockets import connect, head
 from tests.service.waiting import until
@@ -59,18 +59,18 @@ async def test_steps_are_recorded_while_requests_are_answered(lanes: dict[str, i
     assert any(name.startswith("aten::") for name in names)
 
 
-async def test_a_recording_ends_without_steps() -> None:
+async def test_a_recording_ends_without_steps_and_when_the_server_shuts_down() -> None:
     async with serving(tiny_settings()) as server:
         begin = time.monotonic()
         response = await server.http.post("/v1/profile", json={"seconds": 0.2})
         assert time.monotonic() - begin >= 0.2
-    assert json.loads(response.content)["expertd"]["steps"] == 0
-
-
-async def test_it_ends_when_the_server_shuts_down() -> None:
-    async with serving(tiny_settings()) as server:
+        assert json.loads(response.content)["expertd"]["steps"] == 0
+        for body in ({"steps": 0}, {"steps": 257}, {"seconds": 0}, {"seconds": 61}, {"more": 1}):
+            error_of(await server.http.post("/v1/profile", json=body), 422)
         asked = asyncio.ensure_future(server.http.post("/v1/profile"))
         await asyncio.sleep(0.2)
+        text = error_of(await server.http.post("/v1/profile", json={}), 409)
+        assert text == "profile: expected none to be recorded, got one that is"
         server.app.engine.begin_drain()
         assert error_of(await asyncio.wait_for(asked, 5), 503).startswith("the server is shutting down")
         assert await server.app.engine.drain()
@@ -128,7 +128,7 @@ async def test_nothing_is_recorded_if_the_caller_hangs_up_before(monkeypatch: py
     async with serving(tiny_settings(), serving_runner(runner)) as server:
         runner.gate.clear()
         blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        await runner.begun()
         lane = server.app.engine.executor.lanes[0]
         asked = asyncio.ensure_future(server.app.engine.profile(1, 5.0))
         await until(lambda: bool(lane.jobs))
@@ -140,27 +140,11 @@ async def test_nothing_is_recorded_if_the_caller_hangs_up_before(monkeypatch: py
         output_of(await blocker)
 
 
-async def test_one_at_a_time() -> None:
-    async with serving(tiny_settings()) as server:
-        first = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 1}))
-        await asyncio.sleep(0.1)
-        text = error_of(await server.http.post("/v1/profile", json={}), 409)
-        assert text == "profile: expected none to be recorded, got one that is"
-        assert (await first).status_code == 200
-        assert (await server.http.post("/v1/profile", json={"seconds": 0.1})).status_code == 200
-
-
 async def test_a_large_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MAX_BYTES", 100)
     async with serving(tiny_settings()) as server:
         text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), 422)
     assert text.startswith("profile: expected a trace of at most 100 bytes, got ")
-
-
-@pytest.mark.parametrize("body", [{"steps": 0}, {"steps": 257}, {"seconds": 0}, {"seconds": 61}, {"more": 1}])
-async def test_what_is_out_of_bounds_is_refused(body: dict[str, int]) -> None:
-    async with serving(tiny_settings()) as server:
-        error_of(await server.http.post("/v1/profile", json=body), 422)
 
 
 @pytest.mark.parametrize("kind", REASONS)
@@ -226,16 +210,3 @@ async def test_a_trace_that_could_not_be_written_takes_no_room(monkeypatch: pyte
         async with serving(tiny_settings()) as server:
             error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), 503)
         assert os.fstat(held[0].fileno()).st_size == 0
-
-
-async def test_a_trace_above_the_limit_for_files_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = recorder.Recorder.trace
-
-    def limited(self: recorder.Recorder, threads: Mapping[int | None, str]) -> bytes:
-        with largest_file(1000):
-            return trace(self, threads)
-
-    monkeypatch.setattr(recorder.Recorder, "trace", limited)
-    async with serving(tiny_settings()) as server:
-        text = error_of(await server.http.post("/v1/profile", json={"seconds": 0.1}), 507)
-        assert text.endswith(": File too large")

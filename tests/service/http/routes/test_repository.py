@@ -2,13 +2,11 @@
 
 import asyncio
 import gc
-import json
 import mmap
 import re
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.device.cpu import CpuDevice
 from expertd.service.engine import local_models
 from expertd.service.engine.errors import ModelUnloadedError, NotReadyError
 from expertd.service.engine.layers import Cancelled
-from expertd.service.engine.loading import Loaded, Loader, Models, load
+from expertd.service.engine.loading import Loaded, Loader, load
 from expertd.service.engine.steps import Runner
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -32,12 +31,14 @@ from tests.service.apps import (
     output_of,
     rows,
     serving,
+    serving_runner,
     tiny_settings,
 )
 from tests.service.checkpoints.encoders import bf16
 from tests.service.checkpoints.layouts import write
 from tests.service.competing import HeldRunner
 from tests.service.http.page.test_live import live
+from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
 OTHER = {**MODEL, "name": "other", "weights": {"seed": 7}}
@@ -82,6 +83,7 @@ async def test_a_model_is_loaded_and_unloaded() -> None:
     async with serving(tiny_settings(models=[MODEL, OTHER])) as server:
         expected = output_of(await infer(server, "other"))
     async with two_models() as server:
+        assert "model_repository" in (await server.http.get("/v2")).json()["extensions"]
         assert await states(server) == {"tiny": ("READY", ""), "other": ("UNAVAILABLE", "unloaded")}
         for _ in range(2):  # the second time there is nothing to do
             loaded = await change(server, "load")
@@ -125,80 +127,56 @@ async def test_an_unloaded_model_is_not_there_and_the_server_is_ready_without_it
         assert (await server.http.get("/metrics")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("model", "what", "content", "status", "text"),
-    [
-        ("none", "load", b"{}", 404, "model: expected tiny or other, got 'none'"),
-        ("none", "unload", b"", 404, "model: expected tiny or other, got 'none'"),
-        ("..%2F..%2Fetc", "load", b"", 404, "model: expected tiny or other, got '"),
-        ("%2Fetc%2Fpasswd", "load", b"", 404, "model: expected tiny or other, got '"),
-        ("other", "load", b"{", 400, "body: expected JSON, got invalid JSON: "),
-        ("other", "load", b"[1]", 400, "body: expected an object, got [1]"),
+WRONG: list[tuple[str, bytes, int, str]] = [
+    ("none/load", b"{}", 404, "model: expected tiny or other, got 'none'"),
+    ("none/unload", b"", 404, "model: expected tiny or other, got 'none'"),
+    ("..%2F..%2Fetc/load", b"", 404, "model: expected tiny or other, got '"),
+    ("%2Fetc%2Fpasswd/load", b"", 404, "model: expected tiny or other, got '"),
+    ("other/load", b"{", 400, "body: expected JSON, got invalid JSON: "),
+    ("other/load", b"[1]", 400, "body: expected an object, got [1]"),
+    (
+        "other/load",
+        b"1" * 5000,
+        400,
+        "body: expected integers of at most 4300 digits in JSON, got a longer one",
+    ),
+    *(
+        (f"other/{what}", b'{"parameters": %s}' % value, 400, "parameters: expected an object, got ")
+        for what in ("load", "unload")
+        for value in (b"1", b"[]", b'""', b"0", b"false")
+    ),
+    *(
         (
-            "other",
-            "load",
-            b"1" * 5000,
+            "other/load",
+            b'{"parameters": {"%s": "AA=="}}' % name.encode(),
             400,
-            "body: expected integers of at most 4300 digits in JSON, got a longer one",
-        ),
-        *(
-            (
-                "other",
-                what,
-                b'{"parameters": %s}' % value,
-                400,
-                f"parameters: expected an object, got {shown}",
-            )
-            for what in ("load", "unload")
-            for value, shown in ((b"1", "1"), (b"[]", "[]"), (b'""', "''"), (b"0", "0"), (b"false", "false"))
-        ),
-        (
-            "other",
-            "load",
-            b'{"parameters": {"config": "{}"}}',
-            400,
-            "parameters: expected none, since models are loaded as configured, got config",
-        ),
-        (
-            "other",
-            "load",
-            b'{"parameters": {"file:1/model": "AA=="}}',
-            400,
-            "parameters: expected none, since models are loaded as configured, got file:1/model",
-        ),
-        ("other", "unload", b'{"parameters": {"x": 1}}', 400, "parameters: expected only unload_dependents"),
-        (
-            "other",
-            "unload",
-            b'{"parameters": {"unload_dependents": 1}}',
-            400,
-            "parameter unload_dependents: expected true or false, got 1",
-        ),
-    ],
-)
-async def test_wrong_calls_are_refused(model: str, what: str, content: bytes, status: int, text: str) -> None:
+            f"parameters: expected none, since models are loaded as configured, got {name}",
+        )
+        for name in ("config", "file:1/model")
+    ),
+    ("other/unload", b'{"parameters": {"x": 1}}', 400, "parameters: expected only unload_dependents"),
+    (
+        "other/unload",
+        b'{"parameters": {"unload_dependents": 1}}',
+        400,
+        "parameter unload_dependents: expected true or false, got 1",
+    ),
+]
+WRONG_INDEX = [
+    (b'{"ready": "x"}', "ready: expected true or false, got 'x'"),
+    (b'{"ready": NaN}', "body: expected finite numbers in JSON, got NaN"),
+    (b"[]", 'body: expected {"ready": true or false}, got []'),
+]
+
+
+async def test_wrong_calls_are_refused() -> None:
     async with two_models() as server:
-        assert error_of(await change(server, what, model, content), status).startswith(text)
-        assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
-
-
-async def test_parameters_of_null_are_none() -> None:
-    async with two_models() as server:
-        for what in ("load", "unload"):
-            assert (await change(server, what, content=b'{"parameters": null}')).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b'{"ready": "x"}', "ready: expected true or false, got 'x'"),
-        (b'{"ready": NaN}', "body: expected finite numbers in JSON, got NaN"),
-        (b"[]", 'body: expected {"ready": true or false}, got []'),
-    ],
-)
-async def test_a_wrong_question_for_the_index_is_refused(content: bytes, text: str) -> None:
-    async with two_models() as server:
-        assert error_of(await server.http.post("/v2/repository/index", content=content), 400) == text
+        for path, content, status, text in WRONG:
+            answer = await server.http.post(f"/v2/repository/models/{path}", content=content)
+            assert error_of(answer, status).startswith(text)
+            assert (await states(server))["other"] == ("UNAVAILABLE", "unloaded")
+        for content, text in WRONG_INDEX:
+            assert error_of(await server.http.post("/v2/repository/index", content=content), 400) == text
 
 
 async def test_a_model_without_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,8 +226,6 @@ async def test_a_layer_that_fails_its_first_step_is_freed(monkeypatch: pytest.Mo
 
 
 async def test_a_checkpoint_layer_is_loaded_at_run_time(tmp_path: Path) -> None:
-    from expertd.service.checkpoints import resolve_checkpoints
-
     write(tmp_path / "mixtral", bf16, quantization=None)
     checkpoint = {"path": str(tmp_path / "mixtral"), "layers": "0", "load": False}
     settings = resolve_checkpoints(tiny_settings(checkpoints=[checkpoint]))
@@ -294,24 +270,20 @@ async def test_unloading_returns_memory_to_the_system() -> None:
         raise AssertionError(f"expected unloading to return {weights} bytes, got {loaded - unloaded}")
 
 
-class HeldModels:
-    """The models of a server, with runners whose steps can be held."""
-
-    def __init__(self, models: Models, held: list[HeldRunner]) -> None:
-        self._models, self._held = models, held
-        self.check_memory, self.read = models.check_memory, models.read
-        self.remove, self.collect = models.remove, models.collect
-
-    def add(self, model: ModelSettings, layer: Any) -> Runner:
-        self._held.append(HeldRunner(self._models.add(model, layer)))
-        return self._held[-1]
-
-
 def holding(held: list[HeldRunner]) -> Loader:
+    """Loads as a server does; the steps of a later model can be held."""
+
     def load_held(settings: Settings, cancelled: Cancelled) -> Loaded:
         loaded = load(settings, cancelled)
-        assert loaded.models is not None
-        return replace(loaded, models=HeldModels(loaded.models, held))
+        models: Any = loaded.models
+        add = models.add
+
+        def added(model: ModelSettings, layer: Any) -> Runner:
+            held.append(HeldRunner(add(model, layer)))
+            return held[-1]
+
+        models.add = added
+        return loaded
 
     return load_held
 
@@ -437,10 +409,9 @@ async def test_a_shutdown_does_not_wait_for_a_model_that_is_being_read() -> None
         assert error_of(await loading, 503) == "the server is shutting down"
 
 
-async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses(tmp_path: Path) -> None:
-    from tests.service.apps import serving_runner
-    from tests.service.runners import EchoRunner
-
+async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses() -> None:
+    with pytest.raises(ValueError, match=r"models\.0\.load: expected true with several ranks, got false"):
+        tiny_settings(models=[{**MODEL, "load": False}], ranks=2)
     async with two_models(serving_runner(EchoRunner()), ranks=1) as server:
         text = error_of(await change(server, "load"), 409)
         assert text.startswith("repository: expected a server of one rank without lanes to load")
@@ -449,28 +420,6 @@ async def test_a_server_of_several_ranks_or_one_that_is_loading_refuses(tmp_path
         assert error_of(await change(server, "load"), 503) == "the server is loading"
         with pytest.raises(ModelUnloadedError):
             engine.check_loaded("other")
-
-
-def test_several_ranks_load_all_models() -> None:
-    with pytest.raises(ValueError, match=r"models\.0\.load: expected true with several ranks, got false"):
-        tiny_settings(models=[{**MODEL, "load": False}], ranks=2)
-
-
-async def test_a_key_needs_the_right_admin(tmp_path: Path) -> None:
-    from tests.service.keys import all_keys, bearer
-
-    async with two_models(keys=all_keys(tmp_path / "keys.yaml")) as server:
-        for what in ("load", "unload"):
-            path = f"/v2/repository/models/other/{what}"
-            assert error_of(await server.http.post(path, headers=bearer("infer")), 403)
-            assert (await server.http.post(path)).status_code == 401
-            assert (await server.http.post(path, headers=bearer("admin"))).status_code == 200
-
-
-async def test_the_extension_is_announced() -> None:
-    async with two_models() as server:
-        assert "model_repository" in (await server.http.get("/v2")).json()["extensions"]
-        assert json.loads((await change(server, "load")).content)["state"] == "READY"
 
 
 async def test_what_steps_of_unloaded_models_have_used_still_counts() -> None:

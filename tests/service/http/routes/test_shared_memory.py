@@ -2,15 +2,7 @@
 
 from typing import Any
 
-import pytest
-
-from tests.service.apps import (
-    HIDDEN,
-    error_of,
-    json_request,
-    serving,
-    tiny_settings,
-)
+from tests.service.apps import HIDDEN, error_of, json_request, serving, tiny_settings
 from tests.service.regions import (
     CUDA,
     HANDLE,
@@ -91,61 +83,50 @@ async def test_shared_memory_is_off_unless_a_setting_allows_it() -> None:
         assert [name for name in extensions if "shared_memory" in name] == []
 
 
-async def test_the_metadata_lists_what_is_possible() -> None:
+async def test_cuda_memory_is_there_with_a_gpu() -> None:
     async with serving(enabled()) as server:
         assert (await server.http.get("/v2")).json()["extensions"][-1] == "system_shared_memory"
+        text = error_of(await register_cuda(server, "a", 1), 400)
+    assert text.startswith("cuda shared memory: expected a GPU, or several of one node, got backend ")
     async with serving(enabled(), Device().loader()) as server:
         extensions = (await server.http.get("/v2")).json()["extensions"]
     assert extensions[-2:] == ["system_shared_memory", "cuda_shared_memory"]
 
 
-async def test_without_a_gpu_there_is_no_cuda_memory() -> None:
-    async with serving(enabled()) as server:
-        text = error_of(await register_cuda(server, "a", 1), 400)
-    assert text.startswith("cuda shared memory: expected a GPU, or several of one node, got backend ")
+WRONG = [
+    (b"", "body: expected JSON, got invalid JSON: "),
+    (b"[]", "body: expected a"),
+    (b'{"offset": 0, "byte_size": 1}', "key: expected a value, got none"),
+    (b'{"key": 1, "byte_size": 1}', "key: expected a valid string, got 1"),
+    (b'{"key": "x"}', "byte_size: expected a value, got none"),
+    (b'{"key": "x", "byte_size": 0}', "byte_size: expected a number greater than or equal to 1, got 0"),
+    (b'{"key": "x", "byte_size": true}', "byte_size: expected a valid integer, got true"),
+    (b'{"key": "x", "byte_size": 1, "offset": -1}', "offset: expected a number greater than or equal"),
+    (b'{"key": "../x", "byte_size": 1}', "key: expected the name of a file in /dev/shm, got '../x'"),
+    (b'{"key": "\\ud800", "byte_size": 1}', "key: expected a valid string, got '\\ud800'"),
+    (b'{"key": "expertd-none", "byte_size": 1}', "key: expected a file in /dev/shm that the server may"),
+    (b'{"key": "expertd-none", "byte_size": 1, "unknown": 1}', "key: expected a file in /dev/shm that"),
+]
+WRONG_HANDLES: list[tuple[dict[str, Any], str]] = [
+    ({"raw_handle": "x"}, "raw_handle: expected "),
+    ({"raw_handle": {}}, "raw_handle.b64: expected a value, got none"),
+    ({"raw_handle": {"b64": "?"}}, "raw_handle.b64: expected base64, got another text: "),
+    ({"raw_handle": {"b64": "\u00e9"}}, "raw_handle.b64: expected base64, got another text: "),
+    ({"raw_handle": {"b64": "AAAA"}}, "raw_handle: expected a handle of another process's memory, got"),
+    ({"device_id": -1}, "device_id: expected a number greater than or equal to 0, got -1"),
+    ({"byte_size": 0}, "byte_size: expected a number greater than or equal to 1, got 0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (b"", "body: expected JSON, got invalid JSON: "),
-        (b"[]", "body: expected a"),
-        (b'{"offset": 0, "byte_size": 1}', "key: expected a value, got none"),
-        (b'{"key": 1, "byte_size": 1}', "key: expected a valid string, got 1"),
-        (b'{"key": "x"}', "byte_size: expected a value, got none"),
-        (b'{"key": "x", "byte_size": 0}', "byte_size: expected a number greater than or equal to 1, got 0"),
-        (b'{"key": "x", "byte_size": true}', "byte_size: expected a valid integer, got true"),
-        (b'{"key": "x", "byte_size": 1, "offset": -1}', "offset: expected a number greater than or equal"),
-        (b'{"key": "../x", "byte_size": 1}', "key: expected the name of a file in /dev/shm, got '../x'"),
-        (b'{"key": "\\ud800", "byte_size": 1}', "key: expected a valid string, got '\\ud800'"),
-        (b'{"key": "expertd-none", "byte_size": 1}', "key: expected a file in /dev/shm that the server may"),
-    ],
-)
-async def test_invalid_registrations_are_refused(body: bytes, expected: str) -> None:
-    async with serving(enabled()) as server:
-        text = error_of(await server.http.post(f"{SYSTEM}/region/a/register", content=body), 400)
-        assert totals(server) == (0, 0)
-    assert text.startswith(expected)
-    assert ", got " in text
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"raw_handle": "x"}, "raw_handle: expected "),
-        ({"raw_handle": {}}, "raw_handle.b64: expected a value, got none"),
-        ({"raw_handle": {"b64": "?"}}, "raw_handle.b64: expected base64, got another text: "),
-        ({"raw_handle": {"b64": "\u00e9"}}, "raw_handle.b64: expected base64, got another text: "),
-        ({"raw_handle": {"b64": "AAAA"}}, "raw_handle: expected a handle of another process's memory, got"),
-        ({"device_id": -1}, "device_id: expected a number greater than or equal to 0, got -1"),
-        ({"byte_size": 0}, "byte_size: expected a number greater than or equal to 1, got 0"),
-    ],
-)
-async def test_invalid_handles_are_refused(changes: dict[str, Any], expected: str) -> None:
+async def test_invalid_registrations_are_refused() -> None:
     async with serving(enabled(), Device().loader()) as server:
-        text = error_of(await register_cuda(server, "a", 1, **changes), 400)
-        assert totals(server, "cuda") == (0, 0)
-    assert text.startswith(expected)
+        for body, expected in WRONG:
+            text = error_of(await server.http.post(f"{SYSTEM}/region/a/register", content=body), 400)
+            assert text.startswith(expected)
+            assert ", got " in text
+        for changes, expected in WRONG_HANDLES:
+            assert error_of(await register_cuda(server, "a", 1, **changes), 400).startswith(expected)
+        assert totals(server) == totals(server, "cuda") == (0, 0)
 
 
 async def test_names_keys_numbers_and_bytes_are_bounded() -> None:
@@ -157,15 +138,12 @@ async def test_names_keys_numbers_and_bytes_are_bounded() -> None:
             text = error_of(await register(server, "a" * 257, file.key, 1), 400)
             assert text == "name: expected at most 256 characters, got 257"
             await registered(server, "a", file.key, 8191)
-            assert error_of(await register(server, "a", file.key, 1), 400).startswith(
-                "name: expected one that"
-            )
-            assert error_of(await register(server, "b", file.key, 2), 400).startswith(
-                "byte_size: expected at"
-            )
+            taken = error_of(await register(server, "a", file.key, 1), 400)
+            assert taken.startswith("name: expected one that")
+            large = error_of(await register(server, "b", file.key, 2), 400)
+            assert large.startswith("byte_size: expected at")
             await registered(server, "b", file.key, 1)
-            assert error_of(await register(server, "c", file.key, 1), 400).startswith(
-                "region: expected at most"
-            )
+            third = error_of(await register(server, "c", file.key, 1), 400)
+            assert third.startswith("region: expected at most")
             await server.http.post(f"{SYSTEM}/region/a/unregister")
             await registered(server, "c", file.key, 8191)
