@@ -100,7 +100,6 @@ class Gate:
         if head.keys is keys:  # a head like this one was admitted, and no key has changed since
             self._counts.admitted(head.key_name)
             return
-        head.keys, head.key_name, head.caller = None, "", 0  # its key may have been removed
         head.key_name = self._check(keys, head.headers, _INFER)
         head.caller = caller_number(head.key_name)
         head.keys = keys
