@@ -211,6 +211,26 @@ async def test_a_lane_that_fails_is_tried_again() -> None:
                 await asyncio.sleep(0.01)
 
 
+async def test_a_drain_answers_both_lanes() -> None:
+    async with two_lanes() as (server, decode, prefill):
+        tasks = []
+        for runner, count in ((decode, 1), (prefill, 64)):
+            runner.gate.clear()
+            tasks += [await ask(server, count)]
+            await runner.begun()
+            tasks += [await ask(server, count)]
+        await until(lambda: server.metric("queue_requests", model="tiny") == 2)
+        drain = asyncio.ensure_future(server.app.engine.drain())
+        await until(lambda: server.app.engine.draining)
+        decode.gate.set()
+        await asyncio.wait({tasks[1]})
+        assert not drain.done()
+        prefill.gate.set()
+        assert await drain
+        for task in tasks:
+            output_of(await task)
+
+
 async def test_each_thread_is_prepared_before_its_first_step() -> None:
     prepared: list[str] = []
     loader = two_runners(EchoRunner(), EchoRunner())
