@@ -139,9 +139,11 @@ async def test_wrong_messages_are_refused(path: str) -> None:
 
 
 async def test_a_probe_waits_for_no_other_message() -> None:
-    """The one place for messages is taken, by callers that do not send theirs."""
-    async with grpc_serving(EchoRunner()) as calls:
+    """The few places for messages are taken, by callers that do not send theirs."""
+    settings = tiny_settings({"max_buffered_bytes": 5 << 20, "max_request_tokens": 16}, **ON)
+    async with grpc_serving(EchoRunner(), settings) as calls:
         max_messages = calls.server._service._arrivals.max_messages
+        assert max_messages < 10
         slow = [calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")() for _ in range(max_messages + 2)]
         await until(lambda: calls.server._service._calls._unanswered[""] == len(slow))
         assert await asyncio.wait_for(check(calls), 1) == SERVING
