@@ -43,25 +43,30 @@ install-engines: $(ENGINES)/.built ## build build/engines-venv with vLLM for CPU
 serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
-# Each file of tests runs in one of JOBS processes: more than there are cores, because servers' tests wait.
+# Each file of the server's tests runs in one of JOBS processes: more than there are cores, because many wait.
+# The client's run beside them.
 JOBS ?= 4
-PYTEST := python -m pytest -n $(JOBS) --dist loadfile
 SHORT := not gpu and not timing and not thorough
+RUN_TESTS = $(MAKE) --no-print-directory -j2 --output-sync=target server-tests client-tests
 
 test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes on 2 cores
-	$(BIN)/$(PYTEST) -m "$(SHORT)"
-	cd client && ../$(BIN)/$(PYTEST) -m "$(SHORT)"
+	+$(RUN_TESTS) MARKS="$(SHORT)"
 
 test-all: docs $(RUNTIME) $(DEV) ## run every test that needs no GPU, and those that measure time by themselves
-	$(BIN)/$(PYTEST) -m "not gpu and not timing"
-	cd client && ../$(BIN)/$(PYTEST) -m "not gpu and not timing"
+	+$(RUN_TESTS) MARKS="not gpu and not timing"
 	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 	$(BIN)/python -m pytest -m "timing and not gpu"
 	cd client && ../$(BIN)/python -m pytest -m "timing and not gpu"
 
+.PHONY: server-tests client-tests
+server-tests: $(RUNTIME) $(DEV)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
+
+client-tests: $(RUNTIME) $(DEV)
+	cd client && ../$(BIN)/python -m pytest -m "$(MARKS)"
+
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
-	$(BIN)/$(PYTEST) -m "$(SHORT) and not slow"
-	cd client && ../$(BIN)/$(PYTEST) -m "$(SHORT) and not slow"
+	+$(RUN_TESTS) MARKS="$(SHORT) and not slow"
 
 test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the command of any installed server
 	cd client && EXPERTD=$(abspath $(EXPERTD)) ../$(BIN)/python -m pytest -m "not gpu"

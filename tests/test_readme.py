@@ -127,6 +127,7 @@ def test_the_commands_that_make_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_kernels_example() -> None:
     example = block("kernels/README.md", "python", "grouped_gemm_contiguous")
     assert run(sys.executable, "-c", f"{example}\nprint(out.shape)") == "torch.Size([300, 256])\n"

@@ -30,6 +30,7 @@ def test_promtool_accepts_the_configuration() -> None:
 
 
 @needs_prometheus
+@pytest.mark.thorough
 def test_rules_give_what_their_tests_expect() -> None:
     assert "SUCCESS" in promtool("test", "rules", TESTS)
 

@@ -189,6 +189,7 @@ def test_the_affinity_mask_counts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_torch_is_imported_after_openmp_is_told(config: Path) -> None:
     """In a new process, a quota is the number of torch's threads."""
     program = (

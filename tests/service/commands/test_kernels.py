@@ -229,6 +229,7 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_without_the_cuda_extra_it_exits_with_2_and_one_sentence() -> None:
     code = (
         "import sys; sys.modules['cuda.core'] = None\n"

@@ -297,7 +297,9 @@ async def test_who_gets_through(tls: Mapping[str, str], certificate: str | None,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("verbosity", "lines"), [(None, 0), ("INFO", 1)])
+@pytest.mark.parametrize(
+    ("verbosity", "lines"), [(None, 0), pytest.param("INFO", 1, marks=pytest.mark.thorough)]
+)
 def test_connections_without_tls_are_not_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbosity: str | None, lines: int
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_server_that_finds_no_place_for_channels_says_why(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_signal_before_the_server_runs_leaves_no_files(tmp_path: Path, path: Path) -> None:
     """It comes as soon as the folder of the socket between the processes is there."""
     options = ["--uds", str(path), "--http-workers", "2", "--set", f"channels.socket={tmp_path / 'channels'}"]

@@ -293,6 +293,7 @@ def test_after_the_drain_nobody_can_connect(tmp_path: Path) -> None:
         assert server.process.poll() is None, "it has not ended"
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_killed_during_the_drain_is_in_the_log(tmp_path: Path) -> None:
     with in_a_step(tmp_path, 2, drain_timeout_seconds=2) as (server, _, _):
         worker = workers_of(server)[0]

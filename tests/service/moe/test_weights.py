@@ -149,6 +149,7 @@ def test_an_error_about_a_foreign_file_stays_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_documented_example_writes_a_file_that_can_be_served(tmp_path: Path) -> None:
     document = (ROOT / "docs" / "checkpoints.md").read_text().partition("## Your own weights")[2]
     (example,) = re.findall(r"^```python\n(.*?)^```$", document, re.M | re.S)

@@ -166,6 +166,7 @@ async def test_a_rank_is_lost_with_as_many_steps_as_ranks_have(monkeypatch: pyte
         assert close(await output_for(server, values), expected)
 
 
+@pytest.mark.thorough
 async def test_ranks_map_regions_until_they_are_forgotten_and_come_back_to_many() -> None:
     async with serving_ranks(tiny_settings(ranks=2)) as server, asyncio.timeout(90):
         ranks, descriptor = supervisor_of(server), os.memfd_create("caller")

@@ -38,7 +38,7 @@ from tests.service.waiting import until, wait_for
 pytestmark = pytest.mark.slow  # each server starts processes
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 async def test_answers_are_those_of_one_process(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +112,7 @@ HANGS = "a rank hangs: expected the end of a step within 1.5 s"
 SILENT = "node 1: expected a sign of its agent within 3 s, got none"
 
 
+@pytest.mark.thorough
 async def test_a_lost_rank_costs_no_request_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +270,7 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
         assert refused in other.log()
 
 
+@pytest.mark.thorough
 async def test_a_lost_node_is_waited_for_and_agents_follow_one_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -166,7 +166,7 @@ async def test_servers_whose_placement_is_fixed_say_so() -> None:
             assert error_of(response, 409) == expected + got
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=pytest.mark.thorough)])
 async def test_answers_keep_their_bits_across_changes_under_traffic(num_nodes: int, tmp_path: Path) -> None:
     given: dict[str, Any] = {"models": [SMALL], "placement": {"policy": "static"}}
     with ExitStack() as stack:

@@ -50,7 +50,7 @@ STEPS = [  # of requests that differ in datatypes and routing: all ranks must ex
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 async def test_outputs_are_those_of_one_process(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         serving(tiny_settings(LIMITS)) as one,
