@@ -23,6 +23,7 @@ from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import LayerRequest, Output, Signal, StepPlan, StepResult
 from expertd.service.settings.parts import Limits
 from tests.service.runners import Computed, EchoRunner, Submitted, Turnstile, layer_request
+from tests.service.waiting import until
 
 T = TypeVar("T")
 
@@ -170,7 +171,7 @@ async def test_an_observer_that_raises_does_not_prevent_answers(caplog: pytest.L
 
     async with running(EchoRunner(), observer=Broken()) as executor:
         assert values(await soon(Submitted(executor, "0", layer_request([1.0])).answer)) == [1.0]
-    assert "no metrics today" in caplog.text
+    await until(lambda: "no metrics today" in caplog.text)
 
 
 async def test_concurrent_callers_get_their_own_rows() -> None:

@@ -89,7 +89,8 @@ asyncio.run(main())
 
 
 def test_grpc_leaves_processes_that_this_one_starts_alone() -> None:
-    program, environment = [sys.executable, "-c", FORK], clean_environment()
+    ignored = "ignore::DeprecationWarning"  # of Python 3.12, for a fork of several threads
+    program, environment = [sys.executable, "-W", ignored, "-c", FORK], clean_environment()
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("1\n", ""), "the threads of a forked child"
 
