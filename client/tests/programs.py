@@ -20,7 +20,7 @@ def run(program: str, *arguments: str) -> str:
 
 
 class Program:
-    """A running program, which is told and asked by lines."""
+    """A running program: `tell` writes a line to its stdin, `says` reads its stdout."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process

@@ -142,7 +142,7 @@ class EngineProxy:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_MAX_HEAD_BYTES)
             try:
                 writer.write(request)
-                writer.write(body)  # not writelines: asyncio's own, of Python 3.12, never sends an empty part
+                writer.write(body)  # not writelines: asyncio's (Python 3.12.1) keeps an empty part for ever
                 yield reader
             finally:
                 writer.close()

@@ -49,7 +49,7 @@ P = ParamSpec("P")
 
 
 def limits_for(num_tokens: int) -> dict[str, float]:
-    """Limits that allow requests of so many tokens, of which 8 may wait."""
+    """Limits for requests of this many tokens, with room for 8 of them in the queue."""
     tokens: dict[str, float] = dict.fromkeys(("max_request_tokens", "max_batch_tokens"), num_tokens)
     return {**tokens, "max_queue_tokens": 8 * num_tokens, "max_body_bytes": 2 * num_tokens * HIDDEN * 4}
 

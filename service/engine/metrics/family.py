@@ -53,7 +53,7 @@ class MetricFamily:
     @property
     def where(self) -> str:
         """Where it exists, in words; "": in every server."""
-        return ", ".join(["on a GPU"] * self.needs_gpu + [self.when] * bool(self.when))
+        return ", ".join(filter(None, ("on a GPU" if self.needs_gpu else "", self.when)))
 
     def gauge(self, value: float | None = None) -> GaugeMetricFamily:
         """A gauge for one scrape; `value` is that of its only series."""

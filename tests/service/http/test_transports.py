@@ -67,7 +67,7 @@ class Told:
 
 
 class Plain:
-    """A transport over a pipe, and a record of what its owner is told."""
+    """A transport over a pipe, and a record of the calls to its owner."""
 
     def __init__(self) -> None:
         self.pipe, self.told = Pipe(), Told()
