@@ -1,6 +1,7 @@
 """vLLM on a GPU and experts on another one, or on the same: FP8 checkpoints, eager and in CUDA graphs."""
 
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,7 +72,8 @@ def _round(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _on_last_gpu() -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or str(torch.cuda.device_count() - 1)
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[-1]}
 
 
 @pytest.fixture(scope="module")

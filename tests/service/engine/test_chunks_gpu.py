@@ -39,7 +39,7 @@ def test_bits(runner: LayerRunner, source: str, target: str, ids: torch.dtype | 
     into = None if target == "none" else PLACES["pinned" if target == "bytes" else target]
     whole, cut = (layer_request(tokens, "BF16", routing, PLACES[source], "BF16", into) for _ in range(2))
     expected = _bytes(runner.run([whole]).outputs[0])
-    queues = Queues(Limits(prefill_chunk_tokens=most))
+    queues = Queues(Limits(prefill_chunk_tokens=most), clock=lambda: 0.0)
     queues.set_runners({"layer": runner}, {})
     pending = Submission("layer", cut, lambda _: None)
     queues.add(Submission("layer", layer_request(tokens[:1]), lambda _: None))
