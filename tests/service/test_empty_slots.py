@@ -15,23 +15,6 @@ from numpy.typing import NDArray
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.server import GrpcServer
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import diff
 from tests.service.apps import (
@@ -184,74 +167,6 @@ async def _server(directory: Path, model: Mapping[str, Any], **changes: Any) -> 
         finally:
             peer.close()
             await server.stop()
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
-
-
-def _shape(model: Mapping[str, Any]) -> LayerShape:
-    return tiny_settings(models=[{**MODEL, **model}]).models[0].shape
 
 
 def _shape(model: Mapping[str, Any]) -> LayerShape:
