@@ -14,7 +14,7 @@ MAX_REQUESTS = 256
 MAX_GIVEN_TOP_K = 256  # of routing that requests supply: a thread gathers each of a token's slots
 _HEADER = struct.Struct("<IIII")
 _REQUEST = struct.Struct("<QQQQIIII")
-_DATATYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+DATATYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 class RequestRows(NamedTuple):
@@ -38,12 +38,18 @@ class RequestRows(NamedTuple):
 
 
 class RequestTable:
-    """The requests of the next step, at most 256; pinned memory with the layout of csrc/request_table.cuh."""
+    """The requests of the next step, at most 256, with the layout of csrc/request_table.cuh.
 
-    def __init__(self) -> None:
+    device  of the memory, which kernels write; None: pinned memory of the host, which `write` does
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
         num_bytes = _HEADER.size + MAX_REQUESTS * _REQUEST.size
-        self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._bytes = memoryview(self._tensor.numpy())  # type: ignore[arg-type]
+        if device is not None:
+            self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        else:
+            self._tensor = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._bytes = memoryview(self._tensor.numpy())  # type: ignore[arg-type]
         self.end_token = self._tensor[:4].view(torch.int32)
         """int32 [1], the number of tokens; see `Backend.route`."""
 
@@ -65,7 +71,7 @@ class RequestTable:
             _REQUEST.pack_into(
                 self._bytes, place,
                 request.hidden_states, request.topk_ids, request.topk_weights, request.out,
-                token, end, _DATATYPES[request.out_dtype], request.has_int64_ids,
+                token, end, DATATYPES[request.out_dtype], request.has_int64_ids,
             )  # fmt: skip
             token = end
             place += _REQUEST.size

@@ -20,6 +20,7 @@ from expertd.limits import SCALE_BLOCK
 from expertd.routing import Routing
 
 if TYPE_CHECKING:
+    from expertd.kernels.device_calls import CallGraph, CallTable
     from expertd.kernels.overlap import Overlap
     from expertd.kernels.partitions import SMPartitions
     from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -289,6 +290,15 @@ class Backend(ABC):
     def scatter_rows(self, rows: Tensor, table: "RequestTable") -> None:
         """Copy rows fp32 [T, H] to the requests in `table`, each in its datatype. As `gather_rows`."""
         raise RuntimeError(f"backend: expected one with request tables, got {self.name!r}")
+
+    def call_graph(
+        self, calls: "CallTable", sizes: Sequence[int], graphs: Sequence[Sequence[int]]
+    ) -> "CallGraph":
+        """A graph that answers calls by `graphs`, one for each layer and size; see `CallGraph`.
+
+        Only with `Capabilities.device_calls`.
+        """
+        raise RuntimeError(f"backend: expected one with device calls, got {self.name!r}")
 
     def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
         size = (a.data.shape[0], b.data.shape[1])

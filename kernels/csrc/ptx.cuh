@@ -381,6 +381,12 @@ __device__ __forceinline__ u32 load_acquire_system(const u32* place) {
     return value;
 }
 
+__device__ __forceinline__ u64 load_acquire_system(const u64* place) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ u32 load_relaxed_system(const u32* place) {
     u32 value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
@@ -418,6 +424,10 @@ __device__ __forceinline__ void store_relaxed_system(uint4* place, uint4 four) {
 
 __device__ __forceinline__ void store_release_system(u32* place, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release_system(u64* place, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

@@ -14,6 +14,7 @@ class Capabilities:
     weight_bytes    memory of a weight in calls: 1 if they read FP8, 2 if they read a copy in bf16
     captures        calls can be captured in graphs
     request_table   has `gather_rows` and `scatter_rows`: with `captures`, small steps are one graph each
+    device_calls    has `call_graph`: with `request_table`, GPUs of callers make calls by themselves
     joint_exchange  has `parallel_experts`: the GPUs of a host share a layer
     partitions      has `partitions`, and `num_sms` limits its launches
     routes_bf16     `route` has exact fp32 logits if hidden states and the router are bf16
@@ -26,6 +27,7 @@ class Capabilities:
     weight_bytes: int = 2
     captures: bool = False
     request_table: bool = False
+    device_calls: bool = False
     joint_exchange: bool = False
     partitions: bool = False
     routes_bf16: bool = False
@@ -45,6 +47,7 @@ BACKENDS = {
         weight_bytes=1,
         captures=True,
         request_table=True,
+        device_calls=True,
         joint_exchange=True,
         partitions=True,
         routes_bf16=True,

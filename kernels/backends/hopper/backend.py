@@ -1,5 +1,6 @@
 """The Hopper backend: grouped GEMMs and a layer's experts as kernels compiled just in time."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from expertd.backends import BACKENDS
 from expertd.kernels import jit
 from expertd.kernels.backends.base import Backend, Progress, without_padding
 from expertd.kernels.backends.hopper import plans
+from expertd.kernels.backends.hopper.device_calls import HopperCallGraph
 from expertd.kernels.backends.hopper.gather_rows import gather_rows
 from expertd.kernels.backends.hopper.grouped_gemm import Choose, GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, current_stream
@@ -18,6 +20,7 @@ from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
 from expertd.kernels.backends.hopper.unpermute_rows import can_unpermute, unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
+from expertd.kernels.device_calls import CallGraph, CallTable
 from expertd.kernels.expert_checks import check_parallel
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
@@ -218,6 +221,12 @@ class HopperBackend(Backend):
     def scatter_rows(self, rows: Tensor, table: RequestTable) -> None:
         """See `Backend.scatter_rows`; one launch."""
         scatter_rows(self._kernels, current_stream(_current(rows, "rows")), rows, table)
+
+    def call_graph(
+        self, calls: CallTable, sizes: Sequence[int], graphs: Sequence[Sequence[int]]
+    ) -> CallGraph:
+        """See `Backend.call_graph`."""
+        return HopperCallGraph(self._kernels, calls, sizes, graphs)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from expertd.kernels.backends.hopper import (
     combine_rows,
     compute_permutation,
+    device_calls,
     dispatch_rows,
     few_pairs_of_ranks,
     gather_rows,
@@ -29,6 +30,8 @@ VARIANTS = (
     *route_tokens.VARIANTS.values(),
     gather_rows.VARIANT,
     scatter_rows.VARIANT,
+    device_calls.TAKE,
+    device_calls.ANSWER,
     *dispatch_rows.VARIANTS,
     *combine_rows.VARIANTS,
 )

@@ -1,0 +1,134 @@
+"""Calls that callers' GPUs make by themselves: where each lies, and what steps need that wait for them.
+
+A caller's GPU writes rows and a header to memory of this GPU. A graph that was launched ahead sees the
+header, takes the calls of one layer, computes them, and writes outputs and a word to the caller's memory.
+The host only starts and ends the graph.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from expertd.kernels.request_table import DATATYPES, MAX_REQUESTS, RequestTable
+
+MAX_SLOTS = MAX_REQUESTS
+HEADER = struct.Struct("<QII")
+"""What a caller writes for a call: its sequence (1, 2, 3, ... of its slot), num_tokens, and which model."""
+REFUSED = 1 << 63
+"""In an answer, beside the sequence: the header was invalid."""
+_SLOT = struct.Struct("<QQQQQQQQIIIxxxx")
+_STEP_BYTES = 32 + MAX_SLOTS * 16
+_COUNTS = 4
+FOREVER, STOPPED, NO_CALLS = range(3)
+"""Until when a graph answers calls: values of `CallTable.until`."""
+
+
+class CallSlot(NamedTuple):
+    """Addresses of one slot, 16-byte aligned. On this GPU, written by the caller's:
+
+    header         16 bytes, `HEADER`; the sequence is written last
+    hidden_states  bf16 [max_tokens, H]
+    topk_ids       int32 [max_tokens, top_k]
+    topk_weights   fp32 [max_tokens, top_k]
+
+    On the caller's, written by this one:
+
+    answer         8 bytes: the sequence of the last call that has its output
+    out            [max_tokens, H] of `out_dtype` (bfloat16, float16 or float32)
+
+    max_tokens     at most those of the largest graph
+    layers         the layer's number, for each model that a header may name
+    """
+
+    header: int
+    hidden_states: int
+    topk_ids: int
+    topk_weights: int
+    answer: int
+    out: int
+    out_dtype: torch.dtype
+    max_tokens: int
+    layers: Sequence[int]
+
+
+class LayerCounts(NamedTuple):
+    """What armed steps of a layer have done so far."""
+
+    steps: int
+    calls: int
+    tokens: int
+    nanoseconds: int
+
+
+class CallGraph(Protocol):
+    """Answers calls, one step after another, without the host."""
+
+    def start(self, stream: Any) -> None:
+        """Begin, on a stream that does nothing else until `stop`."""
+
+    def stop(self) -> None:
+        """End after the step that runs, and wait for that; calls that come later wait for the next start."""
+
+    def run(self, stream: Any) -> None:
+        """Answer the calls that are there, and wait for that; not between `start` and `stop`."""
+
+
+class CallTable:
+    """The slots of a GPU, `num_slots` of them, with the layout of csrc/device_calls.cuh, and what their
+    steps write.
+
+    requests  the table of a step's requests, which the graph's first kernel writes
+    """
+
+    num_slots = MAX_SLOTS
+
+    def __init__(self, device: torch.device, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.requests = RequestTable(device)
+        self.slots = torch.zeros(MAX_SLOTS, _SLOT.size, dtype=torch.uint8, device=device)
+        self.step = torch.zeros(_STEP_BYTES, dtype=torch.uint8, device=device)
+        self.counts = torch.zeros(num_layers, _COUNTS, dtype=torch.int64, device=device)
+        self.until = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.faults = torch.zeros(MAX_SLOTS, dtype=torch.int32, pin_memory=True)
+        self.taken = torch.zeros(MAX_SLOTS, dtype=torch.int64, pin_memory=True)
+        self.host_counts = torch.zeros(num_layers, _COUNTS, dtype=torch.int64, pin_memory=True)
+        self._device = device
+        self._no_header = torch.zeros(HEADER.size, dtype=torch.uint8, device=device)
+        self._layers: dict[int, Tensor] = {}
+        for index in range(MAX_SLOTS):
+            self.set(index, None)
+
+    def set(self, index: int, slot: CallSlot | None) -> None:
+        """Have slot `index`, whose sequence begins anew; None: nobody uses it. No step may be armed."""
+        if slot is None:
+            packed = _SLOT.pack(self._no_header.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+            self._layers.pop(index, None)
+        else:
+            layers = torch.empty(len(slot.layers), dtype=torch.uint32, device=self._device)
+            self._layers[index] = layers
+            self.set_layers(index, slot.layers)
+            packed = _SLOT.pack(
+                slot.header, slot.hidden_states, slot.topk_ids, slot.topk_weights, slot.answer, slot.out,
+                layers.data_ptr(), 0, slot.max_tokens, len(slot.layers), DATATYPES[slot.out_dtype],
+            )  # fmt: skip
+        self.slots[index].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
+        self.faults[index] = self.taken[index] = 0
+
+    def set_layers(self, index: int, layers: Sequence[int]) -> None:
+        """Have other layers for the models of a slot, as many as before. No step may be armed."""
+        self._layers[index].copy_(torch.tensor(layers, dtype=torch.uint32))
+
+    def counts_of(self, layer: int) -> LayerCounts:
+        """What armed steps have done; on any thread, also while they run."""
+        return LayerCounts(*self.host_counts[layer].tolist())
+
+    def num_calls(self, index: int) -> int:
+        """That were taken from a slot; on any thread."""
+        return int(self.taken[index])
+
+    def has_fault(self, index: int) -> bool:
+        """Whether a header of the slot was invalid; on any thread."""
+        return bool(self.faults[index])

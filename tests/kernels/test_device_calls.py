@@ -1,0 +1,63 @@
+"""Device calls: both sides agree about memory, and the client has the PTX of its kernels."""
+
+import re
+import struct
+
+import pytest
+
+from expertd.kernels import Backend, device_calls, resolve_backend
+from expertd.kernels.device_calls import HEADER, MAX_SLOTS, REFUSED
+from tests.kernels.device_call_ptx import PTX, SOURCE, compiled
+from tests.paths import ROOT
+
+SERVERS, CALLERS = (ROOT / "kernels/csrc/device_calls.cuh").read_text(), SOURCE.read_text()
+_SIZES = {"u64": "Q", "u32": "I"}
+
+
+def fields(source: str, name: str) -> list[tuple[str, str]]:
+    """(type, name) of a struct's fields."""
+    body = re.search(rf"struct (?:alignas\(16\) )?{name} \{{(.*?)\}};", source, re.DOTALL)
+    assert body is not None
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", body[1])
+    listed = re.findall(r"(u64|u32) ([^;]+);", text)
+    return [(kind, field.strip()) for kind, names in listed for field in names.split(",")]
+
+
+def packing(source: str, name: str) -> str:
+    """The format of `struct`, without counts of arrays."""
+    return "<" + "".join(_SIZES[kind] for kind, _ in fields(source, name))
+
+
+def test_both_sides_have_one_header() -> None:
+    assert fields(SERVERS, "CallHeader") == fields(CALLERS, "CallHeader")
+    assert packing(SERVERS, "CallHeader") == HEADER.format
+    refused = re.findall(r"kRefused = 1ull << (\d+)", SERVERS + CALLERS)
+    assert refused == ["63", "63"]
+    assert REFUSED == 1 << 63
+
+
+def test_slots_have_the_fields_that_the_host_packs() -> None:
+    names = [name for _, name in fields(SERVERS, "CallSlot")]
+    assert names == [
+        *("header", "hidden_states", "topk_ids", "topk_weights", "answer", "out", "layers", "sequence"),
+        *("max_tokens", "num_models", "out_datatype", "unused"),
+    ]
+    assert device_calls._SLOT.size == struct.calcsize(packing(SERVERS, "CallSlot")) == 80
+    assert f"kMaxCalls = {MAX_SLOTS};" in SERVERS
+
+
+def test_the_reference_backend_has_no_device_calls() -> None:
+    backend = resolve_backend("reference")
+    assert not backend.capabilities.device_calls
+    with pytest.raises(RuntimeError, match="backend: expected one with device calls, got 'reference'"):
+        Backend.call_graph(backend, None, (), ())  # type: ignore[arg-type]
+
+
+def test_the_ptx_is_of_the_source() -> None:
+    """Else run `python -m tests.kernels.device_call_ptx`."""
+    ours, theirs = compiled(), PTX.read_bytes()
+    same_compiler = re.findall(rb"// Cuda compilation tools[^\n]*", ours + theirs)
+    if len(set(same_compiler)) == 1:
+        assert ours == theirs
+    for name in (b"send_call", b"wait_call"):
+        assert b".visible .entry %b(" % name in theirs
