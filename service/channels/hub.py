@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from expertd.service.channels.call_channel import MAX_CALL_SLOTS, CallChannel, CallGeometry
 from expertd.service.channels.channel import Channel
-from expertd.service.channels.layout import TOKEN_BYTES
+from expertd.service.channels.layout import TOKEN_BYTES, Geometry
 from expertd.service.channels.open_channel import Answered, Memory, OpenChannel
 from expertd.service.channels.opening import Opening
 from expertd.service.channels.requests import ChannelModel, RequestReader
+from expertd.service.engine.calls import CallServer
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import (
     ChannelLimitError,
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 _CLAIM_SECONDS = 10.0
 _GIVE_WAY_SECONDS = 1.0
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)  # the last one: above `ulimit -f`
+_CAPTURE_SECONDS = 120.0  # that it may take to capture the steps of a channel's layers
+_LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 1  # by then, unclaimed channels give way
 
 
@@ -42,7 +46,7 @@ _RETRY_SECONDS = 1  # by then, unclaimed channels give way
 class Entry:
     """An open channel: with its token until it is claimed, then with its owner's process id."""
 
-    channel: Channel
+    channel: Channel | CallChannel
     opening: Opening
     token: bytes | None
     opened: float  # of time.monotonic
@@ -92,12 +96,22 @@ class ChannelHub:
             raise ExecutorClosedError("the server is shutting down")
         for name in opening.models:
             self._engine.check_loaded(name)
-        assert self._engine.loaded is not None
+        loaded = self._engine.loaded
+        assert loaded is not None
+        calls = loaded.calls
+        if opening.kind == "device_calls":
+            if calls is None:
+                where = f"backend {loaded.backend!r}, without ranks or lanes"
+                raise ChannelRefusedError(f"memory: expected system or cuda on {where}, got device_calls")
+            opening.check(MAX_CALL_SLOTS, min(calls.max_tokens, *(spec.max_request_tokens for spec in specs)))
         geometry = opening.geometry(specs)
         await self._make_room(geometry.data_bytes)
         self._reserve(geometry.data_bytes)
         try:
-            memory = await opening.allocate(geometry, self._engine.loaded)
+            if isinstance(geometry, CallGeometry):
+                assert calls is not None
+                return await self._add_calls(opening, geometry, calls)
+            memory = await opening.allocate(geometry, loaded)
             return self._add(opening, memory)
         except BaseException as error:
             self.used_bytes -= geometry.data_bytes
@@ -112,6 +126,7 @@ class ChannelHub:
         """Open a channel for an HTTP process of this server, once the engine has loaded."""
         assert self._engine.loaded is not None
         geometry = opening.geometry([self._engine.model(name) for name in opening.models])
+        assert isinstance(geometry, Geometry)
         memory = await opening.allocate(geometry, self._engine.loaded)
         return self._add(opening, memory, ours=True)
 
@@ -137,7 +152,7 @@ class ChannelHub:
             expected = f"a server on loopback that has a folder for their socket, or {where}"
             raise ChannelsDisabledError(f"channels: expected {expected}, got neither")
 
-    def claim(self, token: bytes, owner: int, disconnect: Callable[[], None]) -> Channel | None:
+    def claim(self, token: bytes, owner: int, disconnect: Callable[[], None]) -> Channel | CallChannel | None:
         """Give the channel of `token` to the process `owner`, once; None if there is no such channel.
 
         `disconnect` ends the owner's connection; it is called when the channel is closed.
@@ -147,11 +162,12 @@ class ChannelHub:
                 entry.token, entry.owner, entry.disconnect = None, owner, disconnect
                 assert entry.expiry is not None
                 entry.expiry.cancel()
-                self._engine.executor.add_source(entry.channel)
+                if isinstance(entry.channel, Channel):
+                    self._engine.executor.add_source(entry.channel)
                 return entry.channel
         return None
 
-    def close(self, channel: OpenChannel, why: str) -> None:
+    def close(self, channel: OpenChannel | CallChannel, why: str) -> None:
         """Close a channel; its memory is freed once no step uses it. Later calls do nothing."""
         entry = self.entries.pop(channel.id, None)
         if entry is None:
@@ -162,7 +178,10 @@ class ChannelHub:
             entry.alarm.cancel()
         log = logger.debug if entry.ours else logger.info
         log("channel %s of %s closed: %s", channel.id, channel.served, why)
-        channel.close()
+        if isinstance(channel, CallChannel):
+            self._free(channel)
+        else:
+            channel.close()
         if entry.disconnect is not None:
             entry.disconnect()
 
@@ -186,7 +205,7 @@ class ChannelHub:
         else:
             self._engine.executor.report_later(report)
 
-    def broken(self, channel: OpenChannel, why: str) -> None:
+    def broken(self, channel: OpenChannel | CallChannel, why: str) -> None:
         logger.warning("channel %s of %s: %s", channel.id, channel.served, why)
         self._soon(self.close, channel, "its caller broke the protocol")
 
@@ -214,21 +233,24 @@ class ChannelHub:
             entry.alarm.cancel()
         entry.alarm = self._loop.call_later(max(0.0, when - time.perf_counter()), channel.expire)
 
-    def _free(self, channel: OpenChannel) -> None:
+    def _free(self, channel: OpenChannel | CallChannel) -> None:
         task = asyncio.get_running_loop().create_task(self._release(channel))
         self._freeing.add(task)
         task.add_done_callback(self._freeing.discard)
 
-    async def _release(self, channel: OpenChannel) -> None:
+    async def _release(self, channel: OpenChannel | CallChannel) -> None:
         if self._engine.device_failed:  # ending its access would wait for what it computes
             return
         try:
-            await asyncio.to_thread(channel.release)
+            if isinstance(channel, CallChannel):
+                await channel.release()
+            else:
+                await asyncio.to_thread(channel.release)
         except Exception:
             logger.exception("channel %s of %s: its memory is not freed", channel.id, channel.served)
             return
         if channel.counted:
-            self.used_bytes -= channel.memory.geometry.data_bytes
+            self.used_bytes -= channel.geometry.data_bytes
 
     def _count(self, channel: OpenChannel, answer: Answered) -> None:
         if answer.reason is not None:
@@ -298,7 +320,33 @@ class ChannelHub:
         except BaseException:
             memory.close()
             raise
-        entry = Entry(channel, opening, secrets.token_bytes(TOKEN_BYTES), time.monotonic(), ours)
+        return self._entered(Entry(channel, opening, None, time.monotonic(), ours))
+
+    async def _add_calls(self, opening: Opening, geometry: CallGeometry, calls: CallServer) -> Entry:
+        executor = self._engine.executor
+        share = partial(calls.share, opening.models, geometry.data_bytes)
+        try:
+            memory = await executor.between_steps(share, _CAPTURE_SECONDS)
+        except ValueError as error:
+            raise ChannelRefusedError(str(error)) from error
+        self._opened += 1
+        channel = CallChannel(self._opened, opening.models, geometry, memory, calls, executor)
+        channel.key = opening.caller
+        entry = self._entered(Entry(channel, opening, None, time.monotonic()))
+        self._look_for_faults(channel)
+        return entry
+
+    def _look_for_faults(self, channel: CallChannel) -> None:
+        """Close a channel whose caller lies, within a second."""
+        if channel.id not in self.entries:
+            return
+        if channel.has_fault:
+            self.broken(channel, "a call's header: expected the next sequence, and its models and tokens")
+        asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_faults, channel)
+
+    def _entered(self, entry: Entry) -> Entry:
+        """`entry`, with a token until it is claimed."""
+        channel, entry.token = entry.channel, secrets.token_bytes(TOKEN_BYTES)
         text = f"it was not claimed within {self.claim_seconds:g} s"
         entry.expiry = asyncio.get_running_loop().call_later(self.claim_seconds, self.close, channel, text)
         self.entries[channel.id] = entry
@@ -324,5 +372,7 @@ class ChannelHub:
     def _forget(self, model: str) -> None:
         """Have channels keep nothing of the graphs of a model that is unloaded."""
         for entry in list(self.entries.values()):
-            if model in entry.channel.models:
+            if isinstance(entry.channel, Channel) and model in entry.channel.models:
                 entry.channel.forget_requests(model)
+        if self._engine.loaded is not None and self._engine.loaded.calls is not None:
+            self._engine.loaded.calls.forget(model)

@@ -11,6 +11,7 @@ MAGIC = b"expertd\0"
 VERSION = 2
 GREETING = MAGIC + struct.pack("<I", VERSION)  # what a claimed channel's socket sends, with the descriptors
 TOKEN_BYTES = 32
+READY = b"\1"  # what a channel of device calls sends once it has the memory for answers
 ALIGNMENT = 64  # of every tensor in the data region
 
 # magic, version, header_bytes, the fields of Geometry in their order, control_bytes
@@ -80,9 +81,9 @@ class Geometry:
         cls, num_slots: int, max_tokens: int, hidden_size: int, top_k: int, element_bytes: int
     ) -> Self:
         """A region with room for `max_tokens` of `element_bytes` in every slot."""
-        rows = _aligned(max_tokens * hidden_size * element_bytes)
-        routing = _aligned(max_tokens * top_k * 4)
-        slot = _aligned(2 * rows + 2 * routing, 4096)
+        rows = aligned(max_tokens * hidden_size * element_bytes)
+        routing = aligned(max_tokens * top_k * 4)
+        slot = aligned(2 * rows + 2 * routing, 4096)
         offsets = (0, rows, rows + routing, rows + 2 * routing)
         return cls(num_slots, max_tokens, hidden_size, top_k, num_slots * slot, slot, *offsets)
 
@@ -115,5 +116,6 @@ class Geometry:
         }
 
 
-def _aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple."""
     return -(-num_bytes // alignment) * alignment

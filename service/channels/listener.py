@@ -12,9 +12,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from expertd.service.channels.call_channel import CallChannel
 from expertd.service.channels.channel import Channel
 from expertd.service.channels.hub import ChannelHub
-from expertd.service.channels.layout import GREETING, TOKEN_BYTES
+from expertd.service.channels.layout import GREETING, READY, TOKEN_BYTES
 from expertd.service.util.sentences import shown
 from expertd.service.util.socket_files import SocketFile, listen_at
 
@@ -88,7 +89,7 @@ class ChannelListener:
 
     async def _serve(self, connection: socket.socket) -> None:
         """Hand a channel over to its owner, and close it when the owner is gone."""
-        channel: Channel | None = None
+        channel: Channel | CallChannel | None = None
         why = "its owner broke the connection"
         with connection:
             pid, uid, _ = _CREDENTIALS.unpack(
@@ -105,9 +106,12 @@ class ChannelListener:
                 hand_over(connection, channel)
                 claimed = (channel.id, channel.served, pid, uid)
                 logger.info("channel %s of %s claimed by process %d of user %d", *claimed)
+                if isinstance(channel, CallChannel):
+                    await channel.connect(await _descriptor(connection))
+                    await asyncio.get_running_loop().sock_sendall(connection, READY)
                 got = await asyncio.get_running_loop().sock_recv(connection, 1)
                 why = "its owner sent more than the token" if got else f"process {pid} has closed it"
-            except OSError as error:  # TimeoutError among them
+            except (OSError, RuntimeError, ValueError) as error:  # TimeoutError among them
                 why = f"its connection failed: {error}"
             finally:
                 if channel is not None:
@@ -128,7 +132,21 @@ class ChannelListener:
         return token
 
 
-def hand_over(connection: socket.socket, channel: Channel) -> None:
+async def _descriptor(connection: socket.socket) -> int:
+    """What the caller of a channel of device calls sends: the memory for answers. Raises OSError."""
+    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, readable.set)
+    try:
+        async with asyncio.timeout(_TOKEN_SECONDS):
+            await readable.wait()
+    finally:
+        loop.remove_reader(connection)
+    _, (descriptor, *more), _, _ = socket.recv_fds(connection, 1, 1)
+    assert not more
+    return descriptor
+
+
+def hand_over(connection: socket.socket, channel: Channel | CallChannel) -> None:
     """Send a claimed channel's descriptors to its owner. Raises OSError."""
     descriptors = channel.take_descriptors()
     try:

@@ -118,6 +118,11 @@ class Slot:
         self.recurs = False  # its request may be used again for the same line
 
 
+def served(models: Sequence[str]) -> str:
+    """Their names, for log lines."""
+    return f"model{'s' if len(models) > 1 else ''} {', '.join(models)}"
+
+
 class OpenChannel:
     """A channel apart from its requests, which the subclass takes and answers.
 
@@ -165,9 +170,14 @@ class OpenChannel:
         self._alarm = math.inf  # when `expire` will be called
 
     @property
+    def geometry(self) -> Geometry:
+        """The sizes of its memory."""
+        return self.memory.geometry
+
+    @property
     def served(self) -> str:
         """The names of the models, for log lines."""
-        return f"model{'s' if len(self.models) > 1 else ''} {', '.join(self.models)}"
+        return served(self.models)
 
     def fileno(self) -> int:
         return self._requests

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+from expertd.service.channels.call_channel import CallGeometry
 from expertd.service.channels.layout import DATATYPES, Geometry
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.open_channel import Memory
@@ -28,6 +29,11 @@ class CudaMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class CallMemory:
+    """Memory of the server's GPU for calls that the caller's GPU makes by itself, and of that for answers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Opening:
     """A channel to open.
 
@@ -41,23 +47,22 @@ class Opening:
     num_slots: int
     max_tokens: int
     datatype: str | None = None
-    memory: int | CudaMemory | None = None
+    memory: int | CudaMemory | CallMemory | None = None
     caller: str = ""
 
     @property
-    def kind(self) -> Literal["system", "cuda"]:
+    def kind(self) -> Literal["system", "cuda", "device_calls"]:
+        if isinstance(self.memory, CallMemory):
+            return "device_calls"
         return "cuda" if isinstance(self.memory, CudaMemory) else "system"
 
-    def geometry(self, specs: Sequence[LayerSpec]) -> Geometry:
+    def geometry(self, specs: Sequence[LayerSpec]) -> Geometry | CallGeometry:
         """The sizes of the channel, with the largest ones of its models. Raises ChannelRefusedError."""
-        for name, value, limit in (
-            ("num_slots", self.num_slots, MAX_SLOTS),
-            ("max_tokens", self.max_tokens, min(spec.max_request_tokens for spec in specs)),
-        ):
-            if not 1 <= value <= limit:
-                raise ChannelRefusedError(f"{name}: expected 1 to {limit}, got {value}")
+        self.check(MAX_SLOTS, min(spec.max_request_tokens for spec in specs))
         sizes = (self.num_slots, self.max_tokens)
         largest = (max(spec.hidden_size for spec in specs), max(spec.top_k for spec in specs))
+        if isinstance(self.memory, CallMemory):
+            return CallGeometry.for_slots(*sizes, *largest)
         widest = max(_ELEMENT_BYTES[self.datatype or spec.datatype] for spec in specs)
         default = Geometry.for_slots(*sizes, *largest, widest)
         if self.memory is None:
@@ -66,6 +71,15 @@ class Opening:
         if num_bytes < 1:
             raise ChannelRefusedError(f"byte_size: expected at least 1, got {num_bytes}")
         return default.within(num_bytes)
+
+    def check(self, max_slots: int, max_tokens: int) -> None:
+        """Raise ChannelRefusedError for sizes outside these."""
+        for name, value, limit in (
+            ("num_slots", self.num_slots, max_slots),
+            ("max_tokens", self.max_tokens, max_tokens),
+        ):
+            if not 1 <= value <= limit:
+                raise ChannelRefusedError(f"{name}: expected 1 to {limit}, got {value}")
 
     async def allocate(self, geometry: Geometry, loaded: Loaded) -> Memory:
         """The channel's memory, for `loaded`'s device. Raises ChannelRefusedError, OSError, RuntimeError."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from expertd.service.memory import OpenCuda, Register
+from expertd.service.memory import OpenCuda, Register, SharedMemory
 
 
 class Event(Protocol):
@@ -40,8 +40,11 @@ class Graph(Protocol):
 class GraphPool(Protocol):
     """Memory shared by graphs that never run at the same time; it is freed with the last of them."""
 
-    def capture(self, work: Callable[[], object], stream: Any) -> Graph:
-        """A graph of `work`, to be replayed on `stream`. It must have run once before."""
+    def capture(self, work: Callable[[], object], stream: Any, as_part: bool = False) -> Graph:
+        """A graph of `work`, to be replayed on `stream`. It must have run once before.
+
+        as_part  for a larger graph, by its `raw_cuda_graph`, and not to be replayed
+        """
 
 
 class Copies:
@@ -191,6 +194,14 @@ class Device(ABC):
     @abstractmethod
     def signal(self, address: int, value: int, stream: Stream) -> None:
         """Write 8 bytes once all that is enqueued on `stream` is done, and visible; nothing if it cannot."""
+
+    def share(self, num_bytes: int) -> SharedMemory:
+        """Zeros in its memory, for another process, too. Raises RuntimeError."""
+        raise RuntimeError(f"shared memory: expected a GPU, got {self.name}")
+
+    def open_shared(self, descriptor: int, num_bytes: int) -> SharedMemory:
+        """What another process shares, of any GPU whose memory this one reaches. Raises RuntimeError."""
+        raise RuntimeError(f"shared memory: expected a GPU, got {self.name}")
 
     @abstractmethod
     def new_graph_pool(self) -> GraphPool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from expertd.service.device.base import Copies, Device
 from expertd.service.device.ipc import opener_for
+from expertd.service.device.shared_gpu import SharedGpuMemory
 from expertd.service.memory import Mapped, OpenCuda, Register, Unregister
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegister: in every context, and at the same address on the GPU
@@ -137,6 +138,13 @@ class CudaDevice(Device):
         can_write = driver.cuDeviceGetAttribute(attribute, self.tensors.index)[1]
         return driver.cuStreamWriteValue64 if can_write else None
 
+    def share(self, num_bytes: int) -> SharedGpuMemory:
+        with torch.cuda.device(self.tensors):
+            return SharedGpuMemory(self.tensors.index, num_bytes)
+
+    def open_shared(self, descriptor: int, num_bytes: int) -> SharedGpuMemory:
+        return SharedGpuMemory(self.tensors.index, num_bytes, descriptor)
+
     def new_graph_pool(self) -> "CudaGraphPool":
         return CudaGraphPool(self.tensors)
 
@@ -150,11 +158,13 @@ class CudaGraphPool:
         nothing = torch.zeros((), device=device)
         self._anchor = _captured(nothing.zero_, self._side_stream, None)
 
-    def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def capture(
+        self, work: Callable[[], object], stream: torch.cuda.Stream, as_part: bool = False
+    ) -> torch.cuda.CUDAGraph:
         """See `GraphPool.capture`."""
         # A partition's own stream is captured, so that the graph stays inside the partition.
         default = stream == torch.cuda.default_stream(stream.device)
-        return _captured(work, self._side_stream if default else stream, self._anchor.pool())
+        return _captured(work, self._side_stream if default else stream, self._anchor.pool(), as_part)
 
 
 class _CurrentStream:
@@ -198,8 +208,10 @@ def _side_stream(index: int) -> torch.cuda.Stream:
     return stream
 
 
-def _captured(work: Callable[[], object], stream: torch.cuda.Stream, pool: Any) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
+def _captured(
+    work: Callable[[], object], stream: torch.cuda.Stream, pool: Any, as_part: bool = False
+) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph(keep_graph=as_part)
     with _one_at_a_time, _without_collections(), torch.cuda.stream(stream):
         # Other threads may use the device during the capture.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")

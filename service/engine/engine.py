@@ -355,6 +355,8 @@ class Engine:
         loaded.prepare_thread()  # the event loop begins short steps, too
         on_gpu = loaded.register_files is not None or self.settings.devices is not None
         self.executor.set_device(spin_seconds_of(self.settings.channels, on_gpu), on_gpu)
+        if loaded.calls is not None:
+            self.executor.answer_calls(loaded.calls)
         self.loaded, self.arena = loaded, arena
         self._giving_back = asyncio.get_running_loop().create_task(give_back_idle(arena))
         self.repository.start(loaded, ids)

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
+from expertd.service.engine.calls import Calls
 from expertd.service.engine.errors import EngineError, ExecutorClosedError, QueueFullError
 from expertd.service.engine.jobs import JOB_SECONDS
 from expertd.service.engine.lane import StepLane
@@ -108,6 +109,10 @@ class Executor:
                 lane.worker = first.worker
                 first.worker.take(lane)
             self._threads = [first]
+
+    def answer_calls(self, calls: Calls) -> None:
+        """Have the first thread answer `calls` while it has nothing else to do; before the first request."""
+        self._first.calls = calls
 
     def close(self) -> None:
         """Refuse new requests; accepted ones are still answered, and counted in `unanswered` from now on."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from expertd.service.engine.calls import Calls, NoCalls
 from expertd.service.engine.completions import Completions
 from expertd.service.engine.early_steps import EarlySteps
 from expertd.service.engine.errors import ExecutorClosedError
@@ -46,6 +47,7 @@ class StepLane:
     is_closed  new requests are refused
     has_ended  no further steps begin; all three are set with the queues' lock
     device     held by the thread that uses the device
+    calls      those that GPUs of callers make by themselves, which the device answers meanwhile
     worker     the thread, which may do the work of another lane, too
     """
 
@@ -65,6 +67,7 @@ class StepLane:
         self.jobs = Jobs()
         self.early = EarlySteps(queues, stepping, clock)
         self.device = threading.Lock()
+        self.calls: Calls = NoCalls()
         self.is_asleep = self.is_closed = self.has_ended = False
         self.worker = Worker(self, _name(number), number == 0, 0.0 if number else spin_seconds)
         self.poller = LongStepPoller(queues, stepping, completions, self.poll_sources)
@@ -240,6 +243,7 @@ class StepLane:
             return bool(late)
         with self.device:
             if job:
+                self.calls.stop()
                 self.stepping.do_deferred()  # callers sleep until then, and a job may take long
                 if self.worker.wakeup.sources:
                     self.poller.job_begins()
@@ -248,10 +252,22 @@ class StepLane:
             elif chunks:
                 if self.worker.wakeup.sources:
                     self.poller.step_begins(chunks)
+                if not running:
+                    self.calls.run()  # those that are there have their turn before each step
                 self.stepping.begin(chunks)
             else:
                 deferred.popleft()()
         return True
+
+    def answer_calls(self) -> None:
+        """Have the device answer calls, as there is nothing else to do."""
+        with self.device:
+            self.calls.start()
+
+    def stop_calls(self) -> None:
+        """Have the device answer no more calls."""
+        with self.device:
+            self.calls.stop()
 
     def finish_if_done(self) -> bool:
         """Answer the requests of the first step that runs, if the device has done it."""
@@ -358,6 +374,7 @@ class StepLane:
                 return None
             asleep = self.is_asleep
             alone = asleep and self.queues.is_alone(submission) and not self.jobs
+            alone = alone and not self.calls.are_made
             # Never held for long: a worker that wakes up now waits for this step.
             if alone and self.device.acquire(blocking=False):
                 return self.queues.next_step()[0]

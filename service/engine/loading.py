@@ -14,6 +14,7 @@ from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
 from expertd.service.device import Stream, device_of
+from expertd.service.engine.calls import CallServer
 from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of, stop_if
 from expertd.service.engine.local_models import Held, LocalModels
 from expertd.service.engine.metrics.ranks import RankState
@@ -87,7 +88,7 @@ class Loaded:
     used, on any thread; gpus the UUIDs of the GPUs. route says what a model's router chooses for a request,
     on the worker thread; None: the routers are elsewhere. streams, on the worker thread, are those of steps
     and their copies, with names. recordings are of the ranks, if steps run there. max_running steps may have
-    begun at a time.
+    begun at a time. calls are those that GPUs of callers make by themselves; None: they cannot.
     """
 
     backend: str
@@ -113,6 +114,7 @@ class Loaded:
     streams: Callable[[], Sequence[tuple[str, Stream]]] = tuple
     recordings: Recordings | None = None
     max_running: int = 2
+    calls: CallServer | None = None
 
     @property
     def runners_of_lanes(self) -> tuple[Mapping[str, Runner], Mapping[str, Runner]]:
@@ -176,6 +178,7 @@ def load(
         gpus=device.uuids,
         route=models.route,
         streams=models.streams,
+        calls=models.calls if decode is prefill and settings.num_ranks == 1 else None,
     )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from expertd.kernels import Backend
 from expertd.service.device import Device, GraphPool, Stream, device_of
+from expertd.service.engine.device_calls import DeviceCalls
 from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
 from expertd.service.engine.memory_needs import needs_of_model, needs_of_models, staging_of_model
@@ -44,6 +45,7 @@ class LocalModels:
     barrier     waits for those who run a layer's steps together with this process, before they begin
     held        the experts of each model that this process holds; None: all of the model's
     sets        the runners of the loaded models, for each lane
+    calls       to the layers, by GPUs of callers; None: the backend answers none
     """
 
     def __init__(
@@ -65,6 +67,9 @@ class LocalModels:
         self._make_layer, self._barrier, self._held = make_layer, barrier, held
         self._staged_bytes = 0
         self._pools: dict[Staging, GraphPool] = {}
+        self.calls: DeviceCalls | None = None
+        if backend.capabilities.device_calls:
+            self.calls = DeviceCalls(self._device, self.sets[0].runners)
 
     def load_all(self, models: Sequence[ModelSettings], cancelled: Cancelled) -> None:
         """Load `models` at start-up. Raises as `expertd.service.engine.loading.load` does."""

@@ -45,6 +45,8 @@ class Work(Protocol):
     def report_one(self) -> bool: ...
     def flush(self) -> None: ...
     def cancel_jobs(self) -> None: ...
+    def answer_calls(self) -> None: ...
+    def stop_calls(self) -> None: ...
 
 
 class Worker:
@@ -138,6 +140,7 @@ class Worker:
         False if there was none, but work of the second lane, which may have deferred calls.
         """
         second = self._second
+        self._first.answer_calls()
         if self.wakeup.sources:
             quiet_from = self._awake_until - self.spin_seconds + _QUIET_SECONDS
             while (now := time.perf_counter()) < self._awake_until:
@@ -191,6 +194,7 @@ class Worker:
             while lane.do_next() is not None:
                 if lane.is_running:
                     lane.finish_next()
+        lanes[0].stop_calls()
         self.wakeup.close()
         for lane in lanes:
             lane.cancel_jobs()

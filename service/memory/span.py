@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 Buffer = bytes | bytearray | memoryview
 
@@ -105,3 +105,21 @@ def check_handle(handle: bytes) -> None:
 
 OpenCuda = Callable[[bytes, int], DeviceMemory]
 """Opens a CUDA IPC handle (64 bytes, and the bytes from its start on); raises ValueError."""
+
+
+class SharedMemory(Protocol):
+    """Memory of GPUs that two processes have; it lives as long as one of them has it, or its descriptor.
+
+    address  where this device has it
+    """
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+    def descriptor(self) -> int:
+        """A new descriptor of a file, for the other process, which belongs to the caller."""
+
+    def close(self) -> None:
+        """Have it no more; nothing uses it."""

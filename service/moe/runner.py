@@ -92,7 +92,7 @@ class LayerRunner:
                 return self._graphs.begin(batch)
             stream = self._device.current_stream()
             with torch.inference_mode():
-                return self._on_device.begin(batch, stream, self._num_sms())
+                return self._on_device.begin(batch, stream, self.num_sms)
 
     def _timed(
         self, requests: Sequence[LayerRequest], stages: HostStages | GpuStages, timed: list[list[TimedStep]]
@@ -105,7 +105,7 @@ class LayerRunner:
                 step = DoneStep(self._on_host.run(Batch(requests), stages))
             else:
                 stream = self._device.current_stream()
-                step = self._on_device.begin(Batch(requests), stream, self._num_sms(), stages)
+                step = self._on_device.begin(Batch(requests), stream, self.num_sms, stages)
         for steps in timed:
             steps.append(stages)
         return step
@@ -132,7 +132,7 @@ class LayerRunner:
             if len(requests) == 1 and (step := self._on_device.again(requests[0])):
                 return step
             stream = self._device.current_stream()
-            return self._on_device.begin(Batch(requests), stream, self._num_sms())
+            return self._on_device.begin(Batch(requests), stream, self.num_sms)
 
     def route(self, request: LayerRequest) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """(topk_ids [T, top_k], topk_weights [T, top_k]) that the layer's router chooses; no step begins.
@@ -157,7 +157,7 @@ class LayerRunner:
         stream = self._stream() or self._device.current_stream()
         with torch.inference_mode(), self._device.on(stream):
             if self._with_graphs and self.layer.backend.capabilities.request_table:
-                self._graphs = StepGraphs(self.layer, stream, self._num_sms(), pool, self.staging)
+                self._graphs = StepGraphs(self.layer, stream, self.num_sms, pool, self.staging)
             self.staging.allow_graphs()
 
     def release_graphs(self) -> None:
@@ -189,5 +189,7 @@ class LayerRunner:
             return self._own_stream
         return self._partitions.stream(self.partition)
 
-    def _num_sms(self) -> int | None:
+    @property
+    def num_sms(self) -> int | None:
+        """Of this layer's steps; None: of the whole device."""
         return None if self._partitions is None else self._partitions.num_sms(self.partition)

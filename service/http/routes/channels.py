@@ -7,12 +7,13 @@ from fastapi import APIRouter, Path, Request
 
 from expertd.service.channels.hub import ChannelHub, Entry
 from expertd.service.channels.layout import VERSION
-from expertd.service.channels.opening import CudaMemory, Opening
+from expertd.service.channels.opening import CallMemory, CudaMemory, Opening
 from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
 from expertd.service.http.routes.parsing import parsed
 from expertd.service.http.routes.schemas import (
+    CallMemoryRegion,
     ChannelInfo,
     ChannelRequest,
     ChannelResponse,
@@ -61,7 +62,7 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
             **_models_of(entry),
             "socket": str(hub.socket),
             "token": entry.token.hex(),
-            "geometry": entry.channel.memory.geometry.shown(),
+            "geometry": entry.channel.geometry.shown(),
         }
 
     @router.get(
@@ -100,9 +101,11 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
 
 def _opening(body: bytes, caller: str) -> Opening:
     given = parsed(ChannelRequest, body, invalid=400)
-    memory: int | CudaMemory | None = None
+    memory: int | CudaMemory | CallMemory | None = None
     if isinstance(given.memory, SystemMemoryRegion):
         memory = given.memory.system.byte_size
+    elif isinstance(given.memory, CallMemoryRegion):
+        memory = CallMemory()
     elif given.memory != "system":
         cuda = given.memory.cuda
         memory = CudaMemory(_handle(cuda.raw_handle.b64), cuda.byte_size)
@@ -138,7 +141,7 @@ def _shown(entry: Entry) -> dict[str, Any]:
         "id": channel.id,
         **_models_of(entry),
         "memory": entry.opening.kind,
-        "data_bytes": channel.memory.geometry.data_bytes,
+        "data_bytes": channel.geometry.data_bytes,
         "owner": entry.owner,
         "requests": channel.taken,
     }

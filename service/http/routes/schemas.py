@@ -180,12 +180,22 @@ class CudaMemoryRegion(_Strict):
     cuda: CudaMemoryHandle
 
 
+class NoFields(_Strict):
+    """{}"""
+
+
+class CallMemoryRegion(_Strict):
+    """Memory of the server's GPU, for calls that the caller's GPU makes by itself."""
+
+    device_calls: NoFields
+
+
 def _form_of(memory: object) -> str | None:
     """The form of a channel's memory, so that errors are those of this form."""
     if isinstance(memory, str):
         return "system" if memory == "system" else None
     if isinstance(memory, dict):
-        memory = [key for key in ("system", "cuda") if key in memory]
+        memory = [key for key in ("system", "cuda", "device_calls") if key in memory]
         return f"{memory[0]} object" if len(memory) == 1 else None
     return None
 
@@ -193,11 +203,12 @@ def _form_of(memory: object) -> str | None:
 _Memory = Annotated[
     Annotated[Literal["system"], Tag("system")]
     | Annotated[SystemMemoryRegion, Tag("system object")]
-    | Annotated[CudaMemoryRegion, Tag("cuda object")],
+    | Annotated[CudaMemoryRegion, Tag("cuda object")]
+    | Annotated[CallMemoryRegion, Tag("device_calls object")],
     Discriminator(
         _form_of,
         custom_error_type="memory_form",
-        custom_error_message='expected "system", {"system": ...} or {"cuda": ...}',
+        custom_error_message='expected "system", {"system": ...}, {"cuda": ...} or {"device_calls": {}}',
     ),
 ]
 
@@ -234,7 +245,7 @@ class ChannelInfo(BaseModel):
     id: str
     model: str | None = Field(default=None, description="the only one")
     models: list[str] | None = Field(default=None, description="in the order of their numbers")
-    memory: Literal["system", "cuda"]
+    memory: Literal["system", "cuda", "device_calls"]
     data_bytes: int
     owner: int | None = Field(description="process id; null: not yet claimed")
     requests: int = Field(description="requests so far")

@@ -28,24 +28,49 @@ TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
 
 
-class _Tensors:
-    """Memory of the largest step. Rows past a step's tokens are padding, without experts.
-
-    Requests that the GPU cannot read in place are copied to the pinned tensors, and read from there.
+class StepTensors:
+    """Memory of the largest step, of the requests in `table`. Rows past its tokens are padding, without
+    experts.
     """
 
-    def __init__(self, hidden_size: int, top_k: int, device: Device, copies: HostCopies) -> None:
-        max_tokens, where = TOKEN_COUNTS[-1], device.tensors
-        self.table = RequestTable()
+    def __init__(
+        self, max_tokens: int, hidden_size: int, top_k: int, device: Device, table: RequestTable
+    ) -> None:
+        where = device.tensors
+        self.table = table
         self.hidden_states = torch.zeros(max_tokens, hidden_size, dtype=torch.bfloat16, device=where)
         self.topk_ids = torch.full((max_tokens, top_k), -1, dtype=torch.int32, device=where)
         self.topk_weights = torch.zeros(max_tokens, top_k, dtype=torch.float32, device=where)
         self.out = torch.empty(max_tokens, hidden_size, dtype=torch.float32, device=where)
+        self.offsets = device.pinned(MAX_GROUPS + 2, dtype=torch.int32).zero_()  # see `count_named`
+
+    def launch(self, layer: Layer, num_sms: int | None, count: int, routed: bool) -> None:
+        """A step of `count` tokens; routed: the layer routes all of them, else their requests do."""
+        backend, shape = layer.backend, layer.shape
+        hidden_states, topk_ids, topk_weights, out = (
+            tensor[:count] for tensor in (self.hidden_states, self.topk_ids, self.topk_weights, self.out)
+        )
+        layer.set_equal_token_counts(count)
+        if routed:
+            backend.gather_rows(self.table, hidden_states, None, None)
+            topk_ids, topk_weights = layer.route(hidden_states, self.table.end_token)
+        else:
+            backend.gather_rows(self.table, hidden_states, topk_ids, topk_weights, shape.num_experts)
+            count_named(shape, topk_ids, self.offsets)
+        layer(hidden_states, topk_ids, topk_weights, num_sms, out, self.offsets[: shape.num_groups + 1])
+        backend.scatter_rows(out, self.table)
+
+
+class _Tensors(StepTensors):
+    """Also pinned memory, to which requests are copied that the GPU cannot read in place."""
+
+    def __init__(self, hidden_size: int, top_k: int, device: Device, copies: HostCopies) -> None:
+        max_tokens = TOKEN_COUNTS[-1]
+        super().__init__(max_tokens, hidden_size, top_k, device, RequestTable())
         self.host_hidden_states = PinnedRows(max_tokens, hidden_size * 2, device, copies)
         self.host_topk_ids = PinnedRows(max_tokens, top_k * 8, device, copies)
         self.host_topk_weights = PinnedRows(max_tokens, top_k * 4, device, copies)
         self.host_out = PinnedRows(max_tokens, hidden_size * 4, device, copies)
-        self.offsets = device.pinned(MAX_GROUPS + 2, dtype=torch.int32).zero_()  # see `count_named`
         self.host_offsets = self.offsets.numpy()
         self.are_free = True  # for the host to write: no step uses them
         self.ended = device.new_event()
@@ -213,26 +238,10 @@ class StepGraphs:
         self._graphs.clear()
 
     def _capture(self, count: int, routed: bool, pool: GraphPool) -> Graph:
-        self._step(count, routed)  # creates what is created on first use, which a capture does not allow
+        work = partial(self._tensors.launch, self._layer, self._num_sms, count, routed)
+        work()  # creates what is created on first use, which a capture does not allow
         self._stream.synchronize()
-        return pool.capture(lambda: self._step(count, routed), self._stream)
-
-    def _step(self, count: int, routed: bool) -> None:
-        step, backend = self._tensors, self._layer.backend
-        hidden_states, topk_ids, topk_weights, out = (
-            tensor[:count] for tensor in (step.hidden_states, step.topk_ids, step.topk_weights, step.out)
-        )
-        offsets = step.offsets[: self._layer.shape.num_groups + 1]
-        self._layer.set_equal_token_counts(count)
-        if routed:
-            backend.gather_rows(step.table, hidden_states, None, None)
-            topk_ids, topk_weights = self._layer.route(hidden_states, step.table.end_token)
-        else:
-            shape = self._layer.shape
-            backend.gather_rows(step.table, hidden_states, topk_ids, topk_weights, shape.num_experts)
-            count_named(shape, topk_ids, step.offsets)
-        self._layer(hidden_states, topk_ids, topk_weights, self._num_sms, out, offsets)
-        backend.scatter_rows(out, step.table)
+        return pool.capture(work, self._stream)
 
 
 def _fits(request: LayerRequest) -> bool:

@@ -106,7 +106,7 @@ def cuda(b64: str) -> dict[str, Any]:
     return {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": b64}, "byte_size": 64}}}
 
 
-MEMORY = 'memory: expected "system", {"system": ...} or {"cuda": ...}, got '
+MEMORY = 'memory: expected "system", {"system": ...}, {"cuda": ...} or {"device_calls": {}}, got '
 WRONG: dict[str, dict[str, Any]] = {
     "num_slots: expected a number greater than 0, got 0": {"num_slots": 0},
     "num_slots: expected 1 to 4096, got 4097": {"num_slots": 4097},
@@ -115,6 +115,9 @@ WRONG: dict[str, dict[str, Any]] = {
     "slots: expected no such key, got 4": {"slots": 4},
     "datatype: expected 'BF16', 'FP16' or 'FP32', got 'FP8'": {"datatype": "FP8"},
     "memory: expected system on backend 'reference', got cuda": cuda("AAAA"),
+    "memory: expected system or cuda on backend 'reference', without ranks or lanes, got device_calls": {
+        "memory": {"device_calls": {}}
+    },
     "raw_handle.b64: expected base64, got 'A'": cuda("A"),
     "raw_handle.b64: expected base64, got '\\xe9'": cuda("\u00e9"),
     MEMORY + "'gpu'": {"memory": "gpu"},

@@ -141,7 +141,7 @@ async def test_a_cancel_is_not_lost_if_its_request_waits_for_its_slot(tmp_path: 
         peer.words[(peer.starts[0] + 128) // 8] = first  # as the device does
         peer.send(3, peer.places(2))
         peer.cancel(2)
-        await until(lambda: entry.channel._look_again)
+        await until(lambda: getattr(entry.channel, "_look_again", False))
         runner.gate.set()
         assert (await answer_to(peer, 2)).status == 499
     assert runner.steps == [[2]]

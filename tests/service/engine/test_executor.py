@@ -318,3 +318,55 @@ def test_a_part_has_its_rows_of_every_tensor(datatype: str, ids_datatype: str) -
 
 def _counted(rows: int, row_bytes: int) -> bytes:
     return b"".join(bytes([row]) * row_bytes for row in range(rows))
+
+
+class FakeCalls:
+    """As calls of GPUs; `said` is what the worker thread has said, and `steps` has what it did between."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said, self.are_made = said, True
+        self.is_started = False
+
+    def start(self) -> None:
+        if not self.is_started:
+            self.said.append("start")
+        self.is_started = True
+
+    def stop(self) -> None:
+        if self.is_started:
+            self.said.append("stop")
+        self.is_started = False
+
+    def run(self) -> None:
+        self.stop()
+        self.said.append("run")
+
+
+class SayingRunner(EchoRunner):
+    def __init__(self, said: list[str]) -> None:
+        super().__init__()
+        self.said = said
+
+    def begin(self, requests: Sequence[LayerRequest]) -> Any:
+        self.said.append("step")
+        return super().begin(requests)
+
+
+async def test_calls_of_gpus_have_the_device_while_nothing_else_runs() -> None:
+    """They stop for a step, before which those that are there have their turn, and for a job."""
+    said: list[str] = []
+    executor = Executor(StepLane(Limits(), Observed()))
+    executor.set_runners({"0": SayingRunner(said)})
+    executor.answer_calls(FakeCalls(said))
+    executor.start()
+    await until(lambda: said == ["start"])
+    for alone in (False, True):  # the event loop does not run the step then
+        said.clear()
+        pending = Submitted(executor, "0", layer_request([1.0]), alone=alone)
+        assert values(await soon(pending.answer)) == [1.0]
+        await until(lambda: said == ["stop", "run", "step", "start"])
+    said.clear()
+    await executor.between_steps(lambda: said.append("job"))
+    await until(lambda: said == ["stop", "job", "start"])
+    assert executor.stop(timeout=10)
+    assert said[-1] == "stop"

@@ -131,7 +131,7 @@ def test_changes_of_the_split_keep_the_bits_and_no_memory() -> None:
         decode = (16, 48, 80)[number % 3]
         lanes.partitions.apply({"decode": decode, "prefill": 132 - decode})
         lanes.capture()
-        assert lanes.prefill._num_sms() == 132 - decode
+        assert lanes.prefill.num_sms == 132 - decode
         for runner, tokens in cases:
             result = runner.run([_request(tokens)])
             rows = rows_of(result.outputs[0], "BF16", SHAPE.hidden_size)

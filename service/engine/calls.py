@@ -1,0 +1,80 @@
+"""Calls that GPUs of callers make by themselves, as the threads of steps and channels see them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from expertd.service.memory import SharedMemory
+
+
+class CallPlaces(NamedTuple):
+    """A slot's addresses, and the most tokens of its calls; see `expertd.kernels.device_calls.CallSlot`."""
+
+    header: int
+    hidden_states: int
+    topk_ids: int
+    topk_weights: int
+    answer: int
+    out: int
+    max_tokens: int
+
+
+class Calls(Protocol):
+    """What the worker thread says to the graph that answers calls; it holds the device."""
+
+    @property
+    def are_made(self) -> bool:
+        """Whether there are callers; on any thread."""
+
+    def start(self) -> None:
+        """Answer calls until `stop`; nothing if there are no callers, or it is started."""
+
+    def stop(self) -> None:
+        """End after the step that runs, and wait for it; nothing if it is not started."""
+
+    def run(self) -> None:
+        """Answer the calls that are there, and wait for that: the device has no other step then."""
+
+
+class NoCalls:
+    """Of a device that answers none."""
+
+    are_made = False
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def run(self) -> None: ...
+
+
+class CallServer(Calls, Protocol):
+    """Also what channels ask, between steps, on the worker thread. Implemented by `DeviceCalls`.
+
+    max_tokens  of a call
+    """
+
+    max_tokens: int
+
+    def share(self, models: Sequence[str], num_bytes: int) -> SharedMemory:
+        """Memory for calls to `models`, whose steps are captured now.
+
+        Raises ValueError if a layer answers no calls; KeyError if it is not loaded.
+        """
+
+    def open_shared(self, descriptor: int, num_bytes: int) -> SharedMemory:
+        """What a caller shares. Raises RuntimeError."""
+
+    def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:
+        """Answer what is called at these slots from now on; their numbers. Raises ValueError."""
+
+    def disconnect(self, indices: Sequence[int], *memories: SharedMemory) -> None:
+        """Answer these slots no more, and forget their memory."""
+
+    def forget(self, model: str) -> None:
+        """The layer is unloaded: refuse calls to it."""
+
+    def num_calls(self, index: int) -> int:
+        """That a slot's caller has made; on any thread."""
+
+    def has_fault(self, indices: Sequence[int]) -> bool:
+        """Whether the caller of these slots has sent an invalid header; on any thread."""

@@ -1,0 +1,86 @@
+"""Calls that GPUs of callers make by themselves, which this process's GPU answers between other steps."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from expertd.kernels.device_calls import CallSlot
+from expertd.service.device import Device
+from expertd.service.engine.calls import CallPlaces
+from expertd.service.memory import SharedMemory
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.step.calls import MAX_CALL_TOKENS, CallSteps, why_not
+
+
+class DeviceCalls:
+    """Those to the layers of `runners`. Between steps, on the worker thread, but for `are_made`.
+
+    Implements `CallServer`.
+    """
+
+    max_tokens = MAX_CALL_TOKENS
+
+    def __init__(self, device: Device, runners: Mapping[str, LayerRunner]) -> None:
+        self._device, self._runners = device, runners
+        self._steps: CallSteps | None = None  # once there is a caller
+
+    @property
+    def are_made(self) -> bool:
+        """See `Calls`."""
+        return self._steps is not None and self._steps.are_made
+
+    def start(self) -> None:
+        """See `Calls`."""
+        if self._steps is not None:
+            self._steps.start()
+
+    def stop(self) -> None:
+        """See `Calls`."""
+        if self._steps is not None:
+            self._steps.stop()
+
+    def run(self) -> None:
+        """See `Calls`."""
+        if self._steps is not None:
+            self._steps.run()
+
+    def share(self, models: Sequence[str], num_bytes: int) -> SharedMemory:
+        """See `CallServer`."""
+        runners = {name: self._runners[name] for name in models}
+        for name, runner in runners.items():
+            if (why := why_not(runner.layer)) is not None:
+                raise ValueError(f"memory: model {name}: {why}")
+        self._steps = self._steps or CallSteps(self._device)
+        for name, runner in runners.items():
+            self._steps.add(name, runner.layer, runner.num_sms)
+        return self._device.share(num_bytes)
+
+    def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:
+        """See `CallServer`."""
+        assert self._steps is not None
+        made = [CallSlot(*slot[:-1], torch.bfloat16, slot.max_tokens, ()) for slot in slots]
+        return self._steps.open(made, models)
+
+    def open_shared(self, descriptor: int, num_bytes: int) -> SharedMemory:
+        """See `CallServer`."""
+        return self._device.open_shared(descriptor, num_bytes)
+
+    def disconnect(self, indices: Sequence[int], *memories: SharedMemory) -> None:
+        """See `CallServer`."""
+        if self._steps is not None:
+            self._steps.close(indices)
+        for memory in memories:
+            memory.close()
+
+    def forget(self, model: str) -> None:
+        """See `CallServer`."""
+        if self._steps is not None:
+            self._steps.remove(model)
+
+    def num_calls(self, index: int) -> int:
+        """See `CallServer`."""
+        return 0 if self._steps is None else self._steps.num_calls(index)
+
+    def has_fault(self, indices: Sequence[int]) -> bool:
+        """See `CallServer`."""
+        return self._steps is not None and self._steps.has_fault(indices)

@@ -1,0 +1,143 @@
+"""Steps of the calls that callers' GPUs make by themselves: graphs of all sizes, and the one that chooses."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from expertd.kernels.device_calls import CallGraph, CallSlot, CallTable, LayerCounts
+from expertd.kernels.request_table import MAX_GIVEN_TOP_K
+from expertd.layout import Layout
+from expertd.service.device import Device
+from expertd.service.moe.base import Layer
+from expertd.service.moe.step.graphs import TOKEN_COUNTS, StepTensors
+
+CALL_TOKEN_COUNTS = (*TOKEN_COUNTS, 384, 512)
+"""The tokens of graphs; a step is padded to the next one."""
+MAX_CALL_TOKENS = CALL_TOKEN_COUNTS[-1]
+_MAX_LAYERS = 1024
+_NO_LAYER = 2**32 - 1
+_FIRST = -1  # priority of the stream: calls are the shortest steps
+
+
+def why_not(layer: Layer) -> str | None:
+    """Why a layer answers no calls; None if it does."""
+    capabilities = layer.backend.capabilities
+    if not (capabilities.device_calls and layer.is_capturable):
+        return f"expected a backend with device calls, got {layer.backend.name!r}"
+    if layer.shape.top_k > MAX_GIVEN_TOP_K:
+        return f"expected top_k at most {MAX_GIVEN_TOP_K}, got {layer.shape.top_k}"
+    if any(layer.layout(count) is not Layout.CONTIGUOUS for count in CALL_TOKEN_COUNTS):
+        return "expected the contiguous layout, got the masked one"
+    return None
+
+
+class CallSteps:
+    """Slots of callers, and the graph that answers their calls while it is started.
+
+    For one thread, and while no other step runs: but for `counts`, and `has_fault`.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._table = CallTable(device.tensors, _MAX_LAYERS)
+        self._tensors: dict[tuple[int, int], StepTensors] = {}
+        self._stream = device.new_stream(_FIRST)
+        self._pool = device.new_graph_pool()
+        self._names: list[str] = []  # of layers, by their numbers; "": of one that was removed
+        self._graphs: list[Sequence[Any]] = []
+        self._slots: dict[int, tuple[str, ...]] = {}  # -> the models that its caller may name
+        self._backend: Any = None
+        self._graph: CallGraph | None = None
+        self.is_started = False
+        device.synchronize()
+
+    def add(self, name: str, layer: Layer, num_sms: int | None) -> None:
+        """Capture the steps of a layer, unless it is known."""
+        if name in self._names:
+            return
+        sizes, graphs = (layer.shape.hidden_size, layer.shape.top_k), []
+        if sizes not in self._tensors:
+            self._tensors[sizes] = StepTensors(MAX_CALL_TOKENS, *sizes, self._device, self._table.requests)
+        with torch.inference_mode(), self._device.on(self._stream):
+            for count in reversed(CALL_TOKEN_COUNTS):  # largest first: others reuse its memory in the pool
+                work = partial(self._tensors[sizes].launch, layer, num_sms, count, routed=False)
+                work()
+                self._stream.synchronize()
+                graphs.append(self._pool.capture(work, self._stream, as_part=True))
+        self._backend = layer.backend
+        self._names.append(name)
+        self._graphs.append(graphs[::-1])
+        self._graph = None
+
+    def remove(self, name: str) -> None:
+        """Forget a layer; calls to it are refused."""
+        if name not in self._names:
+            return
+        number = self._names.index(name)
+        self._names[number], self._graphs[number], self._graph = "", (0,) * len(CALL_TOKEN_COUNTS), None
+        for index, models in self._slots.items():
+            self._table.set_layers(index, self._numbers(models))
+
+    def open(self, slots: Sequence[CallSlot], models: tuple[str, ...]) -> list[int]:
+        """Take slots, whose layers are those of `models`; their numbers. Raises ValueError without room."""
+        free = [index for index in range(self._table.num_slots) if index not in self._slots]
+        if len(free) < len(slots):
+            raise ValueError(f"num_slots: expected at most {len(free)} for device calls, got {len(slots)}")
+        taken = free[: len(slots)]
+        for index, slot in zip(taken, slots, strict=True):
+            self._table.set(index, slot._replace(layers=self._numbers(models)))
+            self._slots[index] = models
+        self._made()  # now, as it takes a while
+        return taken
+
+    def close(self, indices: Sequence[int]) -> None:
+        """Give slots back; later writes of their callers are not read."""
+        for index in indices:
+            self._table.set(index, None)
+            self._slots.pop(index, None)
+
+    @property
+    def are_made(self) -> bool:
+        """Whether there are callers; on any thread."""
+        return bool(self._slots)
+
+    def start(self) -> None:
+        """Answer calls until `stop`."""
+        if self._slots and not self.is_started:
+            self._made().start(self._stream)
+            self.is_started = True
+
+    def stop(self) -> None:
+        """End after the step that runs, and wait for it."""
+        if self.is_started:
+            self.is_started = False
+            self._made().stop()
+
+    def run(self) -> None:
+        """Answer the calls that are there, and wait for that."""
+        if self._slots:
+            self.stop()
+            self._made().run(self._stream)
+
+    def counts(self, name: str) -> LayerCounts:
+        """What steps of calls to a layer have done so far; on any thread."""
+        return self._table.counts_of(self._names.index(name))
+
+    def num_calls(self, index: int) -> int:
+        """That the caller of a slot has made; on any thread."""
+        return self._table.num_calls(index)
+
+    def has_fault(self, indices: Sequence[int]) -> bool:
+        """Whether the caller of these slots has sent an invalid header; on any thread."""
+        return any(map(self._table.has_fault, indices))
+
+    def _numbers(self, models: Sequence[str]) -> list[int]:
+        return [self._names.index(name) if name in self._names else _NO_LAYER for name in models]
+
+    def _made(self) -> CallGraph:
+        if self._graph is None:
+            raw = [[graph and graph.raw_cuda_graph() for graph in graphs] for graphs in self._graphs]
+            self._graph = self._backend.call_graph(self._table, CALL_TOKEN_COUNTS, raw)
+        return self._graph

@@ -1,0 +1,221 @@
+"""Channels of device calls, but for the calls: opening, both memories' descriptors, faults, and the end."""
+
+import asyncio
+import dataclasses
+import mmap
+import os
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertd.service.channels.call_channel import CallGeometry
+from expertd.service.channels.layout import GREETING
+from expertd.service.engine.calls import CallPlaces
+from tests.service.apps import Serving, error_of
+from tests.service.channels.servers import channel_server
+from tests.service.runners import EchoRunner
+from tests.service.waiting import until
+
+BODY = {"model": "tiny", "num_slots": 3, "max_tokens": 4, "memory": {"device_calls": {}}}
+
+
+class FakeMemory:
+    """A file."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address, self.num_bytes = address, num_bytes
+        self._file = os.memfd_create("fake")
+        os.ftruncate(self._file, num_bytes)
+        self.is_closed = False
+
+    def descriptor(self) -> int:
+        return os.dup(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+        self.is_closed = True
+
+
+class FakeCalls:
+    """A `CallServer` that answers nothing, and keeps what it was told."""
+
+    max_tokens = 5
+    are_made = False
+
+    def __init__(self) -> None:
+        self.memories: list[FakeMemory] = []
+        self.slots: list[CallPlaces] = []
+        self.error: Exception | None = None
+        self.lies = False
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def run(self) -> None: ...
+
+    def share(self, models: Sequence[str], num_bytes: int) -> FakeMemory:
+        if self.error is not None:
+            raise self.error
+        self.memories.append(FakeMemory(1 << 20, num_bytes))
+        return self.memories[-1]
+
+    def open_shared(self, descriptor: int, num_bytes: int) -> FakeMemory:
+        with mmap.mmap(descriptor, num_bytes) as mapped:
+            if mapped[:7] != b"answers":
+                raise RuntimeError("cuMemImportFromShareableHandle: expected CUDA_SUCCESS, got another")
+        self.memories.append(FakeMemory(1 << 30, num_bytes))
+        return self.memories[-1]
+
+    def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:
+        self.slots = list(slots)
+        return [7, 8, 9]
+
+    def disconnect(self, indices: Sequence[int], *memories: Any) -> None:
+        assert list(indices) == ([7, 8, 9] if self.slots else [])
+        self.slots = []
+        for memory in memories:
+            memory.close()
+
+    def forget(self, model: str) -> None: ...
+
+    def num_calls(self, index: int) -> int:
+        return index
+
+    def has_fault(self, indices: Sequence[int]) -> bool:
+        return self.lies and list(indices) == [7, 8, 9]
+
+
+@asynccontextmanager
+async def serving_calls(directory: Path) -> AsyncIterator[tuple[Serving, FakeCalls]]:
+    calls = FakeCalls()
+    async with channel_server(directory, EchoRunner()) as server:
+        engine = server.app.engine
+        assert engine.loaded is not None
+        engine.loaded = dataclasses.replace(engine.loaded, calls=calls)
+        yield server, calls
+
+
+def claim(opened: Any) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect(opened["socket"])
+    connection.sendall(bytes.fromhex(opened["token"]))
+    return connection
+
+
+def received(connection: socket.socket) -> int:
+    greeting, (descriptor,), _, _ = socket.recv_fds(connection, len(GREETING), 2)
+    assert greeting == GREETING
+    return descriptor
+
+
+def send_answers(connection: socket.socket, num_bytes: int, content: bytes = b"answers") -> None:
+    file = os.memfd_create("answers")
+    os.ftruncate(file, num_bytes)
+    os.pwrite(file, content, 0)
+    socket.send_fds(connection, [b"\0"], [file])
+    os.close(file)
+
+
+async def test_both_sides_have_both_memories(tmp_path: Path) -> None:
+    """And the slots do not overlap, from the opening to the end of the connection."""
+    async with serving_calls(tmp_path) as (server, calls):
+        response = await server.http.post("/v1/channels", json=BODY)
+        assert response.status_code == 201
+        opened = response.json()
+        geometry = CallGeometry(**opened["geometry"])
+        assert (geometry.num_slots, geometry.max_tokens, geometry.hidden_size, geometry.top_k) == (
+            3,
+            4,
+            128,
+            2,
+        )
+        connection = claim(opened)
+        descriptor = await asyncio.to_thread(received, connection)
+        assert os.fstat(descriptor).st_size == geometry.data_bytes
+        os.close(descriptor)
+        send_answers(connection, geometry.answer_bytes)
+        assert await asyncio.to_thread(connection.recv, 1) == b"\1"
+        check_places(calls, geometry)
+        shown = (await server.http.get("/v1/channels/1")).json()
+        assert (shown["memory"], shown["requests"]) == ("device_calls", 7 + 8 + 9)
+        assert shown["data_bytes"] == geometry.data_bytes == server.metric("channel_bytes")
+        connection.close()
+        await until(lambda: len(calls.memories) == 2 and all(each.is_closed for each in calls.memories))
+        await until(lambda: server.metric("channel_bytes") == 0)
+        assert not calls.slots
+
+
+def check_places(calls: FakeCalls, geometry: CallGeometry) -> None:
+    here, there = calls.memories
+    tokens = geometry.max_tokens
+    taken: list[tuple[int, int]] = []
+    for slot in calls.slots:
+        assert slot.max_tokens == tokens
+        taken += [
+            (slot.header, 16), (slot.hidden_states, tokens * 256), (slot.topk_ids, tokens * 8),
+            (slot.topk_weights, tokens * 8), (slot.answer, 8), (slot.out, tokens * 256),
+        ]  # fmt: skip
+    assert all(address % 16 == 0 for address, _ in taken)
+    assert len(taken) == 18
+    for memory in (here, there):
+        inside = sorted(place for place in taken if memory.address <= place[0] < memory.address + (1 << 29))
+        ends = [memory.address, *(address + size for address, size in inside)]
+        assert all(begin >= end for (begin, _), end in zip(inside, ends, strict=False))
+        assert ends[-1] <= memory.address + memory.num_bytes
+
+
+async def test_a_caller_that_lies_is_closed(tmp_path: Path) -> None:
+    async with serving_calls(tmp_path) as (server, calls):
+        opened = (await server.http.post("/v1/channels", json=BODY)).json()
+        connection = claim(opened)
+        os.close(await asyncio.to_thread(received, connection))
+        send_answers(connection, opened["geometry"]["answer_bytes"])
+        assert await asyncio.to_thread(connection.recv, 1) == b"\1"
+        calls.lies = True
+        assert await asyncio.to_thread(connection.recv, 1) == b""
+        connection.close()
+        await until(lambda: all(each.is_closed for each in calls.memories))
+
+
+async def test_memory_that_cannot_be_opened_closes_the_channel(tmp_path: Path) -> None:
+    """Also none at all; the memory for calls is free again."""
+    async with serving_calls(tmp_path) as (server, calls):
+        for sends in (True, False):
+            opened = (await server.http.post("/v1/channels", json=BODY)).json()
+            connection = claim(opened)
+            os.close(await asyncio.to_thread(received, connection))
+            if sends:
+                send_answers(connection, opened["geometry"]["answer_bytes"], b"others")
+            else:
+                connection.sendall(b"\0")
+            assert await asyncio.to_thread(connection.recv, 1) == b""
+            connection.close()
+            await until(lambda: all(each.is_closed for each in calls.memories))
+        assert len(calls.memories) == 2
+        assert (await server.http.get("/v1/channels")).json() == {"channels": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"max_tokens": 6}, "max_tokens: expected 1 to 5, got 6"),
+        ({"num_slots": 257}, "num_slots: expected 1 to 256, got 257"),
+        (
+            {"memory": {"device_calls": {"device_id": 1}}},
+            "memory.device_calls.device_id: expected no such key, got 1",
+        ),
+    ],
+)
+async def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    async with serving_calls(tmp_path) as (server, calls):
+        response = await server.http.post("/v1/channels", json={**BODY, **changes})
+        assert error_of(response, 400) == text
+        calls.error = ValueError("memory: model tiny: expected the contiguous layout, got the masked one")
+        assert error_of(await server.http.post("/v1/channels", json=BODY), 400) == str(calls.error)
+        assert server.metric("channel_bytes") == 0

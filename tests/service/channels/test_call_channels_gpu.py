@@ -1,0 +1,222 @@
+"""Channels of device calls: the caller's GPU makes calls by itself, also from CUDA graphs, and a server in
+another process answers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+from expertd_client import ExpertClient, InvalidRequestError, ServerUnreachableError
+from expertd_client.channel.device_channel import DeviceChannel
+from tests.soak.server import free_port
+
+pytestmark = pytest.mark.gpu
+
+H, EXPERTS, TOP_K, LAYERS = 1024, 16, 4, 3
+NAMES = [f"tiny.layers.{number}" for number in range(LAYERS)]
+CONFIG = """
+host: 127.0.0.1
+backend: hopper
+models: [{models}]
+channels: {{socket: {folder}/channels}}
+"""
+MODEL = "{{name: {name}, hidden_size: 1024, intermediate_size: 512, num_experts: 16, top_k: 4}}"
+CALLER = torch.device("cuda", torch.cuda.device_count() - 1 if torch.cuda.is_available() else 0)
+
+
+class Server:
+    """A process on the first GPU."""
+
+    def __init__(self, folder: Path) -> None:
+        config = folder / "expertd.yaml"
+        models = ", ".join(MODEL.format(name=name) for name in NAMES)
+        config.write_text(CONFIG.format(models=models, folder=folder))
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-c", "import sys; from expertd.service.cli import main; sys.exit(main())"]
+        self.process = subprocess.Popen([*command, "serve", "--config", config, "--port", str(port)])
+        end = time.monotonic() + 120
+        while True:
+            try:
+                if httpx.get(f"{self.url}/v2/health/ready").status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            assert self.process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[ExpertClient]:
+    with ExpertClient(server.url, timeout=30) as client, torch.cuda.device(CALLER):
+        yield client
+
+
+@pytest.fixture
+def channel(client: ExpertClient) -> Iterator[DeviceChannel]:
+    with client.open_device_channel(NAMES, device=str(CALLER)) as channel:
+        yield channel
+
+
+def inputs(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(count, H, device=CALLER).bfloat16()
+    ids = torch.rand(count, EXPERTS, device=CALLER).argsort(1)[:, :TOP_K].int()
+    return x, ids, torch.rand(count, TOP_K, device=CALLER)
+
+
+def poisoned(count: int) -> Tensor:
+    return torch.full((count, H), torch.nan, dtype=torch.bfloat16, device=CALLER)
+
+
+def expected(client: ExpertClient, model: str, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """By an HTTP request."""
+    x, ids, weights = (tensor.cpu() for tensor in given)
+    out = client.infer(model, x, ids, weights)
+    assert isinstance(out, Tensor)
+    return out.to(CALLER)
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, 100, 512])
+def test_calls_have_the_bits_of_requests(client: ExpertClient, channel: DeviceChannel, count: int) -> None:
+    """Of every layer, with requests of other ways between them."""
+    for _ in range(3):
+        for name in NAMES:
+            given, out = inputs(count), poisoned(count)
+            assert channel.call(*given, out, model=name) is out
+            assert torch.equal(out, expected(client, name, given))
+    channel.check()
+
+
+def test_a_graph_makes_calls(client: ExpertClient, channel: DeviceChannel) -> None:
+    """To all layers in a row, in two slots; replayed with other inputs."""
+    given, outs = inputs(7), [poisoned(7) for _ in NAMES]
+    torch.cuda.synchronize(CALLER)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index, (name, out) in enumerate(zip(NAMES, outs, strict=True)):
+            channel.send(*given, model=name, slot=index % 2)
+            channel.wait(out, slot=index % 2)
+    for _ in range(20):
+        for target, source in zip(given, inputs(7), strict=True):
+            target.copy_(source)
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for name, out in zip(NAMES, outs, strict=True):
+            assert torch.equal(out, expected(client, name, given))
+    channel.check()
+
+
+def test_several_channels_at_once(client: ExpertClient) -> None:
+    channels = [client.open_device_channel(NAMES, device=str(CALLER), num_slots=1) for _ in range(4)]
+    streams = [torch.cuda.Stream(CALLER) for _ in channels]  # type: ignore[no-untyped-call]
+    made: list[tuple[str, Any, Tensor]] = []
+    for number, (channel, stream) in enumerate(zip(channels, streams, strict=True)):
+        for turn in range(12):
+            name, count = NAMES[(number + turn) % LAYERS], 1 + (number * 31 + turn * 7) % 120
+            given, out = inputs(count), poisoned(count)
+            made.append((name, given, out))
+            stream.wait_stream(torch.cuda.current_stream(CALLER))
+            with torch.cuda.stream(stream):
+                channel.call(*given, out, model=name)
+    for stream in streams:
+        stream.synchronize()
+    for name, given, out in made:
+        assert torch.equal(out, expected(client, name, given))
+    for channel in channels:
+        channel.check()
+        channel.close()
+
+
+def test_invalid_calls_are_refused(client: ExpertClient, channel: DeviceChannel) -> None:
+    """Before anything is enqueued."""
+    x, ids, weights = inputs(3)
+    for given, options, message in (
+        ((x.float(), ids, weights), {}, r"^hidden_states: expected torch.bfloat16 \(3, 1024\) on "),
+        ((x, ids.long(), weights), {}, r"^topk_ids: expected torch.int32 \(3, 4\)"),
+        ((x, ids, weights[:2]), {}, r"^topk_weights: expected torch.float32 \(3, 4\)"),
+        ((x.cpu(), ids, weights), {}, r"^hidden_states: expected .* on cuda"),
+        ((x, ids, weights), {"slot": 2}, r"^slot: expected 0 to 1, got 2$"),
+        ((x, ids, weights), {"model": "other"}, r"^model: expected one of tiny.layers.0, "),
+        (inputs(513), {}, r"^tokens: expected at most 512, got 513$"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            channel.send(*given, **({"model": NAMES[0]} | options))
+    with pytest.raises(InvalidRequestError, match=r"^max_tokens: expected 1 to 512, got 513$"):
+        client.open_device_channel(NAMES, max_tokens=513, device=str(CALLER))
+
+
+def test_a_caller_that_dies_leaves_others_alone(client: ExpertClient, server: Server) -> None:
+    """Its channel is closed, and what it had is free."""
+    program = f"""
+import torch
+from expertd_client import ExpertClient
+client = ExpertClient({server.url!r})
+channel = client.open_device_channel({NAMES!r}, device="cuda:{CALLER.index}")
+x = torch.zeros(3, {H}, dtype=torch.bfloat16, device="cuda:{CALLER.index}")
+ids = torch.zeros(3, {TOP_K}, dtype=torch.int32, device=x.device)
+for _ in range(5):
+    channel.call(x, ids, ids.float(), model={NAMES[0]!r})
+torch.cuda.synchronize()
+print("called", flush=True)
+while True:
+    channel.call(x, ids, ids.float(), model={NAMES[0]!r})
+"""
+    with client.open_device_channel(NAMES, device=str(CALLER)) as channel:
+        dying = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert dying.stdout is not None
+        assert dying.stdout.readline() == "called\n"
+        os.kill(dying.pid, signal.SIGKILL)
+        dying.wait()
+        given, out = inputs(5), poisoned(5)
+        channel.call(*given, out, model=NAMES[1])
+        assert torch.equal(out, expected(client, NAMES[1], given))
+        end = time.monotonic() + 10
+        while len(httpx.get(f"{server.url}/v1/channels").json()["channels"]) > 1:
+            assert time.monotonic() < end
+        channel.check()
+
+
+def test_a_server_that_dies_leaves_nan(tmp_path: Path) -> None:
+    """After the call's time, and the caller's memory stays."""
+    server = Server(tmp_path)
+    with (
+        torch.cuda.device(CALLER),
+        ExpertClient(server.url, timeout=2) as client,
+        client.open_device_channel(NAMES, device=str(CALLER)) as channel,
+    ):
+        given, out = inputs(3), poisoned(3)
+        channel.call(*given, out, model=NAMES[0])
+        torch.cuda.synchronize()
+        assert not out.isnan().any()
+        server.process.kill()
+        server.process.wait()
+        for _ in range(2):
+            channel.call(*given, out, model=NAMES[0])
+        torch.cuda.synchronize()
+        assert bool(out.isnan().all())
+        with pytest.raises(ServerUnreachableError, match=r"^channel: a call's output has not come in time$"):
+            channel.check()
