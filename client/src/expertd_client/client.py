@@ -8,8 +8,9 @@ from expertd_client.arrays import Array
 from expertd_client.base import BaseClient
 from expertd_client.calls import layer_call
 from expertd_client.channel.channel import Channel
+from expertd_client.channel.device_channel import DeviceChannel
 from expertd_client.channel.link import SPIN_SECONDS
-from expertd_client.channel.making import ChannelOptions
+from expertd_client.channel.making import ChannelOptions, make_device_channel
 from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata
 from expertd_client.outputs import Output
 from expertd_client.steps import Begun, Steps, run
@@ -132,6 +133,28 @@ class ExpertClient(BaseClient):
             models, num_slots, max_tokens, datatype, output_datatype, device, deadline, spin_seconds
         )
         return run(self._open_channel(Channel, options))
+
+    def open_device_channel(
+        self,
+        models: str | Sequence[str],
+        *,
+        max_tokens: int = 512,
+        num_slots: int = 2,
+        device: object = "cuda",
+        timeout: float | None = None,
+    ) -> DeviceChannel:
+        """A channel for calls that a GPU makes by itself, also from CUDA graphs.
+
+        models      a name, or several, of layers with the same hidden_size and top_k
+        max_tokens  of a call, at most 512
+        num_slots   calls that may be under way at once
+        device      the GPU of the tensors
+        timeout     seconds that opening, and later each call, may take (default: the client's)
+
+        Raises as `open_channel`.
+        """
+        options = ChannelOptions(models, num_slots, max_tokens, None, None, device, self._deadline(timeout))
+        return run(make_device_channel(self._http, options))
 
     def close(self) -> None:
         """Close connections and free what transports hold."""

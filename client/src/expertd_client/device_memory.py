@@ -65,6 +65,70 @@ class DeviceMemory:
                 pass  # the process ends, and its memory with it
 
 
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
+        ("windows", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
+    )  # fmt: skip
+
+
+class _AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+_PINNED, _DESCRIPTOR, _ON_DEVICE, _MINIMUM, _READ_WRITE = 1, 1, 1, 0, 3  # the driver's numbers
+
+
+class SharedDeviceMemory:
+    """`num_bytes` that another process has, too, where GPU `index` reads and writes them.
+
+    Unlike DeviceMemory, it goes as a descriptor, between containers, too, and lives as long as one of the
+    processes has it. descriptor: of what the other one has made; None: new memory of this GPU, of zeros.
+
+    Raises DeviceMemoryError if the driver refuses.
+    """
+
+    def __init__(self, index: int, num_bytes: int, descriptor: int | None = None) -> None:
+        self._pointer, self._handle = ctypes.c_uint64(), ctypes.c_uint64()
+        where, unit = _Location(_ON_DEVICE, index), ctypes.c_size_t()
+        properties = _AllocationProp(_PINNED, _DESCRIPTOR, where)
+        with in_context(index):
+            call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), _MINIMUM)
+            self._size = size = ctypes.c_size_t(-(-num_bytes // unit.value) * unit.value)
+            nothing = ctypes.c_uint64()
+            if descriptor is None:
+                call("cuMemCreate", ctypes.byref(self._handle), size, ctypes.byref(properties), nothing)
+            else:
+                handle = ctypes.byref(self._handle)
+                call("cuMemImportFromShareableHandle", handle, ctypes.c_void_p(descriptor), _DESCRIPTOR)
+            none = ctypes.c_size_t()
+            call("cuMemAddressReserve", ctypes.byref(self._pointer), size, none, nothing, nothing)
+            call("cuMemMap", self._pointer, size, none, self._handle, nothing)
+            access = _AccessDesc(where, _READ_WRITE)
+            call("cuMemSetAccess", self._pointer, size, ctypes.byref(access), ctypes.c_size_t(1))
+            if descriptor is None:
+                call("cuMemsetD8_v2", self._pointer, ctypes.c_ubyte(0), size)
+
+    @property
+    def address(self) -> int:
+        return self._pointer.value
+
+    def descriptor(self) -> int:
+        """A new descriptor, for the other process, which belongs to the caller."""
+        descriptor = ctypes.c_int()
+        nothing = ctypes.c_uint64()
+        call("cuMemExportToShareableHandle", ctypes.byref(descriptor), self._handle, _DESCRIPTOR, nothing)
+        return descriptor.value
+
+
 @lru_cache(maxsize=1)
 def get_driver() -> Any:
     """libcuda. Raises DeviceMemoryError."""

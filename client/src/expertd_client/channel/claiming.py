@@ -50,10 +50,9 @@ def claim(opened: Any, deadline: Deadline, memory: mmap.mmap | None = None) -> C
         raise TransportUnavailableError(f"version of channels: expected {VERSION}, got {version!r}")
     seconds = min(_SECONDS, deadline.check())
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    _connections.add(connection)
     try:
         connection.settimeout(seconds)
-        descriptors = _exchange(connection, path, token)
+        descriptors = exchange(connection, path, token, (_DESCRIPTORS - 1, _DESCRIPTORS))
         return _mapped(opened, sizes, descriptors, connection, memory)
     except BaseException as error:
         connection.close()
@@ -64,8 +63,12 @@ def claim(opened: Any, deadline: Deadline, memory: mmap.mmap | None = None) -> C
         raise
 
 
-def _exchange(connection: socket.socket, path: str, token: bytes) -> list[int]:
-    """Send the token; the descriptors that come back."""
+def exchange(connection: socket.socket, path: str, token: bytes, counts: tuple[int, ...]) -> list[int]:
+    """Connect, and send the token; the descriptors that come back, in a number that `counts` has.
+
+    Raises OSError, TransportUnavailableError.
+    """
+    _connections.add(connection)
     connection.connect(path)
     connection.sendall(token)
     numbers = array("i")
@@ -77,7 +80,7 @@ def _exchange(connection: socket.socket, path: str, token: bytes) -> list[int]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
     descriptors = numbers.tolist()
-    if greeting != GREETING or len(descriptors) not in (_DESCRIPTORS - 1, _DESCRIPTORS):
+    if greeting != GREETING or len(descriptors) not in counts:
         for descriptor in descriptors:
             os.close(descriptor)
         got = f"{greeting!r} and {len(descriptors)} descriptors"

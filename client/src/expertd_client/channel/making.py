@@ -3,14 +3,16 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from expertd_client.arenas import Sizes
 from expertd_client.calls import check_model
 from expertd_client.channel.base import BaseChannel, Made
+from expertd_client.channel.device_channel import DeviceChannel
 from expertd_client.channel.layout import CODES, MAX_REQUESTS, MODEL
 from expertd_client.channel.link import SPIN_SECONDS
-from expertd_client.channel.opening import Opened, open_channel
+from expertd_client.channel.opening import Opened, open_channel, post
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
@@ -19,7 +21,7 @@ from expertd_client.errors import InvalidRequestError, TransportUnavailableError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import ModelMetadata, read_metadata
 from expertd_client.places import aligned
-from expertd_client.steps import Steps
+from expertd_client.steps import Steps, Work
 from expertd_client.transport import Asker
 
 _SLOT_ALIGNMENT = 4096
@@ -71,10 +73,6 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
     gpu = _gpu(options.device)
     layers = yield from _layers(http, names, deadline)
     first = layers[0]
-    for layer in layers[1:]:
-        if (layer.hidden_size, layer.top_k) != (first.hidden_size, first.top_k):
-            expected = f"expected the sizes of {first.name}, {first.hidden_size} and top {first.top_k}"
-            raise InvalidRequestError(f"{layer.name}: {expected}, got {layer.hidden_size} and {layer.top_k}")
     datatype = options.datatype or first.datatype
     shapes = Shapes(
         options.max_tokens, first.hidden_size, first.top_k, datatype, options.output_datatype or datatype
@@ -105,10 +103,43 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
     return kind(Made(opened, shapes, slots, models, deadline, reopen))
 
 
+def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceChannel]:
+    """A channel for a GPU's own calls. Raises as ExpertClient.open_device_channel."""
+    deadline, names = options.deadline, options.names
+    options.check()
+    index = _gpu(options.device)
+    if index is None:
+        raise InvalidRequestError(f"device: expected a GPU for device calls, got {options.device}")
+    yield from _layers(http, names, deadline)
+    try:
+        opened = yield from post(
+            http,
+            names,
+            {
+                "models": names,
+                "num_slots": options.num_slots,
+                "max_tokens": options.max_tokens,
+                "memory": {"device_calls": {}},
+            },
+            deadline,
+        )
+        made: DeviceChannel = yield Work(partial(DeviceChannel, opened, names, index, deadline))
+        return made
+    except RefusedError as refused:
+        raise refused.error from None
+    except DeviceMemoryError as error:
+        raise TransportUnavailableError(str(error)) from None
+
+
 def _layers(http: Asker, names: Sequence[str], deadline: Deadline) -> Steps[list[ModelMetadata]]:
     layers = []
     for name in names:
         layers.append(read_metadata((yield from http.request("GET", model_path(name), deadline))))
+    first = layers[0]
+    for layer in layers[1:]:
+        if (layer.hidden_size, layer.top_k) != (first.hidden_size, first.top_k):
+            expected = f"expected the sizes of {first.name}, {first.hidden_size} and top {first.top_k}"
+            raise InvalidRequestError(f"{layer.name}: {expected}, got {layer.hidden_size} and {layer.top_k}")
     return layers
 
 

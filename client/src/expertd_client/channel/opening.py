@@ -79,7 +79,7 @@ def open_channel(
     body |= {"model": models[0]} if len(models) == 1 else {"models": models}
     place = lost.link.data if lost is not None else None
     while True:
-        opened = yield from _post(http, models, body, deadline)
+        opened = yield from post(http, models, body, deadline)
         try:
             link = Link((yield Work(partial(claim, opened, deadline, place))), spin_seconds)
             break
@@ -103,7 +103,8 @@ def open_largest(http: Asker, wanted: Wanted) -> Steps[Opened]:
     return (yield from largest(wanted, lambda sizes: open_channel(http, (model,), sizes, gpu, deadline)))
 
 
-def _post(http: Asker, models: tuple[str, ...], body: object, deadline: Deadline) -> Steps[Any]:
+def post(http: Asker, models: tuple[str, ...], body: object, deadline: Deadline) -> Steps[Any]:
+    """What the server answers to the opening of a channel. Raises as `open_channel`."""
     try:
         return (yield from http.request("POST", _PATH, deadline, body))
     except UnknownModelError as error:

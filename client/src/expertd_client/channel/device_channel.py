@@ -1,0 +1,256 @@
+"""Calls that a GPU makes by itself: two kernels on torch's current stream, which CUDA graphs may have."""
+
+import ctypes
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from expertd_client.channel.claiming import exchange
+from expertd_client.channel.layout import VERSION
+from expertd_client.deadline import Deadline
+from expertd_client.device_memory import SharedDeviceMemory, call, get_driver, in_context
+from expertd_client.errors import (
+    ExpertError,
+    InvalidRequestError,
+    ServerUnreachableError,
+    TransportUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+READY = b"\1"  # what the server sends once it answers calls
+_PLACE = struct.Struct("<10QI12x")  # CallPlace of device_call.cu
+_FAILURE_BYTES = 128  # of all slots, before their places
+_THREADS, _MAX_CTAS = 256, 64
+_ROW_STEP = 8  # columns that a thread copies at once
+_PORTABLE_AND_MAPPED = 1 | 2
+_FAILURES = {1: "a call's output has not come in time", 2: "the server has refused a call's header"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """As the server says it; see its docs/internals/channels.md."""
+
+    num_slots: int
+    max_tokens: int
+    hidden_size: int
+    top_k: int
+    data_bytes: int
+    header_bytes: int
+    rows_offset: int
+    slot_bytes: int
+    topk_ids_offset: int
+    topk_weights_offset: int
+    answer_bytes: int
+    output_bytes: int
+
+
+class DeviceChannel:
+    """Slots in memory of the server's GPU and of this one. Made by ExpertClient.open_device_channel.
+
+    A slot has one call at a time, and all its calls are on one stream. After a failure, outputs are NaN, and
+    `check` says why.
+    """
+
+    def __init__(self, opened: Any, models: tuple[str, ...], index: int, deadline: Deadline) -> None:
+        import torch
+
+        device = torch.device("cuda", index)
+        try:
+            path, token = str(opened["socket"]), bytes.fromhex(opened["token"])
+            version, told = opened["version"], opened["geometry"]
+            self._geometry = sizes = _Geometry(**{name: int(told[name]) for name in _Geometry.__slots__})
+        except (KeyError, TypeError, ValueError) as error:
+            raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
+        if version != VERSION:
+            raise TransportUnavailableError(f"version of channels: expected {VERSION}, got {version!r}")
+        self._models = {name: number for number, name in enumerate(models)}
+        self._device, self._cuda = device, torch.cuda
+        self._send, self._wait = _kernels(device.index)
+        answers = SharedDeviceMemory(device.index, sizes.answer_bytes)
+        self._connection, calls = _claim(path, token, answers, sizes, device.index, deadline)
+        self._kept = answers, calls
+        self._on_host = ctypes.c_void_p()
+        with in_context(device.index):
+            word = ctypes.c_size_t(8)
+            call("cuMemHostAlloc", ctypes.byref(self._on_host), word, ctypes.c_uint(_PORTABLE_AND_MAPPED))
+        self._failure = ctypes.c_uint64.from_address(self._on_host.value or 0)
+        self._failure.value = 0
+        self._places = torch.zeros(_FAILURE_BYTES + sizes.num_slots * _PLACE.size, dtype=torch.uint8)
+        self._places = self._places.to(device)
+        first = self._places.data_ptr()
+        places = bytearray(_FAILURE_BYTES)
+        limit = int(min(deadline.seconds, 3600) * 1e9)
+        for index in range(sizes.num_slots):
+            header, rows = index * sizes.header_bytes, sizes.rows_offset + index * sizes.slot_bytes
+            places += _PLACE.pack(
+                calls.address + header, calls.address + rows, calls.address + rows + sizes.topk_ids_offset,
+                calls.address + rows + sizes.topk_weights_offset, answers.address + header,
+                answers.address + sizes.rows_offset + index * sizes.output_bytes,
+                first, self._on_host.value or 0, limit, 0, 0,
+            )  # fmt: skip
+        self._places.copy_(torch.frombuffer(places, dtype=torch.uint8))
+        torch.cuda.synchronize(device)
+
+    @property
+    def num_slots(self) -> int:
+        """Calls that may be under way at once, each with a slot of its own."""
+        return self._geometry.num_slots
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of a call."""
+        return self._geometry.max_tokens
+
+    def call(
+        self,
+        hidden_states: "Tensor",
+        topk_ids: "Tensor",
+        topk_weights: "Tensor",
+        out: "Tensor | None" = None,
+        *,
+        model: str | None = None,
+        slot: int = 0,
+    ) -> "Tensor":
+        """`send`, then `wait`."""
+        self.send(hidden_states, topk_ids, topk_weights, model=model, slot=slot)
+        if out is None:
+            out = hidden_states.new_empty(hidden_states.shape)
+        return self.wait(out, slot=slot)
+
+    def send(
+        self,
+        hidden_states: "Tensor",
+        topk_ids: "Tensor",
+        topk_weights: "Tensor",
+        *,
+        model: str | None = None,
+        slot: int = 0,
+    ) -> None:
+        """Enqueue on torch's current stream: have a layer computed, once the stream gets there.
+
+        hidden_states  bfloat16 [tokens, hidden_size]
+        topk_ids       int32 [tokens, top_k]; -1: no expert
+        topk_weights   float32 [tokens, top_k]
+
+        Raises InvalidRequestError.
+        """
+        sizes, count = self._geometry, len(hidden_states)
+        if not 0 <= slot < sizes.num_slots:
+            raise InvalidRequestError(f"slot: expected 0 to {sizes.num_slots - 1}, got {slot}")
+        if count > sizes.max_tokens:
+            raise InvalidRequestError(f"tokens: expected at most {sizes.max_tokens}, got {count}")
+        self._check("hidden_states", hidden_states, "torch.bfloat16", (count, sizes.hidden_size))
+        self._check("topk_ids", topk_ids, "torch.int32", (count, sizes.top_k))
+        self._check("topk_weights", topk_weights, "torch.float32", (count, sizes.top_k))
+        pointers = [tensor.data_ptr() for tensor in (hidden_states, topk_ids, topk_weights)]
+        row = sizes.hidden_size // _ROW_STEP
+        numbers = count, row, sizes.top_k, self._number(model)
+        self._launch(self._send, count * row, [self._place(slot), *pointers], numbers)
+
+    def wait(self, out: "Tensor", *, slot: int = 0) -> "Tensor":
+        """Enqueue on the same stream: wait for the slot's last call, and copy its output to `out`.
+
+        out  bfloat16 [tokens, hidden_size]
+        """
+        self._check("out", out, "torch.bfloat16", (len(out), self._geometry.hidden_size))
+        count = len(out) * self._geometry.hidden_size // _ROW_STEP
+        self._launch(self._wait, count, [self._place(slot), out.data_ptr()], (count,))
+        return out
+
+    def check(self) -> None:
+        """Raise ServerUnreachableError if outputs are NaN because a call has failed; waits for nothing."""
+        if self._failure.value:
+            raise ServerUnreachableError(f"channel: {_FAILURES.get(self._failure.value, 'closed')}")
+
+    def close(self) -> None:
+        """Give the channel up; no call may be under way."""
+        self._cuda.synchronize(self._device)
+        self._connection.close()
+
+    def __enter__(self) -> "DeviceChannel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _place(self, slot: int) -> int:
+        return int(self._places.data_ptr()) + _FAILURE_BYTES + slot * _PLACE.size
+
+    def _number(self, model: str | None) -> int:
+        if model is None and len(self._models) == 1:
+            return 0
+        if model not in self._models:
+            raise InvalidRequestError(f"model: expected one of {', '.join(self._models)}, got {model!r:.200}")
+        return self._models[model]
+
+    def _check(self, name: str, tensor: "Tensor", dtype: str, shape: tuple[int, int]) -> None:
+        got = str(tensor.dtype), tuple(tensor.shape), tensor.device
+        if got != (dtype, shape, self._device):
+            raise InvalidRequestError(f"{name}: expected {dtype} {shape} on {self._device}, got {got}")
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            raise InvalidRequestError(
+                f"{name}: expected contiguous rows at a multiple of 16 bytes, got others"
+            )
+
+    def _launch(self, kernel: Any, threads: int, pointers: list[int], numbers: tuple[int, ...]) -> None:
+        values = [*map(ctypes.c_uint64, pointers), *map(ctypes.c_uint32, numbers)]
+        given = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        ctas = max(1, min(_MAX_CTAS, -(-threads // _THREADS)))
+        stream = ctypes.c_void_p(self._cuda.current_stream(self._device).cuda_stream)
+        with in_context(self._device.index):
+            call("cuLaunchKernel", kernel, ctas, 1, 1, _THREADS, 1, 1, 0, stream, given, None)
+
+
+@lru_cache(maxsize=64)
+def _kernels(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+    """send_call and wait_call on a GPU. Raises DeviceMemoryError."""
+    ptx = resources.files("expertd_client.channel").joinpath("device_call.ptx").read_bytes()
+    module, found = ctypes.c_void_p(), []
+    with in_context(index):
+        call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(ptx))
+        for name in (b"send_call", b"wait_call"):
+            function = ctypes.c_void_p()
+            call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name))
+            if hasattr(get_driver(), "cuFuncLoad"):  # now: it may not be loaded while a graph is captured
+                call("cuFuncLoad", function)
+            found.append(function)
+    return found[0], found[1]
+
+
+def _claim(
+    path: str,
+    token: bytes,
+    answers: SharedDeviceMemory,
+    sizes: _Geometry,
+    index: int,
+    deadline: Deadline,
+) -> tuple[socket.socket, SharedDeviceMemory]:
+    """The connection that the channel lives as long as, and the memory for calls."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(deadline.check())
+        (descriptor,) = exchange(connection, path, token, (1,))
+        try:
+            calls = SharedDeviceMemory(index, sizes.data_bytes, descriptor)
+        finally:
+            os.close(descriptor)
+        descriptor = answers.descriptor()
+        try:
+            socket.send_fds(connection, [b"\0"], [descriptor])
+        finally:
+            os.close(descriptor)
+        if connection.recv(1) != READY:
+            raise TransportUnavailableError("channel: expected a server that answers calls, got it closed")
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, OSError) and not isinstance(error, ExpertError):
+            text = f"socket of channels {path}: expected a connection, got {error}"
+            raise TransportUnavailableError(text) from error
+        raise
+    return connection, calls
