@@ -72,9 +72,45 @@ def test_a_batch_is_cut_into_requests(max_tokens: int, num_slots: int, ids: torc
     assert len(channel.sizes) == -(-TOKENS // max_tokens)
 
 
+class FakeDeviceChannel:
+    """Answers as FakeChannel, in slots of calls."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.sent: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def send(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, model: str, slot: int) -> None:
+        assert (model, slot not in self.sent, topk_ids.dtype) == ("layer", True, torch.int32)
+        assert topk_weights.dtype == torch.float32
+        self.sent[slot] = x, topk_ids, topk_weights
+
+    def wait(self, out: Tensor, *, slot: int) -> None:
+        out.copy_(expected_of(*self.sent.pop(slot)))
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("max_tokens", [TOKENS - 1, TOKENS])
+def test_batches_that_a_gpu_can_send_by_itself(max_tokens: int, ids: torch.dtype) -> None:
+    """In a slot of each microbatch; larger ones go over the channel."""
+    calls, channel = FakeDeviceChannel(max_tokens), FakeChannel(8, 4)
+    server: Any = SimpleNamespace(device_channel=calls, channel=lambda x, num_slots: channel)
+    layer = RemoteLayer(server, "layer", 3, None)
+    inputs = (
+        torch.randn(TOKENS, HIDDEN),
+        torch.randint(-1, 9, (TOKENS, TOP_K), dtype=ids),
+        torch.rand(TOKENS, TOP_K).double(),
+    )
+    made = [layer.submit(*inputs, part, 2) for part in range(2)]
+    assert sorted(calls.sent) == ([0, 1] if max_tokens == TOKENS else [])
+    for call in made:
+        out = torch.full((TOKENS, HIDDEN), torch.nan)
+        call.wait(out)
+        torch.testing.assert_close(out, expected_of(inputs[0], inputs[1], inputs[2].float()), rtol=0, atol=0)
+
+
 def test_two_microbatches_are_under_way_in_slots_of_their_own() -> None:
     channel = FakeChannel(8, 4)
-    server: Any = SimpleNamespace(channel=lambda x, num_slots: channel)
+    server: Any = SimpleNamespace(device_channel=None, channel=lambda x, num_slots: channel)
     layer = RemoteLayer(server, "layer", 3, None)
     batches = [
         (torch.randn(TOKENS, HIDDEN), torch.ones(TOKENS, TOP_K) * part, torch.rand(TOKENS, TOP_K))

@@ -19,6 +19,10 @@ GRAPHS = "-cc.cudagraph_mode=PIECEWISE"
         ([], [*PLUGIN, GRAPHS]),
         (["--port", "8001", "-tp", "2"], [*PLUGIN, GRAPHS, "--port", "8001", "-tp", "2"]),
         (["--additional-config.expertd.name=x"], [*PLUGIN, GRAPHS, "--additional-config.expertd.name=x"]),
+        (
+            ["--additional-config.expertd.transport=device"],
+            [*PLUGIN, "--additional-config.expertd.transport=device"],
+        ),
         (["-cc.cudagraph_mode=NONE"], [*PLUGIN, "-cc.cudagraph_mode=NONE"]),
         (["--compilation-config", "{}"], [*PLUGIN, "--compilation-config", "{}"]),
         (["--compilation_config.mode=0"], [*PLUGIN, "--compilation_config.mode=0"]),

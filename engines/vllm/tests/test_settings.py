@@ -61,7 +61,7 @@ def test_all_settings_are_read() -> None:
         ),
         (
             {"expertd": {"url": "http://a", "transport": "tcp"}},
-            "transport: expected auto, channel or http, got tcp",
+            "transport: expected auto, channel, http or device, got tcp",
         ),
         (
             {"expertd": {"url": "http://a", "check_weights": False}},
@@ -85,6 +85,10 @@ def test_wrong_settings_are_refused(additional: Any, text: str) -> None:
         {},
         {"compilation_config__cudagraph_mode": None},
         {"compilation_config__cudagraph_mode": CUDAGraphMode.NONE},
+        {
+            "compilation_config__cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE,
+            "additional_config": {"expertd": {"url": "http://a", "transport": "device"}},
+        },
         {"lora_config": SimpleNamespace(target_modules=["q_proj", "v_proj"])},
     ],
 )

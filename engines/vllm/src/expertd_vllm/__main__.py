@@ -47,7 +47,8 @@ def vllm_flags(url: str, others: Sequence[str]) -> list[str]:
         expect(taken not in names, "flags", f"no {taken} (--additional-config.NAME=VALUE works)", taken)
     flags = ["--load-format=expertd", f"--additional-config.expertd.url={url}"]
     # One of vLLM's flags for all of these settings would replace the plugin's.
-    if not any(name.startswith(("-cc", "--compilation-config")) for name in names):
+    is_device = "--additional-config.expertd.transport=device" in others
+    if not is_device and not any(name.startswith(("-cc", "--compilation-config")) for name in names):
         flags.append("-cc.cudagraph_mode=PIECEWISE")
     return [*flags, *others]
 

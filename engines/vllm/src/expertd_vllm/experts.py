@@ -20,8 +20,8 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
 
 from expertd_client.weights import weights_id
-from expertd_vllm.remote import Call, RemoteLayer, StreamCall, server_of
-from expertd_vllm.settings import check_config, expect, read_settings
+from expertd_vllm.remote import Call, DeviceCall, RemoteLayer, StreamCall, server_of
+from expertd_vllm.settings import check_config, expect, makes_device_calls, read_settings
 
 _KINDS = ("RoutedExperts", "GptOssRoutedExperts", "DbrxExperts", "TransformersRoutedExperts")
 # Where CUDA graphs are split: at the operations below, and at those of vLLM in which they are called.
@@ -49,7 +49,7 @@ def prepare(config: Any, model_config: Any) -> None:
         if kind.__name__ not in op_registry_oot:
             remote = type(f"Remote{kind.__name__}", (Remote, kind), {"kind": kind.__name__})
             PluggableLayer.register_oot(remote, name=kind.__name__)
-    if splitting := config.compilation_config.splitting_ops:
+    if (splitting := config.compilation_config.splitting_ops) and not makes_device_calls(config):
         splitting += [operation for operation in _SPLITTING if operation not in splitting]
 
 
@@ -116,6 +116,11 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """None."""
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """There are none; but all layers are known."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self.remote.server.open_device_channel(device, self._microbatches)
+
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
@@ -169,6 +174,8 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
         if isinstance(call, StreamCall):
             call.wait(out)
             self._observe(call.last)
+        elif isinstance(call, DeviceCall):
+            call.wait(out)
         elif call is not None:
             with self._seconds.time():
                 call.wait(out)
@@ -184,7 +191,7 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
 
     def _rows(self, num_rows: int) -> slice:
         """Those that this rank asks for: a share of the batch's tokens, without padding."""
-        num_tokens = _num_tokens()
+        num_tokens = None if _is_captured() else _num_tokens()
         if (
             self.moe.moe_parallel_config.is_sequence_parallel
         ):  # vLLM has shared them out, in equal numbers of rows
@@ -192,6 +199,11 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
             return slice(0, min(max(end, 0), num_rows))
         end = num_rows if num_tokens is None else min(num_tokens, num_rows)
         return slice(end * self._rank // self._ranks, end * (self._rank + 1) // self._ranks)
+
+
+def _is_captured() -> bool:
+    """Whether a CUDA graph gets what is enqueued now: for any tokens, as many as it has rows."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _num_tokens() -> int | None:

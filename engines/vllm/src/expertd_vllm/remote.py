@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
-from expertd_client import ExpertClient, TransportUnavailableError
-from expertd_vllm.settings import Settings
+from expertd_client import ExpertClient, ExpertError, TransportUnavailableError
+from expertd_vllm.settings import Settings, expect
 
 logger = init_logger("vllm.expertd")
 
 _DATATYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+_LOOK_SECONDS = 5e-3  # between two looks at whether a call of the GPU has failed
 _SLOTS = 2  # of a batch, which may be larger than a request: one is copied while another is computed
 
 
@@ -40,6 +42,7 @@ class Server:
         self._layers: dict[str, RemoteLayer] = {}
         self._channel: Any = None
         self._has_channels = settings.transport != "http"
+        self.device_channel: Any = None  # for calls that the GPU makes by itself
 
     def layer(self, number: int) -> "RemoteLayer":
         """Layer `number` of the checkpoint, once the server has loaded it. Raises UnknownModelError."""
@@ -50,6 +53,23 @@ class Server:
             metadata = self.client.metadata(name)
         self._layers[name] = RemoteLayer(self, name, number, metadata)
         return self._layers[name]
+
+    def open_device_channel(self, device: torch.device | None, num_slots: int) -> None:
+        """If the settings want it, and once all layers are known: no graph may be captured meanwhile."""
+        if self.settings.transport == "device" and self.device_channel is None:
+            expect(device is not None, "transport", "auto, channel or http without a GPU", "device")
+            self.device_channel = self.client.open_device_channel(
+                list(self._layers), num_slots=num_slots, device=str(device)
+            )
+            threading.Thread(target=self._watch, name="expertd-device-calls", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            try:
+                self.device_channel.check()
+            except ExpertError as error:
+                end_process(error)
+            time.sleep(_LOOK_SECONDS)
 
     def channel(self, x: Tensor, num_slots: int) -> Any:
         """The channel; None if this process has none, so that calls go over HTTP."""
@@ -65,7 +85,7 @@ class Server:
                 )
                 self._channel.on_failure = end_process
             except TransportUnavailableError as error:
-                if self.settings.transport == "channel":
+                if self.settings.transport in ("channel", "device"):
                     raise
                 logger.warning("expertd: calls go over HTTP: %s", error)
                 self._has_channels = False
@@ -91,6 +111,9 @@ class RemoteLayer:
 
         They must not change before `wait`. part: the number of the microbatch, of `parts` that are under way.
         """
+        calls = self.server.device_channel
+        if calls is not None and len(x) <= calls.max_tokens:
+            return DeviceCall(self.name, calls, part, (x, topk_ids, topk_weights))
         channel = self.server.channel(x, _SLOTS * parts)
         if channel is None:
             return HttpCall(self.server.client.submit(self.name, x, topk_ids, topk_weights.float()))
@@ -161,7 +184,20 @@ class StreamCall(ChannelCall):
         return self._channel.enqueue_wait(ticket)
 
 
-Call = HttpCall | ChannelCall
+class DeviceCall:
+    """A batch that the GPU sends and waits for by itself, in a slot of its microbatch."""
+
+    def __init__(self, name: str, channel: Any, slot: int, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._channel, self._slot = channel, slot
+        x, topk_ids, topk_weights = (tensor.contiguous() for tensor in inputs)
+        channel.send(x, topk_ids.int(), topk_weights.float(), model=name, slot=slot)
+
+    def wait(self, out: Tensor) -> None:
+        """As HttpCall.wait, by the stream."""
+        self._channel.wait(out, slot=self._slot)
+
+
+Call = HttpCall | ChannelCall | DeviceCall
 
 
 def end_process(error: Exception) -> None:

@@ -11,7 +11,8 @@ class Settings:
 
     url            of the server
     name           of the checkpoint there, whose layers are {name}.layers.{N}; "": as the server names it
-    transport      auto, channel or http, as in expertd-client
+    transport      auto, channel or http, as in expertd-client; device: the GPU makes calls by itself, also
+                   from full CUDA graphs, and large batches go over a channel
     max_tokens     of a request over a channel; larger batches are cut
     retry_seconds  how long a call waits for a server that has gone, before it fails
     check_weights  on: the server's experts must be those of the checkpoint here; off: only sizes are compared
@@ -30,9 +31,9 @@ class Settings:
         expect(isinstance(self.url, str), "url", "text", self.url)
         expect(isinstance(self.name, str), "name", "text", self.name)
         expect(
-            self.transport in ("auto", "channel", "http"),
+            self.transport in ("auto", "channel", "http", "device"),
             "transport",
-            "auto, channel or http",
+            "auto, channel, http or device",
             self.transport,
         )
         expect(is_size, "max_tokens", "1 or more", self.max_tokens)
@@ -62,8 +63,9 @@ def check_config(config: Any) -> None:
         expect(is_good, f"load_format expertd: {name}", expected, got)
 
     graphs, parallel = config.compilation_config.cudagraph_mode, config.parallel_config
-    pieces = "PIECEWISE (-cc.cudagraph_mode=PIECEWISE), as no CUDA graph can hold a call to a server"
-    check(not graphs or not graphs.has_full_cudagraphs(), "cudagraph_mode", pieces, graphs and graphs.name)
+    pieces = "PIECEWISE (-cc.cudagraph_mode=PIECEWISE), as full CUDA graphs need transport device"
+    is_full = bool(graphs and graphs.has_full_cudagraphs()) and not makes_device_calls(config)
+    check(not is_full, "cudagraph_mode", pieces, graphs and graphs.name)
     check(not parallel.enable_eplb, "enable_eplb", "false, as the server places experts itself", True)
     ranks = parallel.prefill_context_parallel_size
     check(ranks == 1, "prefill_context_parallel_size", "1", ranks)
@@ -71,6 +73,13 @@ def check_config(config: Any) -> None:
         targets = config.lora_config.target_modules
         has_experts = targets is None or any("experts" in target.split(".") for target in targets)
         check(not has_experts, "lora_target_modules", "modules other than experts", targets)
+
+
+def makes_device_calls(config: Any) -> bool:
+    """Whether a VllmConfig's GPUs make calls by themselves."""
+    additional = config.additional_config
+    given = additional.get("expertd") if isinstance(additional, dict) else None
+    return isinstance(given, dict) and given.get("transport") == "device"
 
 
 def expect(is_good: bool, name: str, expected: object, got: object) -> None:
