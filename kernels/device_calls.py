@@ -41,6 +41,7 @@ class CallSlot(NamedTuple):
 
     max_tokens     at most those of the largest graph
     layers         the layer's number, for each model that a header may name
+    sequence       of the last call that needs no answer
     """
 
     header: int
@@ -52,6 +53,7 @@ class CallSlot(NamedTuple):
     out_dtype: torch.dtype
     max_tokens: int
     layers: Sequence[int]
+    sequence: int = 0
 
 
 class LayerCounts(NamedTuple):
@@ -102,7 +104,7 @@ class CallTable:
             self.set(index, None)
 
     def set(self, index: int, slot: CallSlot | None) -> None:
-        """Have slot `index`, whose sequence begins anew; None: nobody uses it. No step may be armed."""
+        """Have slot `index`; None: nobody uses it. No step may be armed."""
         if slot is None:
             packed = _SLOT.pack(self._no_header.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
             self._layers.pop(index, None)
@@ -112,7 +114,8 @@ class CallTable:
             self.set_layers(index, slot.layers)
             packed = _SLOT.pack(
                 slot.header, slot.hidden_states, slot.topk_ids, slot.topk_weights, slot.answer, slot.out,
-                layers.data_ptr(), 0, slot.max_tokens, len(slot.layers), DATATYPES[slot.out_dtype],
+                layers.data_ptr(), slot.sequence, slot.max_tokens, len(slot.layers),
+                DATATYPES[slot.out_dtype],
             )  # fmt: skip
         self.slots[index].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         self.faults[index] = self.taken[index] = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
@@ -13,6 +14,8 @@ from expertd.service.engine.executor import Executor
 from expertd.service.memory import SharedMemory
 
 MAX_CALL_SLOTS = 256  # of all such channels of a GPU
+REFUSED = 1 << 63  # in an answer, beside the sequence
+_SEQUENCE = struct.Struct("<Q")
 HEADER_BYTES = 128  # of a slot, in either memory: cache lines of its own
 
 
@@ -54,8 +57,8 @@ class CallGeometry:
         """For JSON."""
         return asdict(self)
 
-    def slots(self, calls: int, answers: int) -> list[CallPlaces]:
-        """The slots of memories at these addresses."""
+    def slots(self, calls: int, answers: SharedMemory) -> list[CallPlaces]:
+        """The slots of these memories, after the calls that `answers` says are answered."""
         found = []
         for index in range(self.num_slots):
             header, rows = index * HEADER_BYTES, self.rows_offset + index * self.slot_bytes
@@ -65,9 +68,10 @@ class CallGeometry:
                     calls + rows,
                     calls + rows + self.topk_ids_offset,
                     calls + rows + self.topk_weights_offset,
-                    answers + header,
-                    answers + self.rows_offset + index * self.output_bytes,
+                    answers.address + header,
+                    answers.address + self.rows_offset + index * self.output_bytes,
                     self.max_tokens,
+                    _SEQUENCE.unpack(answers.read(header, _SEQUENCE.size))[0] & ~REFUSED,
                 )
             )
         return found
@@ -107,19 +111,26 @@ class CallChannel:
         """Whether the caller has sent an invalid header, and the channel must be closed."""
         return self._calls.has_fault(self._slots)
 
-    async def connect(self, descriptor: int) -> None:
-        """Answer calls from now on, in the memory of the caller's `descriptor`, which is closed.
+    async def connect(self, descriptors: Sequence[int]) -> None:
+        """Answer calls from now on, in the memory for answers that the caller has; closes the descriptors.
 
-        Raises RuntimeError, ValueError.
+        The caller may also have the memory for calls, of a server that has gone: what is called there and has
+        no answer is computed now. Raises RuntimeError, ValueError.
         """
         try:
-            await self._executor.between_steps(lambda: self._connect(descriptor))
+            if len(descriptors) not in (1, 2):
+                raise ValueError(f"descriptors: expected 1 or 2, got {len(descriptors)}")
+            await self._executor.between_steps(lambda: self._connect(*descriptors))
         finally:
-            os.close(descriptor)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
-    def _connect(self, descriptor: int) -> None:
-        self._answers = self._calls.open_shared(descriptor, self.geometry.answer_bytes)
-        slots = self.geometry.slots(self._memory.address, self._answers.address)
+    def _connect(self, answers: int, calls: int | None = None) -> None:
+        self._answers = self._calls.open_shared(answers, self.geometry.answer_bytes)
+        if calls is not None:
+            own, self._memory = self._memory, self._calls.open_shared(calls, self.geometry.data_bytes)
+            own.close()
+        slots = self.geometry.slots(self._memory.address, self._answers)
         self._slots = self._calls.connect(self.models, slots)
 
     def take_descriptors(self) -> list[int]:

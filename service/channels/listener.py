@@ -107,7 +107,7 @@ class ChannelListener:
                 claimed = (channel.id, channel.served, pid, uid)
                 logger.info("channel %s of %s claimed by process %d of user %d", *claimed)
                 if isinstance(channel, CallChannel):
-                    await channel.connect(await _descriptor(connection))
+                    await channel.connect(await _descriptors(connection))
                     await asyncio.get_running_loop().sock_sendall(connection, READY)
                 got = await asyncio.get_running_loop().sock_recv(connection, 1)
                 why = "its owner sent more than the token" if got else f"process {pid} has closed it"
@@ -132,8 +132,11 @@ class ChannelListener:
         return token
 
 
-async def _descriptor(connection: socket.socket) -> int:
-    """What the caller of a channel of device calls sends: the memory for answers. Raises OSError."""
+async def _descriptors(connection: socket.socket) -> list[int]:
+    """What the caller of a channel of device calls sends: the memory for answers, and maybe that for calls.
+
+    Raises OSError.
+    """
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(connection, readable.set)
     try:
@@ -141,9 +144,7 @@ async def _descriptor(connection: socket.socket) -> int:
             await readable.wait()
     finally:
         loop.remove_reader(connection)
-    _, (descriptor, *more), _, _ = socket.recv_fds(connection, 1, 1)
-    assert not more
-    return descriptor
+    return socket.recv_fds(connection, 1, 2)[1]
 
 
 def hand_over(connection: socket.socket, channel: Channel | CallChannel) -> None:

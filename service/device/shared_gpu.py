@@ -54,6 +54,12 @@ class SharedGpuMemory:
         """See `SharedMemory.descriptor`."""
         return int(self._do("cuMemExportToShareableHandle", self._handle, self._kind, 0))
 
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """See `SharedMemory.read`."""
+        read = bytearray(num_bytes)
+        self._do("cuMemcpyDtoH", read, self.address + offset, num_bytes)
+        return bytes(read)
+
     def close(self) -> None:
         """See `SharedMemory.close`."""
         if self._is_mapped:

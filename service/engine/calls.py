@@ -7,7 +7,10 @@ from expertd.service.memory import SharedMemory
 
 
 class CallPlaces(NamedTuple):
-    """A slot's addresses, and the most tokens of its calls; see `expertd.kernels.device_calls.CallSlot`."""
+    """A slot's addresses, the most tokens of its calls, and the last call that needs no answer.
+
+    See `expertd.kernels.device_calls.CallSlot`.
+    """
 
     header: int
     hidden_states: int
@@ -16,6 +19,7 @@ class CallPlaces(NamedTuple):
     answer: int
     out: int
     max_tokens: int
+    sequence: int
 
 
 class Calls(Protocol):

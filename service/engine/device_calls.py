@@ -58,7 +58,7 @@ class DeviceCalls:
     def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:
         """See `CallServer`."""
         assert self._steps is not None
-        made = [CallSlot(*slot[:-1], torch.bfloat16, slot.max_tokens, ()) for slot in slots]
+        made = [CallSlot(*slot[:6], torch.bfloat16, slot.max_tokens, (), slot.sequence) for slot in slots]
         return self._steps.open(made, models)
 
     def open_shared(self, descriptor: int, num_bytes: int) -> SharedMemory:

@@ -121,5 +121,8 @@ class SharedMemory(Protocol):
     def descriptor(self) -> int:
         """A new descriptor of a file, for the other process, which belongs to the caller."""
 
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """What is there; nothing writes it meanwhile."""
+
     def close(self) -> None:
         """Have it no more; nothing uses it."""

@@ -2,10 +2,10 @@
 
 import asyncio
 import dataclasses
-import mmap
 import os
 import socket
-from collections.abc import AsyncIterator, Sequence
+import struct
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,18 @@ BODY = {"model": "tiny", "num_slots": 3, "max_tokens": 4, "memory": {"device_cal
 class FakeMemory:
     """A file."""
 
-    def __init__(self, address: int, num_bytes: int) -> None:
+    def __init__(self, address: int, num_bytes: int, descriptor: int | None = None) -> None:
         self.address, self.num_bytes = address, num_bytes
-        self._file = os.memfd_create("fake")
-        os.ftruncate(self._file, num_bytes)
+        self._file = os.memfd_create("fake") if descriptor is None else os.dup(descriptor)
+        if descriptor is None:
+            os.ftruncate(self._file, num_bytes)
         self.is_closed = False
 
     def descriptor(self) -> int:
         return os.dup(self._file)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        return os.pread(self._file, num_bytes, offset)
 
     def close(self) -> None:
         os.close(self._file)
@@ -65,10 +69,9 @@ class FakeCalls:
         return self.memories[-1]
 
     def open_shared(self, descriptor: int, num_bytes: int) -> FakeMemory:
-        with mmap.mmap(descriptor, num_bytes) as mapped:
-            if mapped[:7] != b"answers":
-                raise RuntimeError("cuMemImportFromShareableHandle: expected CUDA_SUCCESS, got another")
-        self.memories.append(FakeMemory(1 << 30, num_bytes))
+        if os.fstat(descriptor).st_size < num_bytes:
+            raise RuntimeError("cuMemImportFromShareableHandle: expected CUDA_SUCCESS, got another")
+        self.memories.append(FakeMemory(len(self.memories) << 30, num_bytes, descriptor))
         return self.memories[-1]
 
     def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:
@@ -114,12 +117,16 @@ def received(connection: socket.socket) -> int:
     return descriptor
 
 
-def send_answers(connection: socket.socket, num_bytes: int, content: bytes = b"answers") -> None:
-    file = os.memfd_create("answers")
-    os.ftruncate(file, num_bytes)
-    os.pwrite(file, content, 0)
-    socket.send_fds(connection, [b"\0"], [file])
-    os.close(file)
+def send_memory(connection: socket.socket, *sizes: int, words: Mapping[int, int] = {}) -> None:
+    """Of new files; words: of the first one, by their offsets."""
+    files = [os.memfd_create("memory") for _ in sizes]
+    for file, num_bytes in zip(files, sizes, strict=True):
+        os.ftruncate(file, num_bytes)
+    for offset, word in words.items():
+        os.pwrite(files[0], struct.pack("<Q", word), offset)
+    socket.send_fds(connection, [b"\0"], files)
+    for file in files:
+        os.close(file)
 
 
 async def test_both_sides_have_both_memories(tmp_path: Path) -> None:
@@ -139,7 +146,7 @@ async def test_both_sides_have_both_memories(tmp_path: Path) -> None:
         descriptor = await asyncio.to_thread(received, connection)
         assert os.fstat(descriptor).st_size == geometry.data_bytes
         os.close(descriptor)
-        send_answers(connection, geometry.answer_bytes)
+        send_memory(connection, geometry.answer_bytes)
         assert await asyncio.to_thread(connection.recv, 1) == b"\1"
         check_places(calls, geometry)
         shown = (await server.http.get("/v1/channels/1")).json()
@@ -153,6 +160,7 @@ async def test_both_sides_have_both_memories(tmp_path: Path) -> None:
 
 def check_places(calls: FakeCalls, geometry: CallGeometry) -> None:
     here, there = calls.memories
+    assert [slot.sequence for slot in calls.slots] == [0, 0, 0]
     tokens = geometry.max_tokens
     taken: list[tuple[int, int]] = []
     for slot in calls.slots:
@@ -170,12 +178,31 @@ def check_places(calls: FakeCalls, geometry: CallGeometry) -> None:
         assert ends[-1] <= memory.address + memory.num_bytes
 
 
+async def test_another_server_takes_over_memories(tmp_path: Path) -> None:
+    """Each slot goes on behind its last answer, refused ones too."""
+    async with serving_calls(tmp_path) as (server, calls):
+        opened = (await server.http.post("/v1/channels", json=BODY)).json()
+        sizes = CallGeometry(**opened["geometry"])
+        connection = claim(opened)
+        os.close(await asyncio.to_thread(received, connection))
+        words = {0: 5, sizes.header_bytes: 0, 2 * sizes.header_bytes: 9 | 1 << 63}
+        send_memory(connection, sizes.answer_bytes, sizes.data_bytes, words=words)
+        assert await asyncio.to_thread(connection.recv, 1) == b"\1"
+        own, answers, taken = calls.memories
+        assert (own.is_closed, answers.is_closed, taken.is_closed) == (True, False, False)
+        assert [slot.sequence for slot in calls.slots] == [5, 0, 9]
+        assert [slot.header - taken.address for slot in calls.slots] == [0, 128, 256]
+        assert [slot.answer - answers.address for slot in calls.slots] == [0, 128, 256]
+        connection.close()
+        await until(lambda: all(each.is_closed for each in calls.memories))
+
+
 async def test_a_caller_that_lies_is_closed(tmp_path: Path) -> None:
     async with serving_calls(tmp_path) as (server, calls):
         opened = (await server.http.post("/v1/channels", json=BODY)).json()
         connection = claim(opened)
         os.close(await asyncio.to_thread(received, connection))
-        send_answers(connection, opened["geometry"]["answer_bytes"])
+        send_memory(connection, opened["geometry"]["answer_bytes"])
         assert await asyncio.to_thread(connection.recv, 1) == b"\1"
         calls.lies = True
         assert await asyncio.to_thread(connection.recv, 1) == b""
@@ -191,7 +218,7 @@ async def test_memory_that_cannot_be_opened_closes_the_channel(tmp_path: Path) -
             connection = claim(opened)
             os.close(await asyncio.to_thread(received, connection))
             if sends:
-                send_answers(connection, opened["geometry"]["answer_bytes"], b"others")
+                send_memory(connection, 1)
             else:
                 connection.sendall(b"\0")
             assert await asyncio.to_thread(connection.recv, 1) == b""

@@ -36,11 +36,12 @@ CALLER = torch.device("cuda", torch.cuda.device_count() - 1 if torch.cuda.is_ava
 class Server:
     """A process on the first GPU."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int | None = None) -> None:
         config = folder / "expertd.yaml"
         models = ", ".join(MODEL.format(name=name) for name in NAMES)
         config.write_text(CONFIG.format(models=models, folder=folder))
-        port = free_port()
+        port = port or free_port()
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-c", "import sys; from expertd.service.cli import main; sys.exit(main())"]
         self.process = subprocess.Popen([*command, "serve", "--config", config, "--port", str(port)])
@@ -220,3 +221,36 @@ def test_a_server_that_dies_leaves_nan(tmp_path: Path) -> None:
         assert bool(out.isnan().all())
         with pytest.raises(ServerUnreachableError, match=r"^channel: a call's output has not come in time$"):
             channel.check()
+
+
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGTERM])
+def test_another_server_computes_what_is_called(tmp_path: Path, ends: signal.Signals) -> None:
+    """Of a graph that was captured before, and calls before and after, while no server is there."""
+    first = Server(tmp_path)
+    with (
+        torch.cuda.device(CALLER),
+        ExpertClient(first.url, timeout=90, retry_seconds=60) as client,
+        client.open_device_channel(NAMES, device=str(CALLER)) as channel,
+    ):
+        given, out = inputs(3), poisoned(3)
+        expected_by_name = [expected(client, name, given) for name in NAMES]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            channel.call(*given, out, model=NAMES[0])
+        outs = [poisoned(3) for _ in range(6)]
+        for turn in range(3):
+            channel.call(*given, outs[turn], model=NAMES[turn % LAYERS])
+        torch.cuda.synchronize()
+        first.process.send_signal(ends)
+        first.process.wait()
+        for turn in range(3, 6):
+            channel.call(*given, outs[turn], model=NAMES[turn % LAYERS])
+        graph.replay()
+        second = Server(tmp_path, first.port)
+        torch.cuda.synchronize()
+        channel.check()
+        for turn, each in enumerate(outs):
+            assert torch.equal(each, expected_by_name[turn % LAYERS])
+        assert torch.equal(out, expected_by_name[0])
+        second.close()

@@ -1,9 +1,13 @@
 """Calls that a GPU makes by itself: two kernels on torch's current stream, which CUDA graphs may have."""
 
 import ctypes
+import logging
 import os
 import socket
 import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -19,9 +23,13 @@ from expertd_client.errors import (
     ServerUnreachableError,
     TransportUnavailableError,
 )
+from expertd_client.retries import with_retries
+from expertd_client.steps import Steps, run
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger("expertd_client")
 
 READY = b"\1"  # what the server sends once it answers calls
 _PLACE = struct.Struct("<10QI12x")  # CallPlace of device_call.cu
@@ -29,6 +37,7 @@ _FAILURE_BYTES = 128  # of all slots, before their places
 _THREADS, _MAX_CTAS = 256, 64
 _ROW_STEP = 8  # columns that a thread copies at once
 _PORTABLE_AND_MAPPED = 1 | 2
+_MAX_SECONDS = 1e6  # that a kernel waits
 _FAILURES = {1: "a call's output has not come in time", 2: "the server has refused a call's header"}
 
 
@@ -53,27 +62,30 @@ class _Geometry:
 class DeviceChannel:
     """Slots in memory of the server's GPU and of this one. Made by ExpertClient.open_device_channel.
 
-    A slot has one call at a time, and all its calls are on one stream. After a failure, outputs are NaN, and
-    `check` says why.
+    A slot has one call at a time, and all its calls are on one stream. While its server is away, a call
+    waits, up to the client's `retry_seconds`; a server that is there by then gets both memories, and computes
+    it. After a failure, outputs are NaN, and `check` says why.
+
+    ask  has a server open a channel; what it answers
     """
 
-    def __init__(self, opened: Any, models: tuple[str, ...], index: int, deadline: Deadline) -> None:
+    def __init__(
+        self, ask: Callable[[Deadline], Any], models: tuple[str, ...], index: int, deadline: Deadline
+    ) -> None:
         import torch
 
         device = torch.device("cuda", index)
-        try:
-            path, token = str(opened["socket"]), bytes.fromhex(opened["token"])
-            version, told = opened["version"], opened["geometry"]
-            self._geometry = sizes = _Geometry(**{name: int(told[name]) for name in _Geometry.__slots__})
-        except (KeyError, TypeError, ValueError) as error:
-            raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
-        if version != VERSION:
-            raise TransportUnavailableError(f"version of channels: expected {VERSION}, got {version!r}")
+        self._ask, self._deadline = ask, deadline
+        path, token, sizes = _read(ask(deadline))
+        self._geometry = sizes
         self._models = {name: number for number, name in enumerate(models)}
         self._device, self._cuda = device, torch.cuda
         self._send, self._wait = _kernels(device.index)
         answers = SharedDeviceMemory(device.index, sizes.answer_bytes)
-        self._connection, calls = _claim(path, token, answers, sizes, device.index, deadline)
+        self._descriptors = [answers.descriptor()]  # of both memories, which outlive the server's process
+        self._connection, descriptor = _claim(path, token, self._descriptors, deadline)
+        self._descriptors.append(descriptor)
+        calls = SharedDeviceMemory(device.index, sizes.data_bytes, descriptor)
         self._kept = answers, calls
         self._on_host = ctypes.c_void_p()
         with in_context(device.index):
@@ -85,7 +97,7 @@ class DeviceChannel:
         self._places = self._places.to(device)
         first = self._places.data_ptr()
         places = bytearray(_FAILURE_BYTES)
-        limit = int(min(deadline.seconds, 3600) * 1e9)
+        limit = int(min(deadline.seconds + deadline.retry_seconds, _MAX_SECONDS) * 1e9)
         for index in range(sizes.num_slots):
             header, rows = index * sizes.header_bytes, sizes.rows_offset + index * sizes.slot_bytes
             places += _PLACE.pack(
@@ -96,6 +108,9 @@ class DeviceChannel:
             )  # fmt: skip
         self._places.copy_(torch.frombuffer(places, dtype=torch.uint8))
         torch.cuda.synchronize(device)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._watch, name="expertd-device-channel", daemon=True)
+        self._thread.start()
 
     @property
     def num_slots(self) -> int:
@@ -170,8 +185,53 @@ class DeviceChannel:
 
     def close(self) -> None:
         """Give the channel up; no call may be under way."""
+        if self._is_closed:
+            return
         self._cuda.synchronize(self._device)
+        self._is_closed = True
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
         self._connection.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def _watch(self) -> None:
+        """Find another server, once there is none any more; without CUDA, as a call may be waiting."""
+        while not self._is_closed:
+            try:
+                while self._connection.recv(1):
+                    pass
+            except OSError:
+                pass
+            if self._is_closed or self._failure.value:
+                return
+            self._connection.close()
+            try:
+                self._connection = self._reconnect()
+            except ExpertError as error:
+                logger.error("channel: calls get no answers any more: %s", error)
+                return
+
+    def _reconnect(self) -> socket.socket:
+        deadline = Deadline(self._deadline.seconds, self._deadline.retry_seconds)
+        lost = ServerUnreachableError("channel: the server has closed it")
+        return run(with_retries(lambda: self._again(deadline), 0, deadline, lost))
+
+    def _again(self, deadline: Deadline) -> Steps[socket.socket]:
+        """A connection to a server that has both memories."""
+        if self._is_closed:
+            raise InvalidRequestError("channel: expected an open one, got it closed")
+        path, token, sizes = _read(self._ask(deadline))
+        if sizes != self._geometry:
+            raise InvalidRequestError(f"channel: expected {self._geometry}, as before, got {sizes}")
+        try:
+            connection, descriptor = _claim(path, token, self._descriptors, deadline)
+        except TransportUnavailableError as error:
+            raise ServerUnreachableError(str(error)) from error
+        os.close(descriptor)
+        return connection
+        yield  # as Steps
 
     def __enter__(self) -> "DeviceChannel":
         return self
@@ -223,34 +283,43 @@ def _kernels(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
     return found[0], found[1]
 
 
+def _read(opened: Any) -> tuple[str, bytes, _Geometry]:
+    """Socket, token and sizes of what the server has answered. Raises TransportUnavailableError."""
+    try:
+        version, told = opened["version"], opened["geometry"]
+        sizes = _Geometry(**{name: int(told[name]) for name in _Geometry.__slots__})
+        path, token = str(opened["socket"]), bytes.fromhex(opened["token"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
+    if version != VERSION:
+        raise TransportUnavailableError(f"version of channels: expected {VERSION}, got {version!r}")
+    return path, token, sizes
+
+
 def _claim(
-    path: str,
-    token: bytes,
-    answers: SharedDeviceMemory,
-    sizes: _Geometry,
-    index: int,
-    deadline: Deadline,
-) -> tuple[socket.socket, SharedDeviceMemory]:
-    """The connection that the channel lives as long as, and the memory for calls."""
+    path: str, token: bytes, descriptors: Sequence[int], deadline: Deadline
+) -> tuple[socket.socket, int]:
+    """The connection that the channel lives as long as, and the descriptor of the server's memory for calls.
+
+    descriptors  of the memory for answers, and of that for calls, if there is one already
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(deadline.check())
         (descriptor,) = exchange(connection, path, token, (1,))
         try:
-            calls = SharedDeviceMemory(index, sizes.data_bytes, descriptor)
-        finally:
+            socket.send_fds(connection, [b"\0"], descriptors)
+            if connection.recv(1) != READY:
+                text = "channel: expected a server that answers calls, got it closed"
+                raise TransportUnavailableError(text)
+        except BaseException:
             os.close(descriptor)
-        descriptor = answers.descriptor()
-        try:
-            socket.send_fds(connection, [b"\0"], [descriptor])
-        finally:
-            os.close(descriptor)
-        if connection.recv(1) != READY:
-            raise TransportUnavailableError("channel: expected a server that answers calls, got it closed")
+            raise
+        connection.settimeout(None)
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError) and not isinstance(error, ExpertError):
             text = f"socket of channels {path}: expected a connection, got {error}"
             raise TransportUnavailableError(text) from error
         raise
-    return connection, calls
+    return connection, descriptor

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from expertd_client.arenas import Sizes
 from expertd_client.calls import check_model
@@ -21,7 +21,7 @@ from expertd_client.errors import InvalidRequestError, TransportUnavailableError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import ModelMetadata, read_metadata
 from expertd_client.places import aligned
-from expertd_client.steps import Steps, Work
+from expertd_client.steps import Steps, Work, run
 from expertd_client.transport import Asker
 
 _SLOT_ALIGNMENT = 4096
@@ -110,25 +110,26 @@ def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceCha
     index = _gpu(options.device)
     if index is None:
         raise InvalidRequestError(f"device: expected a GPU for device calls, got {options.device}")
-    yield from _layers(http, names, deadline)
+    layers = yield from _layers(http, names, deadline)
+    memory: Any = {"device_calls": {}}
+    body = {
+        "models": names, "num_slots": options.num_slots, "max_tokens": options.max_tokens, "memory": memory,
+    }  # fmt: skip
+
+    def ask(deadline: Deadline) -> Any:
+        """On any thread."""
+        for before, now in zip(layers, run(_layers(http, names, deadline)), strict=True):
+            _check_same(before, now)
+        try:
+            return run(post(http, names, body, deadline))
+        except RefusedError as refused:
+            raise refused.error from None
+
     try:
-        opened = yield from post(
-            http,
-            names,
-            {
-                "models": names,
-                "num_slots": options.num_slots,
-                "max_tokens": options.max_tokens,
-                "memory": {"device_calls": {}},
-            },
-            deadline,
-        )
-        made: DeviceChannel = yield Work(partial(DeviceChannel, opened, names, index, deadline))
-        return made
-    except RefusedError as refused:
-        raise refused.error from None
+        made: DeviceChannel = yield Work(partial(DeviceChannel, ask, names, index, deadline))
     except DeviceMemoryError as error:
         raise TransportUnavailableError(str(error)) from None
+    return made
 
 
 def _layers(http: Asker, names: Sequence[str], deadline: Deadline) -> Steps[list[ModelMetadata]]:
