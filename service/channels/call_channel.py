@@ -3,8 +3,9 @@
 import asyncio
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Self
 
 from expertd.service.channels.layout import aligned
@@ -78,7 +79,10 @@ class CallGeometry:
 
 
 class CallChannel:
-    """From its opening to its release. For the event loop."""
+    """From its opening to its release. For the event loop.
+
+    on_release  is called once no more answers come
+    """
 
     key, counted = "", True
 
@@ -95,6 +99,7 @@ class CallChannel:
         self._memory, self._calls, self._executor = memory, calls, executor
         self._answers: SharedMemory | None = None
         self._slots: list[int] = []
+        self.on_release: Callable[[], None] = lambda: None
 
     @property
     def served(self) -> str:
@@ -141,4 +146,8 @@ class CallChannel:
         """Answer no more calls, and forget the memory."""
         memories = [memory for memory in (self._memory, self._answers) if memory is not None]
         slots, self._slots = self._slots, []
-        await asyncio.shield(self._executor.between_steps(lambda: self._calls.disconnect(slots, *memories)))
+        try:
+            disconnect = partial(self._calls.disconnect, slots, *memories)
+            await asyncio.shield(self._executor.between_steps(disconnect))
+        finally:
+            self.on_release()

@@ -178,10 +178,11 @@ class ChannelHub:
             entry.alarm.cancel()
         log = logger.debug if entry.ours else logger.info
         log("channel %s of %s closed: %s", channel.id, channel.served, why)
-        if isinstance(channel, CallChannel):
+        if isinstance(channel, CallChannel):  # no answer may come once its caller has found another server
+            channel.on_release = entry.disconnect or channel.on_release
             self._free(channel)
-        else:
-            channel.close()
+            return
+        channel.close()
         if entry.disconnect is not None:
             entry.disconnect()
 

@@ -29,8 +29,17 @@ class Calls(Protocol):
     def are_made(self) -> bool:
         """Whether there are callers; on any thread."""
 
-    def start(self) -> None:
-        """Answer calls until `stop`; nothing if there are no callers, or it is started."""
+    def start(self) -> bool:
+        """Answer calls until `stop`; nothing if there are no callers, or it is started.
+
+        False: what is there was answered, and the thread must come again soon, for another thread holds them.
+        """
+
+    def hold(self) -> None:
+        """Have calls answered in turns only, so that the device is free in between; on any thread."""
+
+    def let_go(self) -> None:
+        """End a `hold`."""
 
     def stop(self) -> None:
         """End after the step that runs, and wait for it; nothing if it is not started."""
@@ -44,7 +53,12 @@ class NoCalls:
 
     are_made = False
 
-    def start(self) -> None: ...
+    def start(self) -> bool:
+        return True
+
+    def hold(self) -> None: ...
+
+    def let_go(self) -> None: ...
 
     def stop(self) -> None: ...
 

@@ -1,5 +1,6 @@
 """Calls that GPUs of callers make by themselves, which this process's GPU answers between other steps."""
 
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -23,16 +24,32 @@ class DeviceCalls:
     def __init__(self, device: Device, runners: Mapping[str, LayerRunner]) -> None:
         self._device, self._runners = device, runners
         self._steps: CallSteps | None = None  # once there is a caller
+        self._lock, self._holds = threading.Lock(), 0
 
     @property
     def are_made(self) -> bool:
         """See `Calls`."""
         return self._steps is not None and self._steps.are_made
 
-    def start(self) -> None:
+    def start(self) -> bool:
         """See `Calls`."""
-        if self._steps is not None:
-            self._steps.start()
+        if self._steps is None:
+            return True
+        if self._holds:
+            self._steps.run()
+            return not self._steps.are_made
+        self._steps.start()
+        return True
+
+    def hold(self) -> None:
+        """See `Calls`."""
+        with self._lock:
+            self._holds += 1
+
+    def let_go(self) -> None:
+        """See `Calls`."""
+        with self._lock:
+            self._holds -= 1
 
     def stop(self) -> None:
         """See `Calls`."""

@@ -11,9 +11,9 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from expertd.service.engine.calls import Calls
@@ -113,6 +113,21 @@ class Executor:
     def answer_calls(self, calls: Calls) -> None:
         """Have the first thread answer `calls` while it has nothing else to do; before the first request."""
         self._first.calls = calls
+
+    @contextmanager
+    def calls_in_turns(self) -> Iterator[None]:
+        """Have calls answered in turns only, for what waits until the device has nothing to do.
+
+        Not on a worker thread, nor on the event loop.
+        """
+        calls = self._first.calls
+        calls.hold()
+        try:
+            if calls.are_made:
+                self.do_between_steps(calls.stop).result()
+            yield
+        finally:
+            calls.let_go()
 
     def close(self) -> None:
         """Refuse new requests; accepted ones are still answered, and counted in `unanswered` from now on."""

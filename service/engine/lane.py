@@ -259,10 +259,10 @@ class StepLane:
                 deferred.popleft()()
         return True
 
-    def answer_calls(self) -> None:
-        """Have the device answer calls, as there is nothing else to do."""
+    def answer_calls(self) -> bool:
+        """Have the device answer calls, as there is nothing else to do; False: call it again soon."""
         with self.device:
-            self.calls.start()
+            return self.calls.start()
 
     def stop_calls(self) -> None:
         """Have the device answer no more calls."""

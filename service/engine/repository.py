@@ -182,7 +182,8 @@ class Repository:
 
         def read() -> None:
             try:
-                layer = models.read(model, lambda: self._is_closed)
+                with self._executor.calls_in_turns():
+                    layer = models.read(model, lambda: self._is_closed)
                 self.weights_ids.pop(model.name, None)  # files may have changed
                 self.weights_ids.update(weights_ids([model]))
                 done.set_result(layer)

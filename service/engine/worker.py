@@ -21,6 +21,7 @@ _LAUNCH_SECONDS = 0.4e-3
 _MAX_REPORTS = 64  # that wait for a step to run; more are called while the next request is awaited, too
 _QUIET_SECONDS = 1e-3  # without a request, after which all are
 _PAUSE_SECONDS = 50e-6  # between two looks at steps, if no short request is expected at once
+_TURN_SECONDS = 200e-6  # between two turns of calls, while another thread holds them
 _SET_TIMER_SLACK = 29  # of prctl
 
 
@@ -45,7 +46,7 @@ class Work(Protocol):
     def report_one(self) -> bool: ...
     def flush(self) -> None: ...
     def cancel_jobs(self) -> None: ...
-    def answer_calls(self) -> None: ...
+    def answer_calls(self) -> bool: ...
     def stop_calls(self) -> None: ...
 
 
@@ -140,7 +141,7 @@ class Worker:
         False if there was none, but work of the second lane, which may have deferred calls.
         """
         second = self._second
-        self._first.answer_calls()
+        answers = self._first.answer_calls()
         if self.wakeup.sources:
             quiet_from = self._awake_until - self.spin_seconds + _QUIET_SECONDS
             while (now := time.perf_counter()) < self._awake_until:
@@ -162,6 +163,10 @@ class Worker:
                 return True
         for lane in self._lanes:
             lane.flush()
+        while not answers:
+            if self.poll(_TURN_SECONDS):
+                return True
+            answers = self._first.answer_calls()
         return self.poll(None)
 
     def _report_one(self) -> bool:

@@ -56,7 +56,12 @@ class FakeCalls:
         self.error: Exception | None = None
         self.lies = False
 
-    def start(self) -> None: ...
+    def start(self) -> bool:
+        return True
+
+    def hold(self) -> None: ...
+
+    def let_go(self) -> None: ...
 
     def stop(self) -> None: ...
 

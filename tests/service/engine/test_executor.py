@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeVar
@@ -326,11 +327,22 @@ class FakeCalls:
     def __init__(self, said: list[str]) -> None:
         self.said, self.are_made = said, True
         self.is_started = False
+        self.num_holds = 0
 
-    def start(self) -> None:
+    def start(self) -> bool:
+        if self.num_holds:
+            self.run()
+            return False
         if not self.is_started:
             self.said.append("start")
         self.is_started = True
+        return True
+
+    def hold(self) -> None:
+        self.num_holds += 1
+
+    def let_go(self) -> None:
+        self.num_holds -= 1
 
     def stop(self) -> None:
         if self.is_started:
@@ -370,3 +382,32 @@ async def test_calls_of_gpus_have_the_device_while_nothing_else_runs() -> None:
     await until(lambda: said == ["stop", "job", "start"])
     assert executor.stop(timeout=10)
     assert said[-1] == "stop"
+
+
+async def test_calls_of_gpus_are_answered_in_turns_while_they_are_held() -> None:
+    """By a thread that needs the device for moments: the graph never runs on; then it does again."""
+    said: list[str] = []
+    calls = FakeCalls(said)
+    executor = Executor(StepLane(Limits(), Observed()))
+    executor.set_runners({"0": SayingRunner(said)})
+    executor.answer_calls(calls)
+    executor.start()
+    await until(lambda: said == ["start"])
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with executor.calls_in_turns():
+            assert not calls.is_started
+            is_held.set()
+            assert may_end.wait(10)
+
+    holding = asyncio.create_task(asyncio.to_thread(hold))
+    assert await asyncio.to_thread(is_held.wait, 10)
+    await until(lambda: said.count("run") >= 5)
+    answer = Submitted(executor, "0", layer_request([1.0])).answer
+    assert values(await soon(answer)) == [1.0]
+    assert said.count("start") == 1
+    may_end.set()
+    await holding
+    await until(lambda: said[-1] == "start")
+    assert executor.stop(timeout=10)
