@@ -97,6 +97,7 @@ class SharedDeviceMemory:
     """
 
     def __init__(self, index: int, num_bytes: int, descriptor: int | None = None) -> None:
+        self._index = index
         self._pointer, self._handle = ctypes.c_uint64(), ctypes.c_uint64()
         where, unit = _Location(_ON_DEVICE, index), ctypes.c_size_t()
         properties = _AllocationProp(_PINNED, _DESCRIPTOR, where)
@@ -127,6 +128,13 @@ class SharedDeviceMemory:
         nothing = ctypes.c_uint64()
         call("cuMemExportToShareableHandle", ctypes.byref(descriptor), self._handle, _DESCRIPTOR, nothing)
         return descriptor.value
+
+    def close(self) -> None:
+        """Have it no more; nothing uses it, or will."""
+        with in_context(self._index):
+            call("cuMemUnmap", self._pointer, self._size)
+            call("cuMemAddressFree", self._pointer, self._size)
+            call("cuMemRelease", self._handle)
 
 
 @lru_cache(maxsize=1)

@@ -184,7 +184,7 @@ class DeviceChannel:
             raise ServerUnreachableError(f"channel: {_FAILURES.get(self._failure.value, 'closed')}")
 
     def close(self) -> None:
-        """Give the channel up; no call may be under way."""
+        """Give the channel up; no call may be under way, and no graph may make one later."""
         if self._is_closed:
             return
         self._cuda.synchronize(self._device)
@@ -195,6 +195,8 @@ class DeviceChannel:
         self._connection.close()
         for descriptor in self._descriptors:
             os.close(descriptor)
+        for memory in self._kept:
+            memory.close()
 
     def _watch(self) -> None:
         """Find another server, once there is none any more; without CUDA, as a call may be waiting."""
