@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _CLAIM_SECONDS = 10.0
 _GIVE_WAY_SECONDS = 1.0
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)  # the last one: above `ulimit -f`
-_CAPTURE_SECONDS = 120.0  # that it may take to capture the steps of a channel's layers
+_CAPTURE_SECONDS = 60.0  # that it may take to capture the steps of a layer
 _LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 1  # by then, unclaimed channels give way
 
@@ -325,9 +325,10 @@ class ChannelHub:
 
     async def _add_calls(self, opening: Opening, geometry: CallGeometry, calls: CallServer) -> Entry:
         executor = self._engine.executor
-        share = partial(calls.share, opening.models, geometry.data_bytes)
         try:
-            memory = await executor.between_steps(share, _CAPTURE_SECONDS)
+            for name in opening.models:  # one by one, as other requests have steps meanwhile
+                await executor.between_steps(partial(calls.prepare, name), _CAPTURE_SECONDS)
+            memory = await executor.between_steps(partial(calls.share, geometry.data_bytes))
         except ValueError as error:
             raise ChannelRefusedError(str(error)) from error
         self._opened += 1

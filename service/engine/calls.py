@@ -73,11 +73,14 @@ class CallServer(Calls, Protocol):
 
     max_tokens: int
 
-    def share(self, models: Sequence[str], num_bytes: int) -> SharedMemory:
-        """Memory for calls to `models`, whose steps are captured now.
+    def prepare(self, model: str) -> None:
+        """Capture the steps of calls to a layer.
 
-        Raises ValueError if a layer answers no calls; KeyError if it is not loaded.
+        Raises ValueError if it answers none; ModelUnloadedError if it is not loaded any more.
         """
+
+    def share(self, num_bytes: int) -> SharedMemory:
+        """Memory for calls. Raises RuntimeError."""
 
     def open_shared(self, descriptor: int, num_bytes: int) -> SharedMemory:
         """What a caller shares. Raises RuntimeError."""

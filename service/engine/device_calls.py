@@ -8,6 +8,7 @@ import torch
 from expertd.kernels.device_calls import CallSlot
 from expertd.service.device import Device
 from expertd.service.engine.calls import CallPlaces
+from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.memory import SharedMemory
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.step.calls import MAX_CALL_TOKENS, CallSteps, why_not
@@ -61,15 +62,18 @@ class DeviceCalls:
         if self._steps is not None:
             self._steps.run()
 
-    def share(self, models: Sequence[str], num_bytes: int) -> SharedMemory:
+    def prepare(self, model: str) -> None:
         """See `CallServer`."""
-        runners = {name: self._runners[name] for name in models}
-        for name, runner in runners.items():
-            if (why := why_not(runner.layer)) is not None:
-                raise ValueError(f"memory: model {name}: {why}")
+        runner = self._runners.get(model)
+        if runner is None:
+            raise ModelUnloadedError(f"model {model}: expected a loaded one, got it unloaded")
+        if (why := why_not(runner.layer)) is not None:
+            raise ValueError(f"memory: model {model}: {why}")
         self._steps = self._steps or CallSteps(self._device)
-        for name, runner in runners.items():
-            self._steps.add(name, runner.layer, runner.num_sms)
+        self._steps.add(model, runner.layer, runner.num_sms)
+
+    def share(self, num_bytes: int) -> SharedMemory:
+        """See `CallServer`."""
         return self._device.share(num_bytes)
 
     def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:

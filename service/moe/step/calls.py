@@ -50,11 +50,12 @@ class CallSteps:
         self._slots: dict[int, tuple[str, ...]] = {}  # -> the models that its caller may name
         self._backend: Any = None
         self._graph: CallGraph | None = None
+        self._is_complete = False  # the graph has all layers
         self.is_started = False
         device.synchronize()
 
     def add(self, name: str, layer: Layer, num_sms: int | None) -> None:
-        """Capture the steps of a layer, unless it is known."""
+        """Capture the steps of a layer, unless it is known; for slots that are opened later."""
         if name in self._names:
             return
         sizes, graphs = (layer.shape.hidden_size, layer.shape.top_k), []
@@ -69,7 +70,7 @@ class CallSteps:
         self._backend = layer.backend
         self._names.append(name)
         self._graphs.append(graphs[::-1])
-        self._graph = None
+        self._is_complete = False
 
     def remove(self, name: str) -> None:
         """Forget a layer; calls to it are refused."""
@@ -89,6 +90,8 @@ class CallSteps:
         for index, slot in zip(taken, slots, strict=True):
             self._table.set(index, slot._replace(layers=self._numbers(models)))
             self._slots[index] = models
+        if not self._is_complete:
+            self._graph = None
         self._made()  # now, as it takes a while
         return taken
 
@@ -140,4 +143,5 @@ class CallSteps:
         if self._graph is None:
             raw = [[graph and graph.raw_cuda_graph() for graph in graphs] for graphs in self._graphs]
             self._graph = self._backend.call_graph(self._table, CALL_TOKEN_COUNTS, raw)
+            self._is_complete = True
         return self._graph

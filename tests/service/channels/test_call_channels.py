@@ -54,7 +54,7 @@ class FakeCalls:
         self.memories: list[FakeMemory] = []
         self.slots: list[CallPlaces] = []
         self.error: Exception | None = None
-        self.lies = False
+        self.lies = self.is_prepared = False
 
     def start(self) -> bool:
         return True
@@ -67,9 +67,14 @@ class FakeCalls:
 
     def run(self) -> None: ...
 
-    def share(self, models: Sequence[str], num_bytes: int) -> FakeMemory:
+    def prepare(self, model: str) -> None:
+        assert model == "tiny"
         if self.error is not None:
             raise self.error
+        self.is_prepared = True
+
+    def share(self, num_bytes: int) -> FakeMemory:
+        assert self.is_prepared
         self.memories.append(FakeMemory(1 << 20, num_bytes))
         return self.memories[-1]
 
