@@ -63,15 +63,9 @@ class MessageHead(InferHead):
             text = f"request: {text}; send tensors as raw_input_contents"
             raise RequestError(text, reason="body_too_large")
         self.limit = BodyLimit(limits.max_body_bytes)
+        self.tensor_bytes = sum(self._sizes)
+        self.has_large_text = size > INLINE_BYTES
         self.limit.check(self.tensor_bytes)
-
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(self._sizes)
-
-    @property
-    def has_large_text(self) -> bool:
-        return len(self._rest) > INLINE_BYTES
 
     def find(self, content: Buffer | Span) -> RequestPlan | None:
         return self._plan

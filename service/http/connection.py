@@ -60,6 +60,10 @@ class ConnectionState(Enum):
     ENDED = "input is dropped; the transport may hold a part of the last answer, or a refusal"
 
 
+# Looked up once: members of an enum take longer than all else that requests do with the state.
+_IDLE, _HEAD, _PENDING, _WRITING, _SENDING, _DROPPING, _ENDED = ConnectionState
+
+
 class Connection(asyncio.BufferedProtocol):
     """Input that is not handled yet is `_data` from `_position` on.
 
@@ -68,6 +72,7 @@ class Connection(asyncio.BufferedProtocol):
     _call          what answers the current request; None in IDLE, HEAD and DROPPING
     _body          what is still missing of its body; None: nothing
     _infer_body    where that goes, until the request is answered; None: to the application, or nowhere
+    _reads_rest    whether the socket is being read to `_infer_body` directly
     _is_last       whether the connection ends after the current answer
     _is_shut_down  whether it ends after the answers to what was received
     """
@@ -89,11 +94,12 @@ class Connection(asyncio.BufferedProtocol):
         self._yielded: asyncio.Handle | None = None  # goes on after other connections
         self._is_consuming = False
         self._is_feeding = False  # a part of the input to `_body`; `_position` is before it
-        self.state = ConnectionState.IDLE
+        self.state = _IDLE
         self._head: RequestHead | None = None
         self._call: InferCall | AsgiCycle | None = None
         self._body: FixedBody | ChunkedBody | None = None
         self._infer_body: InferBody | None = None
+        self._reads_rest = False
         self._expects_continue = False  # the client does, before it sends the body
         self._is_last = self._is_shut_down = False
 
@@ -107,7 +113,7 @@ class Connection(asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Close after the answers to what has arrived, or arrives within 50 ms if it is idle."""
         self._is_shut_down = True
-        if self._call is None and not self._has_input and self.state is not ConnectionState.ENDED:
+        if self._call is None and not self._has_input and self.state is not _ENDED:
             self._timer.set(_LAST_INPUT_SECONDS, self._end)
 
     def stop_reading(self) -> None:
@@ -122,7 +128,7 @@ class Connection(asyncio.BufferedProtocol):
         """Answer the current request with `error`, unless its answer has begun, and close."""
         if self.transport.is_closing():
             return
-        if self.state is ConnectionState.PENDING:
+        if self.state is _PENDING:
             self._forget_body()
             self._call = None  # its own answer is discarded
             self._write_refusal(error)
@@ -162,7 +168,7 @@ class Connection(asyncio.BufferedProtocol):
         self._drop_request()
         call, self._call = self._call, None
         if call is not None:
-            if self.state is ConnectionState.PENDING:
+            if self.state is _PENDING:
                 call.leave()
             else:
                 call.sent(False)
@@ -171,14 +177,17 @@ class Connection(asyncio.BufferedProtocol):
             self._admission.release()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        rest = self._rest
+        # The rest of a large infer body is read to its place, once nothing is before it.
+        infer_body = self._infer_body
+        rest = None if infer_body is None or self._data else infer_body.rest
+        self._reads_rest = rest is not None
         return self._context.scratch if rest is None else rest[:YIELD_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._rest is not None:
+        if self._reads_rest:
             self._advance(nbytes)
             return
-        if self.state is ConnectionState.ENDED:
+        if self.state is _ENDED:
             return
         data = bytes(self._context.scratch[:nbytes])
         self._data = self._data[self._position :] + data if self._data else data
@@ -222,11 +231,6 @@ class Connection(asyncio.BufferedProtocol):
         """Whether input waits that was not looked at."""
         return len(self._data) - self._position > self._head_reader.parsed
 
-    @property
-    def _rest(self) -> memoryview | None:
-        """Where the socket is read to directly: the rest of a large infer body, once nothing is before it."""
-        return None if self._infer_body is None or self._data else self._infer_body.rest
-
     def _advance(self, nbytes: int) -> None:
         """Bytes of a large infer body have arrived in place."""
         assert self._infer_body is not None
@@ -244,7 +248,7 @@ class Connection(asyncio.BufferedProtocol):
         budget = _REQUESTS_AT_ONCE
         self._is_consuming = True
         try:
-            while self._position < len(self._data) and self.state is not ConnectionState.ENDED:
+            while self._position < len(self._data) and self.state is not _ENDED:
                 if self._call is not None and self._body is None:
                     break
                 if not budget:
@@ -263,7 +267,7 @@ class Connection(asyncio.BufferedProtocol):
                 if head is None:
                     break
                 self._timer.clear()
-                self._head, self.state = head, ConnectionState.PENDING
+                self._head, self.state = head, _PENDING
                 self._expects_continue = head.expects_continue
                 if head.infer is None:
                     self._begin_cycle(head)
@@ -274,7 +278,7 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse_input(error)
         finally:
             self._is_consuming = self._is_feeding = False
-        if self.state is ConnectionState.ENDED or self._position == len(self._data):
+        if self.state is _ENDED or self._position == len(self._data):
             self._data, self._position = b"", 0
         self._proceed()
 
@@ -287,9 +291,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _proceed(self) -> None:
         """Handle the next request, or wait for what the state needs."""
-        if self._is_consuming or self._yielded is not None or self.state is ConnectionState.ENDED:
+        if self._is_consuming or self._yielded is not None or self.state is _ENDED:
             return
-        if self._infer_body is not None or self.state is ConnectionState.DROPPING:
+        if self._infer_body is not None or self.state is _DROPPING:
             self.transport.resume_reading()
         elif self._call is not None:
             if self._body is not None and isinstance(self._call, AsgiCycle) and not self._call.is_full:
@@ -305,8 +309,8 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.resume_reading()
         if not self._head_reader.has_begun:
             self._timer.set(self._context.keep_alive_seconds, self._close)
-        elif self.state is ConnectionState.IDLE:
-            self.state = ConnectionState.HEAD
+        elif self.state is _IDLE:
+            self.state = _HEAD
             if self._is_shut_down:
                 self._timer.set(_LAST_INPUT_SECONDS, self._end)
             else:
@@ -381,8 +385,8 @@ class Connection(asyncio.BufferedProtocol):
             assert self._call is not None
             self._timer.clear()
             self._call.receive(infer_body.content(), infer_body)
-        elif self.state is ConnectionState.DROPPING:
-            self.state = ConnectionState.IDLE
+        elif self.state is _DROPPING:
+            self.state = _IDLE
             self._proceed()
 
     # Bodies that do not arrive.
@@ -414,7 +418,7 @@ class Connection(asyncio.BufferedProtocol):
         self._timer.clear()
         self._forget_body()
         self._body = None
-        if self.state is ConnectionState.PENDING:
+        if self.state is _PENDING:
             call, self._call = self._call, None
             assert call is not None
             call.leave(error)
@@ -464,8 +468,8 @@ class Connection(asyncio.BufferedProtocol):
         """The first lines of an answer; decides whether it is the last one."""
         head = self._head
         assert head is not None
-        if self.state is ConnectionState.PENDING:  # else the server was stopped meanwhile
-            self.state = ConnectionState.WRITING
+        if self.state is _PENDING:  # else the server was stopped meanwhile
+            self.state = _WRITING
         ends = self._is_shut_down or self._context.engine.draining
         self._is_last = close or not head.keep_alive or (ends and not self.more_pending)
         # One that is logged when it ends needs no line here.
@@ -483,26 +487,27 @@ class Connection(asyncio.BufferedProtocol):
 
     def _written(self) -> None:
         """The answer is written; the next request begins when the transport holds none of it any more."""
-        if self.state is ConnectionState.WRITING:
-            self.state = ConnectionState.SENDING
+        if self.state is _WRITING:
+            self.state = _SENDING
         if not self._sender.holds_bytes:
             self._sent()
 
     def _sent(self) -> None:
         """The transport holds nothing."""
         call = self._call
-        if call is None or self.state not in (ConnectionState.SENDING, ConnectionState.ENDED):
+        if call is None or self.state not in (_SENDING, _ENDED):
             return
         self._call = None
         call.sent(not self.transport.is_closing())
         if self._is_last:
             self._end()
             return
-        if self.state is ConnectionState.SENDING:
-            self.state = ConnectionState.IDLE if self._body is None else ConnectionState.DROPPING
-        if self.state is ConnectionState.DROPPING:
-            self._forget_body()
-            self._timer.set(self._limits.body_timeout_seconds, self._close)
+        if self.state is _SENDING:
+            self.state = _IDLE
+            if self._body is not None:
+                self.state = _DROPPING
+                self._forget_body()
+                self._timer.set(self._limits.body_timeout_seconds, self._close)
         self._proceed()
 
     # Refusals of input that is no request.
@@ -521,7 +526,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _refuse_input(self, error: RefusedError) -> None:
         """Refuse what is no head, or no body."""
-        is_answered = self._body is not None and self.state is not ConnectionState.PENDING
+        is_answered = self._body is not None and self.state is not _PENDING
         self._drop_request(OipError(400, "body: expected HTTP/1.1, got something else"))
         if is_answered:
             self._close()
@@ -533,7 +538,7 @@ class Connection(asyncio.BufferedProtocol):
         client = shown_peer(self.transport.get_extra_info("peername"))
         logger.debug("refused input from %s: %d, %s", client, error.status, error)
         self._context.count_refusal(error.status)
-        self.state = ConnectionState.ENDED
+        self.state = _ENDED
         if not self.transport.is_closing():
             self._write_refusal(error)
             self._linger()
@@ -545,7 +550,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end(self) -> None:
         """Read no further request, and close after the last answer."""
-        self.state = ConnectionState.ENDED
+        self.state = _ENDED
         self._timer.clear()
         if self._body is not None or self.transport.is_reading_paused:  # the socket may hold unread input
             self._linger()
@@ -560,7 +565,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _close(self) -> None:
         """Close an idle connection, or one whose client does not send what it should."""
-        self.state = ConnectionState.ENDED
+        self.state = _ENDED
         self.transport.close()
 
     def _cut_off(self) -> None:
@@ -570,9 +575,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def _end_input(self) -> None:
         """Count the requests that were received, but not begun, and read no others."""
-        if self.state is ConnectionState.ENDED:
+        if self.state is _ENDED:
             return
-        self.state = ConnectionState.ENDED
+        self.state = _ENDED
         rest, self._data = self._data[self._position :], b""
         self._position = position = 0
         try:

@@ -63,19 +63,14 @@ class HttpHead(InferHead):
             elif name == b"accept-encoding":
                 self.accept_encoding = _joined(self.accept_encoding, value)
         self._check_sizes(limits)
+        is_packed = self.content_encoding is not None
+        if self.header_length is None:
+            self.has_large_text = is_packed or (self.content_length or 0) > INLINE_BYTES
+        else:
+            self.has_large_text = self.header_length > INLINE_BYTES
+            if self.content_length is not None and not is_packed:
+                self.tensor_bytes = self.content_length - self.header_length
         self._is_read = True
-
-    @property
-    def tensor_bytes(self) -> int:
-        if self.content_length is None or self.header_length is None or self.content_encoding is not None:
-            return 0
-        return self.content_length - self.header_length
-
-    @property
-    def has_large_text(self) -> bool:
-        if self.header_length is not None:
-            return self.header_length > INLINE_BYTES
-        return self.content_encoding is not None or (self.content_length or 0) > INLINE_BYTES
 
     def find(self, content: Buffer | Span) -> RequestPlan | None:
         if not self.header_length or self.content_encoding is not None:

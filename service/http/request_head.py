@@ -68,7 +68,8 @@ class Heads:
 class HeadReader:
     """Finds the heads in one connection's input, and checks what there is of one as it arrives.
 
-    parsed  bytes of the head that arrives which were looked at
+    parsed     bytes of the head that arrives which were looked at
+    has_begun  whether a part of a head has arrived, or of the blank lines before one
     """
 
     def __init__(self, heads: Heads, limits: Limits) -> None:
@@ -77,11 +78,7 @@ class HeadReader:
         self._parser: HeadParser | None = None  # of an incomplete head
         self._blank = 0  # bytes of blank lines before it
         self.parsed = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether a part of a head has arrived, or of the blank lines before one."""
-        return self.parsed > 0 or self._blank > 0
+        self.has_begun = False
 
     def read(self, data: bytes, position: int) -> tuple[RequestHead | None, int]:
         """The head in `data` from `position` on, and where it ends; None: it is incomplete.
@@ -98,13 +95,14 @@ class HeadReader:
             return None, position
         head_bytes = data[position:end]
         head = self._heads.find(head_bytes) or self._heads.parse(head_bytes)
-        self._parser, self.parsed, self._blank = None, 0, 0
+        self._parser, self.parsed, self._blank, self.has_begun = None, 0, 0, False
         return head, end
 
     def _skip_blank_lines(self, data: bytes, position: int) -> int:
         """Robust servers ignore them before a request line (RFC 9112, 2.2)."""
         end = len(data) - len(data[position:].lstrip(b"\r\n"))
         self._blank += end - position
+        self.has_begun = True
         self._check_size(self._blank)
         return end
 
@@ -117,6 +115,7 @@ class HeadReader:
         if self._parser.feed(data[position + self.parsed :]) is not None:
             raise _invalid("no empty line after a head")
         self.parsed = size
+        self.has_begun = True
 
     def _check_size(self, size: int) -> None:
         limit = self._limits.max_header_bytes

@@ -1,4 +1,4 @@
-"""An infer request: one coroutine from its body to its reply.
+"""An infer request: one generator from its body to its answer.
 
 It has no task: what it waits for resumes it, because a task's overhead would be a part of every request.
 Bodies stay where they arrived: tensors are views or spans of them. Work that grows with the body
@@ -8,7 +8,7 @@ Bodies stay where they arrived: tensors are views or spans of them. Work that gr
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -45,6 +45,8 @@ from expertd.service.util.sentences import shortened, shown
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Waits = Generator[None, Any, T]
+"""What gives a T; each `yield` waits, and gives what the request is resumed with."""
 
 _BEFORE_QUEUE = "before it was queued"
 _BEFORE_ANSWER = "before its answer was ready"
@@ -125,7 +127,7 @@ class InferCall:
         self._trace_context: TraceContext | None = None
         self._timed: list[TimedStep] | None = None
         self._forwarding: asyncio.Future[Any] | None = None
-        self._life: Coroutine[Any, Any, None] | None = None  # from the whole body on
+        self._life: Waits[Any] | None = None  # from the whole body on
         self._deadline: Deadline | None = None  # of a request with a timeout, once that is known
         self._left: RequestError | None = None
         self._refusal: RequestError | None = None
@@ -166,49 +168,40 @@ class InferCall:
         call_seconds  what the call's own deadline left then; None: it has none
         """
         self._received = Received(content, body)
-        self._life = self._infer(time.perf_counter() if received_at is None else received_at, call_seconds)
-        try:
-            self._life.send(None)
-        except StopIteration:
-            return
+        self._life = self._answer(time.perf_counter() if received_at is None else received_at, call_seconds)
+        self._resume()
 
     def _resume(self, result: Any = None) -> None:
-        """Go on with the result of what the request waits for, up to where it waits again."""
+        """Go on with the result of what the request waits for, up to where it waits again, or its reply."""
         life = self._life
         assert life is not None
         if self._is_overdue:
             life.close()
+            self._release()
             return
         try:
             if self._left is None:
                 life.send(result)
             else:
                 life.throw(self._left)
-        except StopIteration:
             return
-
-    async def _infer(self, received_at: float, call_seconds: float | None) -> None:
-        """Reply to the request; closed where it waits once it was refused as late."""
-        try:
-            try:
-                answer = await self._answer(received_at, call_seconds)
-            except RegionsElsewhereError:
-                answer = await self._forward()
+        except StopIteration as end:
+            answer = end.value
         except asyncio.CancelledError:  # the server was stopped meanwhile
-            self._caller.reply(self, None)
+            answer = None
         except Exception as error:
             self.refuse(error)
-        else:
-            self._caller.reply(self, answer)
-        finally:
-            if self._is_overdue:
-                self._release()
+            return
+        self._caller.reply(self, answer)
 
-    async def _answer(self, received_at: float, call_seconds: float | None) -> Any:
+    def _answer(self, received_at: float, call_seconds: float | None) -> Waits[Any]:
         head, received = self._head, self._received
         plan = self._plan = head.find(received.content)
         if plan is None:
-            await self._run(head.where_to_parse(received), self._parse, parses=True)
+            try:
+                yield from self._run(head.where_to_parse(received), self._parse, parses=True)
+            except RegionsElsewhereError:
+                return (yield from self._forward())
             plan = self._plan
             assert plan is not None
         deadline: Deadline | None = None
@@ -221,17 +214,17 @@ class InferCall:
             output = self._output.span
         layer = self._layer = plan.layer(received.content, output)
         if self._regions is not None:
-            await self._run(thread_from(self._regions.load_bytes), self._regions.load)
+            yield from self._run(thread_from(self._regions.load_bytes), self._regions.load)
         if layer.scales is not None and self._joins_scales(layer):
-            await self._run(thread_from(len(host_view(layer.hidden_states))), self._join)
+            yield from self._run(thread_from(len(host_view(layer.hidden_states))), self._join)
         # Routing in a GPU's memory is not validated: an id outside the range names no expert.
         if layer.topk_ids is not None and not is_on_gpu(layer.topk_ids):
-            await self._run(thread_from(16 * len(host_view(layer.topk_ids))), self._validate)
+            yield from self._run(thread_from(16 * len(host_view(layer.topk_ids))), self._validate)
         computed: Output = b""
         if layer.num_tokens:  # expert-parallel callers send empty batches
             self._pending = self._endpoint.engine.submit(self._submission(plan))
             try:
-                done = await _RESUMED
+                done = yield
             finally:
                 self._note_stages()
             if isinstance(done, Exception):
@@ -247,7 +240,7 @@ class InferCall:
             where = head.where_to_answer(plan, self._spec)
             if where is Where.EVENT_LOOP and self._regions is not None:
                 where = thread_from(self._regions.store_bytes)
-            answer = await self._run(where, partial(self._respond, computed, where))
+            answer = yield from self._run(where, partial(self._respond, computed, where))
         if deadline is not None:
             self._check_late(deadline)
             deadline.cancel()
@@ -320,7 +313,7 @@ class InferCall:
         pause = pause_for_others if where is Where.JSON_THREAD else _no_pause
         return self._head.answer(self._plan, output, self._spec, pause)
 
-    async def _forward(self) -> Any:
+    def _forward(self) -> Waits[Any]:
         """The answer of the engine's process."""
         forward = self._endpoint.forward
         assert forward is not None
@@ -328,7 +321,7 @@ class InferCall:
         self._received.release()
         self._forwarding = asyncio.ensure_future(forward(self._head, self._key_name, content))
         try:
-            return await self._result(self._forwarding)
+            return (yield from self._result(self._forwarding))
         except Exception:
             if self._left is None:
                 self._forwarding = None  # the engine has not counted it
@@ -364,7 +357,7 @@ class InferCall:
 
     # Its ends.
 
-    async def _run(self, where: Where, work: Callable[[], T], parses: bool = False) -> T:
+    def _run(self, where: Where, work: Callable[[], T], parses: bool = False) -> Waits[T]:
         """The result of `work`, done there; not at all if the caller leaves or is answered before.
 
         parses  it is the request's JSON that large JSON is, whose line has a limit
@@ -378,13 +371,13 @@ class InferCall:
             done = threads.run(where, loop, work)
         self._working = True
         try:
-            return await self._result(done)
+            return (yield from self._result(done))
         finally:
             self._working = False
 
-    async def _result(self, future: "asyncio.Future[T]") -> T:
+    def _result(self, future: "asyncio.Future[T]") -> Waits[T]:
         future.add_done_callback(self._done)
-        await _RESUMED
+        yield
         return future.result()
 
     def _done(self, future: "asyncio.Future[Any]") -> None:
@@ -459,19 +452,24 @@ class InferCall:
     def _count(self) -> None:
         if self._forwarding is not None:
             return  # the engine's process does
-        head, metrics, refusal = self._head, self._endpoint.metrics, self._refusal
-        known = head.model if head.model in self._endpoint.engine.models else ""
-        status = self._endpoint.status_of(None if refusal is None else refusal.reason)
+        endpoint, model, refusal = self._endpoint, self._head.model, self._refusal
+        known = model if model in endpoint.engine.models else ""
+        reason = None
         if refusal is not None:
-            self._stages = None
-            what = (status, refusal.reason, shown(head.model), shown(refusal.request_id), refusal.message)
+            self._stages, reason = None, refusal.reason
+            what = (self._status, reason, shown(model), shown(refusal.request_id), refusal.message)
             logger.debug("%d %s: model %s, id %s: %s", *what)
         seconds = time.perf_counter() - self._started
-        metrics.request_done(known, None if refusal is None else refusal.reason, seconds, self._stages)
-        if self._endpoint.logs_requests:
-            self._log(status, refusal, seconds)
-        if (tracing := self._endpoint.tracing) is not None:
-            self._trace(tracing, status, refusal, seconds)
+        endpoint.metrics.request_done(known, reason, seconds, self._stages)
+        if endpoint.logs_requests:
+            self._log(refusal, seconds)
+        if (tracing := endpoint.tracing) is not None:
+            self._trace(tracing, refusal, seconds)
+
+    @property
+    def _status(self) -> int:
+        """What logs and spans call how it ended."""
+        return self._endpoint.status_of(None if self._refusal is None else self._refusal.reason)
 
     @property
     def _metadata(self) -> Headers:
@@ -503,7 +501,7 @@ class InferCall:
             self._sampled = tracing.samples(self._trace_context)
         return self._sampled
 
-    def _trace(self, tracing: Tracing, status: int, refusal: RequestError | None, seconds: float) -> None:
+    def _trace(self, tracing: Tracing, refusal: RequestError | None, seconds: float) -> None:
         """Have spans of the request made, if it is sampled."""
         if not self._is_sampled(tracing):
             return
@@ -521,15 +519,15 @@ class InferCall:
                 model=shortened(self._head.model),
                 request_id=self._id_of(refusal),
                 tokens=None if self._plan is None else self._plan.num_tokens,
-                status=status,
+                status=self._status,
                 reason=None if refusal is None else refusal.reason,
                 timed=() if self._timed is None else self._timed,
             )
         )
 
-    def _log(self, status: int, refusal: RequestError | None, seconds: float) -> None:
+    def _log(self, refusal: RequestError | None, seconds: float) -> None:
         """The line of the request."""
-        head, plan, trace = self._head, self._plan, trace_context(self._metadata)
+        head, plan, status, trace = self._head, self._plan, self._status, trace_context(self._metadata)
         receive, queue, compute = self._stages or self._remote_stages() or (None, None, None)
         fields = with_fields(
             model=shortened(head.model),
@@ -574,16 +572,6 @@ def _forget_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-
-
-class _Resumed:
-    """Awaited, it waits, and gives what the request is resumed with."""
-
-    def __await__(self) -> Generator[None, Any, Any]:
-        return (yield)
-
-
-_RESUMED = _Resumed()
 
 
 def _no_pause() -> None:

@@ -25,10 +25,24 @@ class InferHead(ABC):
     keys        by which a request with this head was admitted, as that of `key_name`; set by the gate
     caller      the number of `key_name`, for the queue
     request_id  the caller's own, if the head has it
-    limit       of the body; set by `read`
+
+    limit           of the body; set by `read`, as the next two
+    tensor_bytes    of all inputs, as far as the head tells: the tokens follow from them
+    has_large_text  whether what is parsed is large, or may become so
     """
 
-    __slots__ = ("caller", "headers", "key_name", "keys", "limit", "model", "request_id", "version")
+    __slots__ = (
+        "caller",
+        "has_large_text",
+        "headers",
+        "key_name",
+        "keys",
+        "limit",
+        "model",
+        "request_id",
+        "tensor_bytes",
+        "version",
+    )
 
     def __init__(self, model: str, version: str, headers: Headers, request_id: str | None = None) -> None:
         self.model = model
@@ -39,20 +53,12 @@ class InferHead(ABC):
         self.key_name = ""
         self.caller = 0
         self.limit = BodyLimit(0)
+        self.tensor_bytes = 0
+        self.has_large_text = False
 
     @abstractmethod
     def read(self, limits: Limits) -> None:
         """Check what the head says. Raises RequestError."""
-
-    @property
-    @abstractmethod
-    def tensor_bytes(self) -> int:
-        """Of all inputs, as far as the head tells: the tokens follow from them."""
-
-    @property
-    @abstractmethod
-    def has_large_text(self) -> bool:
-        """Whether what is parsed is large, or may become so."""
 
     @abstractmethod
     def find(self, content: Buffer | Span) -> RequestPlan | None:

@@ -259,6 +259,6 @@ def tokens_per_expert(shape: LayerShape, offsets: NDArray[np.int32]) -> NDArray[
     """Tokens of each expert [E], from the offsets [G + 1] of a call; 0 for experts held elsewhere."""
     held = shape.held_experts
     tokens = offsets[1 : len(held) + 1] - offsets[: len(held)]
-    if shape.is_part:
+    if len(tokens) < shape.num_experts:
         tokens = np.pad(tokens, (held.start, shape.num_experts - held.stop))
     return tokens
