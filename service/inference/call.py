@@ -1,4 +1,4 @@
-"""An infer request: one generator from its body to its answer.
+"""An infer request: one coroutine from its body to its answer.
 
 It has no task: what it waits for resumes it, because a task's overhead would be a part of every request.
 Bodies stay where they arrived: tensors are views or spans of them. Work that grows with the body
@@ -8,7 +8,7 @@ Bodies stay where they arrived: tensors are views or spans of them. Work that gr
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -45,8 +45,6 @@ from expertd.service.util.sentences import shortened, shown
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Waits = Generator[None, Any, T]
-"""What gives a T; each `yield` waits, and gives what the request is resumed with."""
 
 _BEFORE_QUEUE = "before it was queued"
 _BEFORE_ANSWER = "before its answer was ready"
@@ -127,7 +125,7 @@ class InferCall:
         self._trace_context: TraceContext | None = None
         self._timed: list[TimedStep] | None = None
         self._forwarding: asyncio.Future[Any] | None = None
-        self._life: Waits[Any] | None = None  # from the whole body on
+        self._life: Coroutine[Any, Any, Any] | None = None  # from the whole body on
         self._deadline: Deadline | None = None  # of a request with a timeout, once that is known
         self._left: RequestError | None = None
         self._refusal: RequestError | None = None
@@ -194,14 +192,14 @@ class InferCall:
             return
         self._caller.reply(self, answer)
 
-    def _answer(self, received_at: float, call_seconds: float | None) -> Waits[Any]:
+    async def _answer(self, received_at: float, call_seconds: float | None) -> Any:
         head, received = self._head, self._received
         plan = self._plan = head.find(received.content)
         if plan is None:
             try:
-                yield from self._run(head.where_to_parse(received), self._parse, parses=True)
+                await self._run(head.where_to_parse(received), self._parse, parses=True)
             except RegionsElsewhereError:
-                return (yield from self._forward())
+                return await self._forward()
             plan = self._plan
             assert plan is not None
         deadline: Deadline | None = None
@@ -214,17 +212,17 @@ class InferCall:
             output = self._output.span
         layer = self._layer = plan.layer(received.content, output)
         if self._regions is not None:
-            yield from self._run(thread_from(self._regions.load_bytes), self._regions.load)
+            await self._run(thread_from(self._regions.load_bytes), self._regions.load)
         if layer.scales is not None and self._joins_scales(layer):
-            yield from self._run(thread_from(len(host_view(layer.hidden_states))), self._join)
+            await self._run(thread_from(len(host_view(layer.hidden_states))), self._join)
         # Routing in a GPU's memory is not validated: an id outside the range names no expert.
         if layer.topk_ids is not None and not is_on_gpu(layer.topk_ids):
-            yield from self._run(thread_from(16 * len(host_view(layer.topk_ids))), self._validate)
+            await self._run(thread_from(16 * len(host_view(layer.topk_ids))), self._validate)
         computed: Output = b""
         if layer.num_tokens:  # expert-parallel callers send empty batches
             self._pending = self._endpoint.engine.submit(self._submission(plan))
             try:
-                done = yield
+                done = await _RESUMED
             finally:
                 self._note_stages()
             if isinstance(done, Exception):
@@ -240,7 +238,7 @@ class InferCall:
             where = head.where_to_answer(plan, self._spec)
             if where is Where.EVENT_LOOP and self._regions is not None:
                 where = thread_from(self._regions.store_bytes)
-            answer = yield from self._run(where, partial(self._respond, computed, where))
+            answer = await self._run(where, partial(self._respond, computed, where))
         if deadline is not None:
             self._check_late(deadline)
             deadline.cancel()
@@ -313,7 +311,7 @@ class InferCall:
         pause = pause_for_others if where is Where.JSON_THREAD else _no_pause
         return self._head.answer(self._plan, output, self._spec, pause)
 
-    def _forward(self) -> Waits[Any]:
+    async def _forward(self) -> Any:
         """The answer of the engine's process."""
         forward = self._endpoint.forward
         assert forward is not None
@@ -321,7 +319,7 @@ class InferCall:
         self._received.release()
         self._forwarding = asyncio.ensure_future(forward(self._head, self._key_name, content))
         try:
-            return (yield from self._result(self._forwarding))
+            return await self._result(self._forwarding)
         except Exception:
             if self._left is None:
                 self._forwarding = None  # the engine has not counted it
@@ -357,7 +355,7 @@ class InferCall:
 
     # Its ends.
 
-    def _run(self, where: Where, work: Callable[[], T], parses: bool = False) -> Waits[T]:
+    async def _run(self, where: Where, work: Callable[[], T], parses: bool = False) -> T:
         """The result of `work`, done there; not at all if the caller leaves or is answered before.
 
         parses  it is the request's JSON that large JSON is, whose line has a limit
@@ -371,13 +369,13 @@ class InferCall:
             done = threads.run(where, loop, work)
         self._working = True
         try:
-            return (yield from self._result(done))
+            return await self._result(done)
         finally:
             self._working = False
 
-    def _result(self, future: "asyncio.Future[T]") -> Waits[T]:
+    async def _result(self, future: "asyncio.Future[T]") -> T:
         future.add_done_callback(self._done)
-        yield
+        await _RESUMED
         return future.result()
 
     def _done(self, future: "asyncio.Future[Any]") -> None:
@@ -572,6 +570,16 @@ def _forget_frames(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+class _Resumed:
+    """Awaited, it waits, and gives what the request is resumed with."""
+
+    def __await__(self) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+_RESUMED = _Resumed()
 
 
 def _no_pause() -> None:
