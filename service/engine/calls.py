@@ -1,6 +1,6 @@
 """Calls that GPUs of callers make by themselves, as the threads of steps and channels see them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from expertd.service.memory import SharedMemory
@@ -20,6 +20,15 @@ class CallPlaces(NamedTuple):
     out: int
     max_tokens: int
     sequence: int
+
+
+class CallCounts(NamedTuple):
+    """Calls to a model that have had their output so far, their tokens, and their steps and seconds."""
+
+    calls: int = 0
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
 
 
 class Calls(Protocol):
@@ -93,6 +102,9 @@ class CallServer(Calls, Protocol):
 
     def forget(self, model: str) -> None:
         """The layer is unloaded: refuse calls to it."""
+
+    def counts(self) -> Mapping[str, CallCounts]:
+        """By model, also of those that were unloaded; on any thread."""
 
     def num_calls(self, index: int) -> int:
         """That a slot's caller has made; on any thread."""

@@ -7,7 +7,7 @@ import torch
 
 from expertd.kernels.device_calls import CallSlot
 from expertd.service.device import Device
-from expertd.service.engine.calls import CallPlaces
+from expertd.service.engine.calls import CallCounts, CallPlaces
 from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.memory import SharedMemory
 from expertd.service.moe.runner import LayerRunner
@@ -15,7 +15,7 @@ from expertd.service.moe.step.calls import MAX_CALL_TOKENS, CallSteps, why_not
 
 
 class DeviceCalls:
-    """Those to the layers of `runners`. Between steps, on the worker thread, but for `are_made`.
+    """Those to the layers of `runners`. Between steps, on the worker thread, unless `CallServer` says so.
 
     Implements `CallServer`.
     """
@@ -97,6 +97,14 @@ class DeviceCalls:
         """See `CallServer`."""
         if self._steps is not None:
             self._steps.remove(model)
+
+    def counts(self) -> Mapping[str, CallCounts]:
+        """See `CallServer`."""
+        found = {} if self._steps is None else self._steps.counts()
+        return {
+            name: CallCounts(each.calls, each.tokens, each.steps, each.nanoseconds * 1e-9)
+            for name, each in found.items()
+        }
 
     def num_calls(self, index: int) -> int:
         """See `CallServer`."""

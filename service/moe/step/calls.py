@@ -1,6 +1,6 @@
 """Steps of the calls that callers' GPUs make by themselves: graphs of all sizes, and the one that chooses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ CALL_TOKEN_COUNTS = (*TOKEN_COUNTS, 384, 512)
 MAX_CALL_TOKENS = CALL_TOKEN_COUNTS[-1]
 _MAX_LAYERS = 1024
 _NO_LAYER = 2**32 - 1
+_NO_GRAPHS: Sequence[Any] = (0,) * len(CALL_TOKEN_COUNTS)  # of a layer that was removed
 _FIRST = -1  # priority of the stream: calls are the shortest steps
 
 
@@ -45,8 +46,8 @@ class CallSteps:
         self._tensors: dict[tuple[int, int], StepTensors] = {}
         self._stream = device.new_stream(_FIRST)
         self._pool = device.new_graph_pool()
-        self._names: list[str] = []  # of layers, by their numbers; "": of one that was removed
-        self._graphs: list[Sequence[Any]] = []
+        # By layer, in the order of their numbers. One that is added again has its number, and so its counts.
+        self._graphs: dict[str, Sequence[Any]] = {}
         self._slots: dict[int, tuple[str, ...]] = {}  # -> the models that its caller may name
         self._backend: Any = None
         self._graph: CallGraph | None = None
@@ -56,7 +57,7 @@ class CallSteps:
 
     def add(self, name: str, layer: Layer, num_sms: int | None) -> None:
         """Capture the steps of a layer, unless it is known; for slots that are opened later."""
-        if name in self._names:
+        if self._has(name):
             return
         sizes, graphs = (layer.shape.hidden_size, layer.shape.top_k), []
         if sizes not in self._tensors:
@@ -68,16 +69,13 @@ class CallSteps:
                 self._stream.synchronize()
                 graphs.append(self._pool.capture(work, self._stream, as_part=True))
         self._backend = layer.backend
-        self._names.append(name)
-        self._graphs.append(graphs[::-1])
-        self._is_complete = False
+        self._graphs[name], self._is_complete = graphs[::-1], False
 
     def remove(self, name: str) -> None:
         """Forget a layer; calls to it are refused."""
-        if name not in self._names:
+        if not self._has(name):
             return
-        number = self._names.index(name)
-        self._names[number], self._graphs[number], self._graph = "", (0,) * len(CALL_TOKEN_COUNTS), None
+        self._graphs[name], self._graph = _NO_GRAPHS, None
         for index, models in self._slots.items():
             self._table.set_layers(index, self._numbers(models))
 
@@ -124,9 +122,9 @@ class CallSteps:
             self.stop()
             self._made().run(self._stream)
 
-    def counts(self, name: str) -> LayerCounts:
-        """What steps of calls to a layer have done so far; on any thread."""
-        return self._table.counts_of(self._names.index(name))
+    def counts(self) -> Mapping[str, LayerCounts]:
+        """What steps of calls have done so far, by layer, also to those that were removed; on any thread."""
+        return {name: self._table.counts_of(number) for number, name in enumerate(list(self._graphs))}
 
     def num_calls(self, index: int) -> int:
         """That the caller of a slot has made; on any thread."""
@@ -136,12 +134,16 @@ class CallSteps:
         """Whether the caller of these slots has sent an invalid header; on any thread."""
         return any(map(self._table.has_fault, indices))
 
+    def _has(self, name: str) -> bool:
+        return self._graphs.get(name, _NO_GRAPHS) is not _NO_GRAPHS
+
     def _numbers(self, models: Sequence[str]) -> list[int]:
-        return [self._names.index(name) if name in self._names else _NO_LAYER for name in models]
+        names = list(self._graphs)
+        return [names.index(name) if self._has(name) else _NO_LAYER for name in models]
 
     def _made(self) -> CallGraph:
         if self._graph is None:
-            raw = [[graph and graph.raw_cuda_graph() for graph in graphs] for graphs in self._graphs]
+            raw = [[graph and graph.raw_cuda_graph() for graph in graphs] for graphs in self._graphs.values()]
             self._graph = self._backend.call_graph(self._table, CALL_TOKEN_COUNTS, raw)
             self._is_complete = True
         return self._graph

@@ -14,7 +14,7 @@ import pytest
 
 from expertd.service.channels.call_channel import CallGeometry
 from expertd.service.channels.layout import GREETING
-from expertd.service.engine.calls import CallPlaces
+from expertd.service.engine.calls import CallCounts, CallPlaces
 from tests.service.apps import Serving, error_of
 from tests.service.channels.servers import channel_server
 from tests.service.runners import EchoRunner
@@ -95,6 +95,9 @@ class FakeCalls:
             memory.close()
 
     def forget(self, model: str) -> None: ...
+
+    def counts(self) -> Mapping[str, CallCounts]:
+        return {}
 
     def num_calls(self, index: int) -> int:
         return index
