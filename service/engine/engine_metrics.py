@@ -7,7 +7,7 @@ from prometheus_client.core import Metric
 from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.metrics.device import memory_metrics, use_metrics
+from expertd.service.engine.metrics.device import call_metrics, memory_metrics, use_metrics
 from expertd.service.engine.metrics.ranks import placement_metrics
 from expertd.service.engine.metrics.steps import lane_queue_metrics, queue_metrics
 from expertd.service.moe.step.step_counts import NOTHING
@@ -25,6 +25,7 @@ def watch(engine: Engine, metrics: Metrics) -> None:
     metrics.watch_ranks(lambda: engine.loaded.ranks() if engine.loaded else ())
     metrics.watch(lambda: placement_metrics(engine.loaded.placements if engine.loaded else None))
     metrics.watch(lambda: _use_metrics(engine))
+    metrics.watch(lambda: _call_metrics(engine))
     metrics.watch(engine.gpu_metrics)
 
 
@@ -42,3 +43,8 @@ def _use_metrics(engine: Engine) -> Iterator[Metric]:
     if engine.settings.num_ranks == 1:
         yield from use_metrics(list(engine.models), engine.loaded.use() if engine.loaded else NOTHING)
     yield from memory_metrics(engine.loaded.memory() if engine.loaded else None)
+
+
+def _call_metrics(engine: Engine) -> Iterator[Metric]:
+    if engine.loaded is not None and engine.loaded.calls is not None:
+        yield from call_metrics(list(engine.models), engine.loaded.calls.counts())

@@ -32,7 +32,11 @@ LANES = {"decode_max_tokens": 2, "decode_batch_tokens": 4}
 
 
 def needs_gpu(expression: str) -> bool:
-    """Whether an expression reads a series that only servers on GPUs have."""
+    """Whether an expression has data only with a series that only servers on GPUs have."""
+    return all(_reads_gpu(part) for part in expression.split(" or "))
+
+
+def _reads_gpu(expression: str) -> bool:
     families = {family.shown_name: family for family in FAMILIES}
     for selector in selectors(expression):
         name = selector.partition("{")[0]

@@ -1,13 +1,16 @@
-"""The metrics of devices: what steps use of them, and power, clocks and temperature of GPUs by NVML."""
+"""The metrics of devices: what steps use of them, the calls that they answer by themselves, and power, clocks
+and temperature of GPUs by NVML.
+"""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from prometheus_client.core import Metric
 
+from expertd.service.engine.calls import CallCounts
 from expertd.service.engine.metrics.family import MetricFamily, samples
 from expertd.service.moe.step.step_counts import Launches, StepUse
 
@@ -55,6 +58,19 @@ MEMORY_TOTAL = MetricFamily(
 )
 
 
+def _of_calls(name: str, text: str, unit: str) -> MetricFamily:
+    when = "with one rank and no lanes"
+    return MetricFamily("counter", f"device_call{name}", text, unit, ("model",), needs_gpu=True, when=when)
+
+
+_CALL_FAMILIES = (  # in the order of `CallCounts`
+    _of_calls("s", "device calls with an output; `expertd_requests_total` has none of them", "calls"),
+    _of_calls("_tokens", "tokens of device calls; `expertd_tokens_total` has none of them", "tokens"),
+    _of_calls("_steps", "steps of device calls; `expertd_steps_total` has none of them", "steps"),
+    _of_calls("_seconds", "time in these steps; `expertd_compute_seconds` has none of it", "seconds"),
+)
+
+
 def use_metrics(models: Sequence[str], use: StepUse) -> Iterator[Metric]:
     """The metrics of `use`; a model that is not loaded has 0."""
     launches = {model: asdict(use.launches.get(model, Launches())) for model in models}
@@ -72,6 +88,13 @@ def memory_metrics(memory: tuple[int, int] | None) -> Iterator[Metric]:
     if memory is not None:
         yield MEMORY_USED.gauge(memory[0])
         yield MEMORY_TOTAL.gauge(memory[1])
+
+
+def call_metrics(models: Sequence[str], counts: Mapping[str, CallCounts]) -> Iterator[Metric]:
+    """The metrics of device calls; a model without any has 0."""
+    rows = {model: counts.get(model, CallCounts()) for model in models}
+    for index, family in enumerate(_CALL_FAMILIES):
+        yield from samples(family, {model: row[index] for model, row in rows.items()})
 
 
 logger = logging.getLogger(__name__)
@@ -125,7 +148,7 @@ PEAK_BYTES = _gauge(
     "bytes per second",
 )
 FAMILIES = (
-    STEPS, COPY_SECONDS, COPY_BYTES, WEIGHTS, MEMORY, MEMORY_USED, MEMORY_TOTAL,
+    STEPS, COPY_SECONDS, COPY_BYTES, WEIGHTS, MEMORY, MEMORY_USED, MEMORY_TOTAL, *_CALL_FAMILIES,
     POWER, POWER_LIMIT, ENERGY, SM_CLOCK, MEMORY_CLOCK, TEMPERATURE, BUSY, THROTTLED, PEAK_FLOPS, PEAK_BYTES,
 )  # fmt: skip
 # By the names of NVML, without their prefix nvmlClocksEventReason. Idle is none.

@@ -1,11 +1,13 @@
 """Metrics as of a server that has everything, for tests of what reads them."""
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+from expertd.service.engine.calls import CallCounts
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.metrics.device import GpuSensors, memory_metrics, use_metrics
+from expertd.service.engine.metrics.device import GpuSensors, call_metrics, memory_metrics, use_metrics
 from expertd.service.engine.metrics.ranks import RankDevice, RankState, placement_metrics
 from expertd.service.engine.metrics.steps import QueueState, lane_queue_metrics, queue_metrics
 from expertd.service.engine.placement import PlacementState
@@ -47,6 +49,8 @@ def everything() -> Metrics:
     use = StepUse({"tiny": Launches(1, 2, 3, 4)}, {"tiny": 5}, HostCopies(6, 7.0), {"weights": 8})
     metrics.watch(lambda: use_metrics(["tiny"], use))
     metrics.watch(lambda: memory_metrics((1, 2)))
+    calls = map(CallCounts, *(itertools.count(first) for first in (1, 2, 3, 4)))  # more at each scrape
+    metrics.watch(lambda: call_metrics(["tiny"], {"tiny": next(calls)}))
     metrics.watch(lambda: placement_metrics(Given()))
     metrics.watch(lambda: lane_queue_metrics({"decode": {"tiny": QueueState(1, 2, 3)}}))
     sensors = GpuSensors()

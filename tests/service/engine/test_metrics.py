@@ -1,10 +1,12 @@
 """Metrics: every documented one exists, and changes by the right amount."""
 
+import dataclasses
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -13,6 +15,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from expertd.kernels.jit import stats as jit_stats
+from expertd.service.engine.calls import CallCounts, CallServer
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.family import MetricFamily
 from expertd.service.engine.metrics.table import FAMILIES, replaced
@@ -146,6 +149,26 @@ async def test_every_series_exists_from_the_start(caplog: pytest.LogCaptureFixtu
         *((model, ("status", str(status))) for status in (200, *STATUSES.values())),
         (("model", ""), ("status", "404")),
     }
+
+
+async def test_device_calls_are_read_at_each_scrape() -> None:
+    """From 0 on, by model; and of a server without them there are none."""
+    counts: dict[str, CallCounts] = {}
+    async with serving(tiny_settings()) as server:
+        without = set(await scrape(server))
+        engine = server.app.engine
+        assert engine.loaded is not None
+        calls = cast(CallServer, SimpleNamespace(counts=lambda: counts))
+        engine.loaded = dataclasses.replace(engine.loaded, calls=calls)
+        scrapes = [await scrape(server)]
+        for counts["tiny"] in CallCounts(3, 17, 2, 0.25), CallCounts(5, 18, 3, 0.5):
+            scrapes.append(await scrape(server))
+    names = [f"expertd_device_call{name}_total" for name in ("s", "_tokens", "_steps", "_seconds")]
+    assert set(scrapes[0]) - without == set(names)
+    assert [[each[name] for name in names] for each in scrapes] == [
+        [{(("model", "tiny"),): value} for value in values]
+        for values in ((0, 0, 0, 0), (3, 17, 2, 0.25), (5, 18, 3, 0.5))
+    ]
 
 
 def test_statuses_and_reasons_are_complete() -> None:
