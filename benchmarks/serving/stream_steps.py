@@ -1,27 +1,36 @@
 """Decode steps with remote experts, on a GPU's stream: `python -m benchmarks stream_steps [--json FILE]`.
 
-A server has MoE layers of Qwen3-30B-A3B's shape, with random weights, on the first GPU. One caller, on the
+A server has MoE layers of Qwen3-30B-A3B's shape, with random weights, on the first GPU. A caller, on the
 second GPU if there is one, computes steps of `--layers` layers: in each, the GPU is busy for `--between` us,
-as attention would keep it, tensors are copied to the channel's memory, a request is made, and its output is
-copied back.
+as attention would keep it, and a request is made. In each row, outputs must have the bits of those by HTTP.
 
-way       stream: `enqueue` and `enqueue_wait`; host: `submit` and `wait`, which wait for the GPU
-step      ms, between the ends of two steps, with the host as far ahead as it gets; median and 99th percentile
+way       stream: `enqueue` and `enqueue_wait`, with copies to the channel's memory and from it; host: the
+          same with `submit` and `wait`, which wait for the GPU; graph: calls of a device channel, all of a
+          step in one CUDA graph, which is replayed
+callers   at the same time, each with a channel and a stream of its own; more than one only of graph
+step      ms, between the ends of two steps of a caller, with the host as far ahead as it gets; median and
+          99th percentile
 layer     us of it, without what is between
-host      us that the caller's thread takes for a layer, while the GPU is busy with something else: all, and
-          copies in, enqueue, enqueue_wait, copy out
+calls     per second, of all callers together
+host      us that the caller's thread takes for a layer, while the GPU is busy with something else: copies
+          in, enqueue, enqueue_wait, copy out; of graph: the replay of a step, by its layers
 exchange  us of the stream, by CUDA events, from before it writes the request's word to after it has seen the
           answer's
 queue     us of it that the server says the request waited; compute: that its step took; other: the rest
 pair      us of the stream for a write of a word and a wait for what is there already
+over      us of a layer of graph above compute, if stream's row with these tokens and this time between came
+          before, and there is one caller
 """
 
 import argparse
 import itertools
+import os
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,14 +40,25 @@ from benchmarks.serving.rows import server
 from expertd_client import ExpertClient
 
 Row = dict[str, Any]
+WAYS = "stream", "host", "graph"
 HIDDEN, TOP_K, NUM_EXPERTS = 2048, 8, 128
 STEPS, WARM_UP, AHEAD = 200, 50, 4
+MAX_CALLERS = 32  # streams that torch has
 BUSY_CYCLES = 40_000_000  # of the GPU, while the host's time is measured: some 20 ms
 CONFIG = """
 models: [{models}]
 channels: {{socket: {folder}/channels}}
 """
 LAYER = "{{name: {name}, hidden_size: 2048, intermediate_size: 768, num_experts: 128, top_k: 8}}"
+
+
+class Case(NamedTuple):
+    """One row."""
+
+    way: str  # of `WAYS`
+    tokens: int
+    between_us: float
+    callers: int
 
 
 def model_names(layers: int) -> list[str]:
@@ -52,150 +72,219 @@ def config(layers: int, folder: str) -> str:
     return CONFIG.format(models=models, folder=folder)
 
 
-HOST_PARTS = "copy in", "enqueue", "enqueue_wait", "copy out"
+class Caller(ABC):
+    """Steps of one number of tokens, the same each time, on a stream.
 
+    between_cycles  for which the GPU is busy before each layer
+    host_parts      of a layer, on the host
+    """
 
-class Caller:
-    """Steps of one number of tokens, through one channel, as `expertd-vllm` makes them."""
+    host_parts: tuple[str, ...]
 
-    def __init__(self, channel: Any, way: str, tokens: int, between_cycles: int) -> None:
-        self.channel, self.way, self.tokens, self.between = channel, way, tokens, between_cycles
-        device = channel.slots[0].hidden_states.device
-        self.x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
-        scores = torch.rand(tokens, NUM_EXPERTS, device=device)
-        self.ids = scores.topk(TOP_K).indices.to(torch.int32)
-        self.weights = torch.rand(tokens, TOP_K, device=device)
-        self.out = torch.empty_like(self.x)
-        self.times = [0.0] * 4  # seconds of the host so far, for each part of a layer
-        self.requests: list[Any] = []
-        self.marks: list[tuple[Any, Any]] | None = None  # events around exchanges, if they are recorded
+    def __init__(self, names: Sequence[str], tokens: int, between_cycles: int, stream: Any) -> None:
+        self.names, self.tokens, self.between, self.stream = names, tokens, between_cycles, stream
+        x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        ids = torch.rand(tokens, NUM_EXPERTS, device="cuda").topk(TOP_K).indices.to(torch.int32)
+        self.given = x, ids, torch.rand(tokens, TOP_K, device="cuda")
+        self.outs = [torch.empty_like(x) for _ in names]
+        self.times = [0.0] * len(self.host_parts)  # seconds of the host so far
 
-    def layer(self, number: int) -> None:
-        """One layer, enqueued."""
-        channel, now = self.channel, time.perf_counter
-        slot, model = channel.slots[number % 2], channel.models[number]
-        if self.between:
-            torch.cuda._sleep(self.between)  # type: ignore[no-untyped-call]
-        begin = now()
-        views = slot.first(self.tokens)
-        for target, source in zip(views, (self.x, self.ids, self.weights), strict=False):
-            target.copy_(source)
-        copied = now()
-        if self.way == "host":
-            request = channel.submit(slot, self.tokens, routed=True, model=model)
-            sent = now()
-            output = channel.wait(request)
-        elif self.marks is None:
-            request = channel.enqueue(slot, self.tokens, routed=True, model=model)
-            sent = now()
-            output = channel.enqueue_wait(request)
-        else:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            before.record()
-            request = channel.enqueue(slot, self.tokens, routed=True, model=model)
-            sent = now()
-            output = channel.enqueue_wait(request)
-            after.record()
-            self.marks.append((before, after))
-        waited = now()
-        self.out.copy_(output)
-        end = now()
-        for part, seconds in enumerate((copied - begin, sent - copied, waited - sent, end - waited)):
-            self.times[part] += seconds
-        self.requests.append(request)
+    @abstractmethod
+    def enqueue_step(self) -> None:
+        """Have the current stream compute all layers."""
 
     def step(self) -> Any:
-        """All layers, and an event at the end."""
-        for number in range(len(self.channel.models)):
-            self.layer(number)
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        """A step, enqueued, and an event at its end."""
+        with torch.cuda.stream(self.stream):
+            self.enqueue_step()
+            return recorded()
 
-    def step_seconds(self) -> list[float]:
-        """Of the stream, for each step; the host is at most `AHEAD` steps ahead, as vLLM is."""
-        ends: list[Any] = []
-        for _ in range(WARM_UP + STEPS):
-            ends.append(self.step())
-            if len(ends) > AHEAD:
-                ends[-AHEAD - 1].synchronize()
-        torch.cuda.synchronize()
-        ends = ends[WARM_UP:]
-        return [one.elapsed_time(other) / 1e3 for one, other in itertools.pairwise(ends)]
-
-    def host_us(self) -> list[float]:
+    def host_us(self) -> dict[str, float]:
         """Of each part of a layer, while the GPU is busy, so that nothing is there to wait for."""
-        layers = len(self.channel.models)
-        samples: list[list[float]] = []
+        samples = []
         for _ in range(20):
             torch.cuda.synchronize()
-            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
-            self.times = [0.0] * 4
-            between, self.between = self.between, 0
+            with torch.cuda.stream(self.stream):
+                keep_busy(BUSY_CYCLES)
+            self.times = [0.0] * len(self.host_parts)
             self.step()
-            self.between = between
-            samples.append([1e6 * seconds / layers for seconds in self.times])
+            samples.append([1e6 * seconds / len(self.names) for seconds in self.times])
         torch.cuda.synchronize()
-        return [statistics.median(part) for part in zip(*samples, strict=True)]
+        return dict(zip(self.host_parts, map(statistics.median, zip(*samples, strict=True)), strict=True))
+
+
+class ChannelCaller(Caller):
+    """By a channel on the current stream, as `expertd-vllm` makes requests. way: stream or host."""
+
+    host_parts = "copy in", "enqueue", "enqueue_wait", "copy out"
+
+    def __init__(self, channel: Any, way: str, tokens: int, between_cycles: int) -> None:
+        super().__init__(channel.models, tokens, between_cycles, torch.cuda.current_stream())
+        self.channel, self.way = channel, way
+        self.exchanges: list[Any] | None = None  # events around them, and requests, if they are recorded
+
+    def enqueue_step(self) -> None:
+        """See `Caller`."""
+        channel, now = self.channel, time.perf_counter
+        send, wait = channel.enqueue, channel.enqueue_wait
+        if self.way == "host":
+            send, wait = channel.submit, channel.wait
+        for number, (model, out) in enumerate(zip(self.names, self.outs, strict=True)):
+            slot = channel.slots[number % 2]
+            if self.between:
+                keep_busy(self.between)
+            begin = now()
+            for target, source in zip(slot.first(self.tokens), self.given, strict=False):
+                target.copy_(source)
+            copied = now()
+            before = recorded() if self.exchanges is not None else None
+            request = send(slot, self.tokens, routed=True, model=model)
+            sent = now()
+            output = wait(request)
+            if self.exchanges is not None:
+                self.exchanges.append((before, recorded(), request))
+            waited = now()
+            out.copy_(output)
+            end = now()
+            for part, seconds in enumerate((copied - begin, sent - copied, waited - sent, end - waited)):
+                self.times[part] += seconds
 
     def exchange_us(self) -> dict[str, float]:
         """Medians of an exchange and its parts."""
         samples: list[tuple[float, float, float]] = []
         for _ in range(20):
-            self.marks, self.requests = [], []
+            self.exchanges = []
             self.step()
             torch.cuda.synchronize()
             time.sleep(2e-3)  # the server writes times a little later
-            for (before, after), request in zip(self.marks, self.requests, strict=True):
+            for before, after, request in self.exchanges:
                 if (times := request.times()) is not None:
                     samples.append((1e3 * before.elapsed_time(after), 1e6 * times[0], 1e6 * times[1]))
-        self.marks = None
+        self.exchanges = None
         exchange, queue, compute = (statistics.median(part) for part in zip(*samples, strict=True))
         return {"exchange": exchange, "queue": queue, "compute": compute, "other": exchange - queue - compute}
 
+    def pair_us(self) -> float:
+        """Of the stream, for a write and a wait that is over at once."""
+        enqueuer = self.channel._enqueuer
+        stream, address = enqueuer._stream, next(iter(enqueuer._addresses.values())) + 208
+        begin = recorded()
+        for _ in range(100):
+            stream.write(address, 0)
+            stream.wait(address, 0)
+        end = recorded()
+        torch.cuda.synchronize()
+        return 10 * float(begin.elapsed_time(end))
+
+
+class GraphCaller(Caller):
+    """By a device channel with one slot, in a CUDA graph on a stream of its own."""
+
+    host_parts = ("replay",)
+
+    def __init__(self, channel: Any, names: Sequence[str], tokens: int, between_cycles: int) -> None:
+        super().__init__(names, tokens, between_cycles, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        self.channel, self.graph = channel, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=self.stream):
+            for name, out in zip(names, self.outs, strict=True):
+                if between_cycles:
+                    keep_busy(between_cycles)
+                channel.call(*self.given, out, model=name)
+
+    def enqueue_step(self) -> None:
+        """See `Caller`. Raises ServerUnreachableError after a failure of an earlier step."""
+        self.channel.check()
+        begin = time.perf_counter()
+        self.graph.replay()
+        self.times[0] += time.perf_counter() - begin
+
+
+def recorded() -> Any:
+    """An event that the current stream comes to."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def keep_busy(cycles: int) -> None:
+    """Have the current stream do nothing else for so many cycles of the GPU."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
 
 def cycles_per_us() -> float:
-    """Of `torch.cuda._sleep`."""
+    """Of `keep_busy`."""
     for _ in range(2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
-        end.record()
+        begin = recorded()
+        keep_busy(BUSY_CYCLES)
+        end = recorded()
         torch.cuda.synchronize()
     cycles: float = BUSY_CYCLES / begin.elapsed_time(end) / 1e3
     return cycles
 
 
-def pair_us(channel: Any) -> float:
-    """Of the stream, for a write and a wait that is over at once."""
-    enqueuer = channel._enqueuer
-    stream, address = enqueuer._stream, next(iter(enqueuer._addresses.values())) + 208
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(100):
-        stream.write(address, 0)
-        stream.wait(address, 0)
-    end.record()
+def ends_of_steps(callers: Sequence[Caller]) -> list[list[Any]]:
+    """Of each caller, `STEPS` events; the host is at most `AHEAD` steps ahead, as vLLM is."""
+    ends: list[list[Any]] = [[] for _ in callers]
+    for _ in range(WARM_UP + STEPS):
+        for caller, own in zip(callers, ends, strict=True):
+            own.append(caller.step())
+            if len(own) > AHEAD:
+                own[-AHEAD - 1].synchronize()
     torch.cuda.synchronize()
-    return 10 * float(begin.elapsed_time(end))
+    return [own[WARM_UP:] for own in ends]
 
 
-def measure(make: Callable[[], Any], way: str, tokens: int, between_us: float) -> Row:
+def rates(ends: Sequence[Sequence[Any]], layers: int, between_us: float) -> Row:
+    """Columns of times, from each caller's events at the ends of steps."""
+    steps = sorted(one.elapsed_time(other) for own in ends for one, other in itertools.pairwise(own))
+    median = statistics.median(steps)
+    total_ms = max(first[0].elapsed_time(last[-1]) for first in ends for last in ends)
+    return {
+        "step_ms": median,
+        "p99_ms": steps[int(0.99 * len(steps))],
+        "layer_us": 1e3 * median / layers - between_us,
+        "calls_per_s": 1e3 * layers * len(steps) / total_ms,
+    }
+
+
+def check(callers: Sequence[Caller], client: ExpertClient) -> None:
+    """Compare the outputs of a step of all callers at once with those by HTTP. Raises RuntimeError."""
+    for caller in callers:
+        for out in caller.outs:
+            out.fill_(torch.nan)
+    torch.cuda.synchronize()
+    for caller in callers:
+        caller.step()
+    torch.cuda.synchronize()
+    for number, caller in enumerate(callers):
+        given = [tensor.cpu() for tensor in caller.given]
+        for name, out in zip(caller.names, caller.outs, strict=True):
+            if not torch.equal(out.cpu(), client.infer(name, *given)):
+                raise RuntimeError(f"caller {number}, {name}: expected the bits by HTTP, got others")
+
+
+def measure(case: Case, client: ExpertClient, names: list[str], device: str) -> Row:
     """One row."""
-    with make() as channel:
-        caller = Caller(channel, way, tokens, int(between_us * cycles_per_us()))
-        steps = sorted(caller.step_seconds())
-        median, layers = statistics.median(steps), len(channel.models)
-        row: Row = {"way": way, "tokens": tokens, "between_us": between_us, "step_ms": 1e3 * median}
-        row |= {"p99_ms": 1e3 * steps[int(0.99 * len(steps))]}
-        row |= {"layer_us": 1e6 * median / layers - between_us}
-        if way == "stream":
-            row |= {
-                "host_us": dict(zip(HOST_PARTS, caller.host_us(), strict=True)),
-                "exchange_us": caller.exchange_us(),
-            }
-            row |= {"pair_us": pair_us(channel)}
-        return row
+    with ExitStack() as stack:
+        callers = [make_caller(case, client, names, device, stack) for _ in range(case.callers)]
+        row = case._asdict() | rates(ends_of_steps(callers), len(names), case.between_us)
+        check(callers, client)
+        if case.way != "host":
+            row["host_us"] = callers[0].host_us()
+        if case.way == "stream" and isinstance(caller := callers[0], ChannelCaller):
+            row |= {"exchange_us": caller.exchange_us(), "pair_us": caller.pair_us()}
+    return row
+
+
+def make_caller(case: Case, client: ExpertClient, names: list[str], device: str, stack: ExitStack) -> Caller:
+    """A caller, whose channel is closed with `stack`."""
+    cycles = int(case.between_us * cycles_per_us())
+    options: Row = {"max_tokens": max(64, case.tokens), "device": device}
+    if case.way == "graph":
+        calls = stack.enter_context(client.open_device_channel(names, num_slots=1, **options))
+        return GraphCaller(calls, names, case.tokens, cycles)
+    channel = stack.enter_context(client.open_channel(names, num_slots=2, datatype="BF16", **options))
+    return ChannelCaller(channel, case.way, case.tokens, cycles)
 
 
 def main() -> None:
@@ -204,32 +293,37 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,16,64", help="of a step, separated by commas")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--between", default="0,100", help="us for which the GPU is busy before each request")
-    parser.add_argument("--ways", default="stream,host")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--callers", type=int, default=1, help="of graph, at the same time")
     parser.add_argument("--url", help="of a server that is there, with the same layers")
     options = parser.parse_args()
+    if unknown := set(options.ways.split(",")) - set(WAYS):
+        parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
+    if not 1 <= options.callers <= MAX_CALLERS:
+        parser.error(f"--callers: expected 1 to {MAX_CALLERS}, got {options.callers}")
+    if options.callers > 1:  # a stream that waits must not hold up others in the same hardware queue
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     expect_gpu("benchmarks stream_steps")
     index = 1 if torch.cuda.device_count() > 1 else 0
     torch.cuda.set_device(index)
     result = Result(options.json, header() | {"caller": f"GPU {index}"})
     if options.url:
-        run(options, options.url, index, result)
+        run(options, options.url, f"cuda:{index}", result)
     else:
         with server(1, layers=options.layers, make_config=config) as (url, _):
-            run(options, url, index, result)
+            run(options, url, f"cuda:{index}", result)
 
 
-def run(options: argparse.Namespace, url: str, index: int, result: Result) -> None:
+def run(options: argparse.Namespace, url: str, device: str, result: Result) -> None:
     """All rows."""
-    with ExpertClient(url, retry_seconds=10) as client:
-        for way in options.ways.split(","):
-            for tokens in map(int, options.tokens.split(",")):
-                for between in map(float, options.between.split(",")):
-
-                    def make(tokens: int = tokens) -> Any:
-                        names = model_names(options.layers)
-                        device = f"cuda:{index}"
-                        return client.open_channel(
-                            names, max_tokens=max(64, tokens), num_slots=2, datatype="BF16", device=device
-                        )
-
-                    result.put(measure(make, way, tokens, between))
+    given = options.ways.split(","), options.tokens.split(","), options.between.split(",")
+    computes: dict[tuple[int, float], float] = {}  # us of stream's steps, by tokens and the time between
+    with ExpertClient(url, transport="http", retry_seconds=10) as client:
+        for way, tokens, between in itertools.product(*given):
+            case = Case(way, int(tokens), float(between), options.callers if way == "graph" else 1)
+            row, key = measure(case, client, model_names(options.layers), device), case[1:3]
+            if way == "stream":
+                computes[key] = row["exchange_us"]["compute"]
+            elif way == "graph" and case.callers == 1 and key in computes:
+                row["over_us"] = row["layer_us"] - computes[key]
+            result.put(row)
