@@ -5,16 +5,22 @@ import dataclasses
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from expertd.service.channels.call_channel import CallGeometry
 from expertd.service.channels.layout import GREETING
 from expertd.service.engine.calls import CallCounts, CallPlaces
+from expertd_client import ServerBusyError
+from expertd_client.channel.device_link import DeviceLink
+from expertd_client.deadline import Deadline
 from tests.service.apps import Serving, error_of
 from tests.service.channels.servers import channel_server
 from tests.service.runners import EchoRunner
@@ -259,3 +265,64 @@ async def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], text: st
         calls.error = ValueError("memory: model tiny: expected the contiguous layout, got the masked one")
         assert error_of(await server.http.post("/v1/channels", json=BODY), 400) == str(calls.error)
         assert server.metric("channel_bytes") == 0
+
+
+def asking(server: Serving, opened: list[Any]) -> Callable[[Deadline], Any]:
+    def ask(deadline: Deadline) -> Any:
+        """As the client, from a thread of its own."""
+        response = httpx.post(f"http://127.0.0.1:{server.port}/v1/channels", json=BODY)
+        if response.status_code != 201:
+            raise ServerBusyError(response.text, status=503)
+        opened.append(response.json())
+        return opened[-1]
+
+    return ask
+
+
+async def test_the_client_hands_its_memories_to_the_next_server(tmp_path: Path) -> None:
+    """Again and again, as long as it is open, and until the server refuses for too long."""
+    async with serving_calls(tmp_path) as (server, calls):
+        opened: list[Any] = []
+        deadline = Deadline(10, retry_seconds=0.5)
+        share = partial(FakeMemory, 1)
+        link = await asyncio.to_thread(DeviceLink, asking(server, opened), share, deadline)
+        assert asdict(link.geometry) == opened[0]["geometry"]
+        assert os.fstat(link.calls).st_size == link.geometry.data_bytes
+        given = os.fstat(link.answers.descriptor()).st_ino, os.fstat(link.calls).st_ino
+        link.start(lambda: False)
+        entries = server.app.channels.entries
+
+        async def answers(channel: str) -> None:
+            await until(lambda: len(calls.slots) == 3 and list(entries) == [channel])
+
+        for turn in range(3):
+            await answers(str(turn + 1))
+            held = [memory for memory in calls.memories if not memory.is_closed]
+            if turn:
+                assert tuple(os.fstat(memory.descriptor()).st_ino for memory in held) == given
+            server.app.channels.close(entries[str(turn + 1)].channel, "test")
+        await answers("4")
+        calls.error = RuntimeError("no memory")
+        server.app.channels.close(entries["4"].channel, "test")
+        assert link._thread is not None
+        await asyncio.to_thread(link._thread.join, 10)
+        assert not link._thread.is_alive()
+        await asyncio.to_thread(link.close)
+        assert not entries
+
+
+async def test_a_link_that_is_closed_or_has_failed_asks_no_more(tmp_path: Path) -> None:
+    async with serving_calls(tmp_path) as (server, calls):
+        for fails in (False, True):
+            opened: list[Any] = []
+            ask = asking(server, opened)
+            link = await asyncio.to_thread(DeviceLink, ask, partial(FakeMemory, 1), Deadline(10, 10))
+            link.start(partial(bool, fails))
+            await until(lambda: len(calls.slots) == 3)
+            if fails:
+                server.app.channels.close(next(iter(server.app.channels.entries.values())).channel, "test")
+                assert link._thread is not None
+                await asyncio.to_thread(link._thread.join, 10)
+            await asyncio.to_thread(link.close)
+            await until(lambda: not calls.slots and not server.app.channels.entries)
+            assert len(opened) == 1

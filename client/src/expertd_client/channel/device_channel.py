@@ -1,37 +1,20 @@
 """Calls that a GPU makes by itself: two kernels on torch's current stream, which CUDA graphs may have."""
 
 import ctypes
-import logging
-import os
-import socket
 import struct
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from expertd_client.channel.claiming import exchange
-from expertd_client.channel.layout import VERSION
+from expertd_client.channel.device_link import DeviceLink
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import SharedDeviceMemory, call, get_driver, in_context
-from expertd_client.errors import (
-    ExpertError,
-    InvalidRequestError,
-    ServerUnreachableError,
-    TransportUnavailableError,
-)
-from expertd_client.retries import with_retries
-from expertd_client.steps import Steps, run
+from expertd_client.errors import InvalidRequestError, ServerUnreachableError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-logger = logging.getLogger("expertd_client")
-
-READY = b"\1"  # what the server sends once it answers calls
 _PLACE = struct.Struct("<10QI12x")  # CallPlace of device_call.cu
 _FAILURE_BYTES = 128  # of all slots, before their places
 _THREADS, _MAX_CTAS = 256, 64
@@ -39,24 +22,6 @@ _ROW_STEP = 8  # columns that a thread copies at once
 _PORTABLE_AND_MAPPED = 1 | 2
 _MAX_SECONDS = 1e6  # that a kernel waits
 _FAILURES = {1: "a call's output has not come in time", 2: "the server has refused a call's header"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """As the server says it; see its docs/internals/channels.md."""
-
-    num_slots: int
-    max_tokens: int
-    hidden_size: int
-    top_k: int
-    data_bytes: int
-    header_bytes: int
-    rows_offset: int
-    slot_bytes: int
-    topk_ids_offset: int
-    topk_weights_offset: int
-    answer_bytes: int
-    output_bytes: int
 
 
 class DeviceChannel:
@@ -75,17 +40,12 @@ class DeviceChannel:
         import torch
 
         device = torch.device("cuda", index)
-        self._ask, self._deadline = ask, deadline
-        path, token, sizes = _read(ask(deadline))
-        self._geometry = sizes
         self._models = {name: number for number, name in enumerate(models)}
         self._device, self._cuda = device, torch.cuda
-        self._send, self._wait = _kernels(device.index)
-        answers = SharedDeviceMemory(device.index, sizes.answer_bytes)
-        self._descriptors = [answers.descriptor()]  # of both memories, which outlive the server's process
-        self._connection, descriptor = _claim(path, token, self._descriptors, deadline)
-        self._descriptors.append(descriptor)
-        calls = SharedDeviceMemory(device.index, sizes.data_bytes, descriptor)
+        self._send, self._wait = _kernels(index)
+        self._link = link = DeviceLink(ask, partial(SharedDeviceMemory, index), deadline)
+        self._geometry = sizes = link.geometry
+        answers, calls = link.answers, SharedDeviceMemory(index, sizes.data_bytes, link.calls)
         self._kept = answers, calls
         self._on_host = ctypes.c_void_p()
         with in_context(device.index):
@@ -108,9 +68,7 @@ class DeviceChannel:
             )  # fmt: skip
         self._places.copy_(torch.frombuffer(places, dtype=torch.uint8))
         torch.cuda.synchronize(device)
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._watch, name="expertd-device-channel", daemon=True)
-        self._thread.start()
+        link.start(lambda: bool(self._failure.value))
 
     @property
     def num_slots(self) -> int:
@@ -185,55 +143,12 @@ class DeviceChannel:
 
     def close(self) -> None:
         """Give the channel up; no call may be under way, and no graph may make one later."""
-        if self._is_closed:
+        if self._link.is_closed:
             return
         self._cuda.synchronize(self._device)
-        self._is_closed = True
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
-        self._connection.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
+        self._link.close()
         for memory in self._kept:
             memory.close()
-
-    def _watch(self) -> None:
-        """Find another server, once there is none any more; without CUDA, as a call may be waiting."""
-        while not self._is_closed:
-            try:
-                while self._connection.recv(1):
-                    pass
-            except OSError:
-                pass
-            if self._is_closed or self._failure.value:
-                return
-            self._connection.close()
-            try:
-                self._connection = self._reconnect()
-            except ExpertError as error:
-                logger.error("channel: calls get no answers any more: %s", error)
-                return
-
-    def _reconnect(self) -> socket.socket:
-        deadline = Deadline(self._deadline.seconds, self._deadline.retry_seconds)
-        lost = ServerUnreachableError("channel: the server has closed it")
-        return run(with_retries(lambda: self._again(deadline), 0, deadline, lost))
-
-    def _again(self, deadline: Deadline) -> Steps[socket.socket]:
-        """A connection to a server that has both memories."""
-        if self._is_closed:
-            raise InvalidRequestError("channel: expected an open one, got it closed")
-        path, token, sizes = _read(self._ask(deadline))
-        if sizes != self._geometry:
-            raise InvalidRequestError(f"channel: expected {self._geometry}, as before, got {sizes}")
-        try:
-            connection, descriptor = _claim(path, token, self._descriptors, deadline)
-        except TransportUnavailableError as error:
-            raise ServerUnreachableError(str(error)) from error
-        os.close(descriptor)
-        return connection
-        yield  # as Steps
 
     def __enter__(self) -> "DeviceChannel":
         return self
@@ -283,45 +198,3 @@ def _kernels(index: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
                 call("cuFuncLoad", function)
             found.append(function)
     return found[0], found[1]
-
-
-def _read(opened: Any) -> tuple[str, bytes, _Geometry]:
-    """Socket, token and sizes of what the server has answered. Raises TransportUnavailableError."""
-    try:
-        version, told = opened["version"], opened["geometry"]
-        sizes = _Geometry(**{name: int(told[name]) for name in _Geometry.__slots__})
-        path, token = str(opened["socket"]), bytes.fromhex(opened["token"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
-    if version != VERSION:
-        raise TransportUnavailableError(f"version of channels: expected {VERSION}, got {version!r}")
-    return path, token, sizes
-
-
-def _claim(
-    path: str, token: bytes, descriptors: Sequence[int], deadline: Deadline
-) -> tuple[socket.socket, int]:
-    """The connection that the channel lives as long as, and the descriptor of the server's memory for calls.
-
-    descriptors  of the memory for answers, and of that for calls, if there is one already
-    """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(deadline.check())
-        (descriptor,) = exchange(connection, path, token, (1,))
-        try:
-            socket.send_fds(connection, [b"\0"], descriptors)
-            if connection.recv(1) != READY:
-                text = "channel: expected a server that answers calls, got it closed"
-                raise TransportUnavailableError(text)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        connection.settimeout(None)
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, OSError) and not isinstance(error, ExpertError):
-            text = f"socket of channels {path}: expected a connection, got {error}"
-            raise TransportUnavailableError(text) from error
-        raise
-    return connection, descriptor
