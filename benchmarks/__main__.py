@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 
 BENCHMARKS = {
+    "engines": ("engines",),
     "gemm": ("grouped_gemm", "gemm_sweep", "host_cost"),
     "layer": ("moe_layer", "cpu_layer", "numerics", "weights"),
     "ranks": ("parallel", "placement"),

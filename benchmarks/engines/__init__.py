@@ -1,0 +1,1 @@
+"""Inference engines alone and with remote experts."""
