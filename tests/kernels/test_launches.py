@@ -36,6 +36,7 @@ from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.jit import Variant
 from expertd.kernels.rank_memory import RankTokens
 from expertd.layout import Layout
+from tests.kernels.front_end import errors_of
 from tests.short import few_of
 
 ON = OnStream(0, 7, None)
@@ -100,10 +101,14 @@ def width(argument: Any) -> int:
 @cache
 def parameters(variant: Variant) -> list[int]:
     """Bytes of each parameter of the kernel's entry."""
-    entry = re.search(r"\.visible \.entry \w+\((.*?)\)", jit.to_ptx(variant.source), re.DOTALL)
-    assert entry
-    declared = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+) \w+(?:\[(\d+)\])?", entry[1])
-    return [int(bits) // 8 * int(count or 1) for bits, count in declared]
+    told = """
+        template <int... kBytes> struct Bytes;
+        template <class... P> __device__ Bytes<sizeof(P)...> bytes_of(void (*)(P...));
+    """
+    (error,) = errors_of(variant.source, f"{told} static_assert(sizeof(bytes_of({variant.source.entry})));")
+    found = re.search(r' returns incomplete type "Bytes<([\d, ]+)>"$', error)
+    assert found, error
+    return [int(size) for size in found[1].split(",")]
 
 
 def quantized(*shape: int, block: int) -> Quantized:
