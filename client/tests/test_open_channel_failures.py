@@ -84,11 +84,11 @@ def test_a_closed_channel(connect: Connect, sharing_server: RunningServer) -> No
             channel.wait(late)
         channel.close()
         channel.close()
-    for _ in range(2):  # the failed request leaves its slot
-        with pytest.raises(ServerUnreachableError, match=CLOSED):
-            channel.wait(late)
-        with pytest.raises(ServerUnreachableError, match=CLOSED):
-            channel.submit(slot, 1)
+        for _ in range(2):  # the failed request leaves its slot
+            with pytest.raises(ServerUnreachableError, match=CLOSED):
+                channel.wait(late)  # an answer that is there would be given, even now
+            with pytest.raises(ServerUnreachableError, match=CLOSED):
+                channel.submit(slot, 1)
     slot.hidden_states[:] = 0  # memory that is still mapped
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")
 
