@@ -110,6 +110,8 @@ def test_no_call_makes_the_server_fail(server: ServerProcess, mode: GenerationMo
     chance = random.Random(0)
     with httpx.Client(base_url=f"http://{server.url}", timeout=60) as client:
         for operation in operations(client):
+            if mode is GenerationMode.NEGATIVE and not operation.body:
+                continue  # any text is a right path, and Hypothesis would look for a wrong one for long
             found = statuses.setdefault(f"{operation.method.upper()} {operation.path}", Counter())
             is_long = operation.path == "/v1/profile" or "/repository/models/" in operation.path
 
