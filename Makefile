@@ -44,10 +44,12 @@ serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
 # Each file of the server's tests runs in one of JOBS processes: more than there are cores, because many wait.
-# The client's run beside them.
+# The client's run beside them, and what BESIDE names.
 JOBS ?= 4
 SHORT := not gpu and not timing and not thorough
-RUN_TESTS = $(MAKE) --no-print-directory -j2 --output-sync=target server-tests client-tests
+RUN_TESTS = $(MAKE) --no-print-directory -j3 --output-sync=target server-tests client-tests $(BESIDE)
+# Files with tests of the mark: all others take longer to collect than these to run.
+TIMING = $$(grep -rl --include='test_*.py' 'mark\.timing' tests) -m "timing and not gpu"
 
 test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes on 2 cores
 	+$(RUN_TESTS) MARKS="$(SHORT)"
@@ -55,10 +57,10 @@ test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes o
 test-all: docs $(RUNTIME) $(DEV) ## run every test that needs no GPU, and those that measure time by themselves
 	+$(RUN_TESTS) MARKS="not gpu and not timing"
 	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
-	$(BIN)/python -m pytest -m "timing and not gpu"
-	cd client && ../$(BIN)/python -m pytest -m "timing and not gpu"
+	$(BIN)/python -m pytest $(TIMING)
+	cd client && ../$(BIN)/python -m pytest $(TIMING)
 
-.PHONY: server-tests client-tests
+.PHONY: server-tests client-tests style types
 server-tests: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
 
@@ -90,11 +92,15 @@ bench: $(RUNTIME) $(DEV) ## time the grouped GEMMs on the GPU at hand
 docs: $(DOCS)/.built ## build the documentation as a site in build/docs/site, with every link checked
 	$(DOCS)/bin/python -m deploy.documentation build/docs
 
-lint: $(RUNTIME) $(DEV) ## check locks, style, formatting and types
+lint: style types ## check locks, style, formatting and types
+
+style: $(RUNTIME) $(DEV)
 	$(BIN)/python -m requirements.lock --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror kernels/csrc/*
+
+types: $(RUNTIME) $(DEV)
 	$(BIN)/mypy
 	cd client && ../$(BIN)/mypy
 	cd engines/vllm && ../../$(BIN)/mypy
@@ -104,7 +110,9 @@ format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's styl
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i kernels/csrc/*
 
-check: lint test-all ## what CI runs but for the image: lint, and every test that needs no GPU
+# Types beside the tests, which leave the cores idle now and then.
+check: style ## what CI runs but for the image: lint, and every test that needs no GPU
+	+$(MAKE) --no-print-directory test-all BESIDE=types
 
 lock: ## update the lock files after a change of requirements (UPGRADE=1: to the newest versions)
 	$(PYTHON) -m venv --clear build/lock
