@@ -3,6 +3,7 @@
 | comment | the block |
 |---|---|
 | `<!-- run -->` | is run by tests/test_blocks.py: sh, or python |
+| `<!-- run: alone -->` | the same, while no other test runs: what it prints depends on times |
 | `<!-- run: output -->` | is what the block before it prints |
 | `<!-- part of FILE -->` | is a part of that file |
 | `<!-- check -->` | has commands `expertd serve`, whose arguments are given to `expertd check` |

@@ -16,7 +16,7 @@ from tests.paths import DEMO, ROOT
 from tests.service.processes import ServerProcess, clean_environment, server_process
 
 BLOCKS = blocks()
-SAYS = re.compile(r"run|run: output|check|part of \S+|tested by (\S+)::(test_\w+)|not run: \w.{10,}")
+SAYS = re.compile(r"run(?:: alone|: output)?|check|part of \S+|tested by (\S+)::(test_\w+)|not run: \w.{10,}")
 _VARIES = re.compile(r"\d+(?= ms\b)|(#+ )?\d+(?= tokens$)", re.M)
 
 
@@ -87,7 +87,11 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.parametrize("block", saying("run"), ids=str)
+@pytest.mark.parametrize(
+    "block",
+    saying("run") + [pytest.param(block, marks=pytest.mark.timing) for block in saying("run: alone")],
+    ids=str,
+)
 def test_a_block_runs_as_pasted(block: Block, server: ServerProcess, folder: Path) -> None:
     assert block.language in ("sh", "python")
     text = re.sub(r"\b(localhost|127\.0\.0\.1):8000\b", server.url, block.text)
