@@ -93,10 +93,10 @@ class CallTable:
         self.slots = torch.zeros(MAX_SLOTS, _SLOT.size, dtype=torch.uint8, device=device)
         self.step = torch.zeros(_STEP_BYTES, dtype=torch.uint8, device=device)
         self.counts = torch.zeros(num_layers, _COUNTS, dtype=torch.int64, device=device)
-        self.until = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.faults = torch.zeros(MAX_SLOTS, dtype=torch.int32, pin_memory=True)
-        self.taken = torch.zeros(MAX_SLOTS, dtype=torch.int64, pin_memory=True)
-        self.host_counts = torch.zeros(num_layers, _COUNTS, dtype=torch.int64, pin_memory=True)
+        self.until = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.faults = torch.zeros(MAX_SLOTS, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.taken = torch.zeros(MAX_SLOTS, dtype=torch.int64, device="cpu", pin_memory=True)
+        self.host_counts = torch.zeros(num_layers, _COUNTS, dtype=torch.int64, device="cpu", pin_memory=True)
         self._device = device
         self._no_header = torch.zeros(HEADER.size, dtype=torch.uint8, device=device)
         self._layers: dict[int, Tensor] = {}
@@ -122,7 +122,7 @@ class CallTable:
 
     def set_layers(self, index: int, layers: Sequence[int]) -> None:
         """Have other layers for the models of a slot, as many as before. No step may be armed."""
-        self._layers[index].copy_(torch.tensor(layers, dtype=torch.uint32))
+        self._layers[index].copy_(torch.tensor(layers, dtype=torch.uint32, device="cpu"))
 
     def counts_of(self, layer: int) -> LayerCounts:
         """What armed steps have done; on any thread, also while they run."""
