@@ -98,7 +98,7 @@ style: $(RUNTIME) $(DEV)
 	$(BIN)/python -m requirements.lock --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror kernels/csrc/*
+	$(BIN)/clang-format --dry-run --Werror kernels/csrc/* client/src/expertd_client/channel/*.cu
 
 types: $(RUNTIME) $(DEV)
 	$(BIN)/mypy
@@ -108,7 +108,7 @@ types: $(RUNTIME) $(DEV)
 format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i kernels/csrc/*
+	$(BIN)/clang-format -i kernels/csrc/* client/src/expertd_client/channel/*.cu
 
 # Types beside the tests, which leave the cores idle now and then.
 check: style ## what CI runs but for the image: lint, and every test that needs no GPU

@@ -1,11 +1,10 @@
 // The last kernel of an armed step: tells callers that their outputs are there, and counts. One CTA.
 #include "device_calls.cuh"
 
-extern "C" __global__ void __launch_bounds__(kMaxCalls)
-    answer_calls(const CallStep* step,
-                 u64* counts,    // [num_layers, kCounts]
-                 u64* on_host    // the same, for the host to read
-    ) {
+extern "C" __global__ void __launch_bounds__(kMaxCalls) answer_calls(const CallStep* step,
+                                                                     u64* counts,  // [num_layers, kCounts]
+                                                                     u64* on_host  // the same, for the host to read
+) {
     const u32 thread = threadIdx.x;
     if (thread < step->num_calls) {
         ptx::fence_system();  // after the outputs, which earlier launches have written to the callers' memory

@@ -27,12 +27,12 @@ struct alignas(16) Answer {
 };
 
 struct CallStep {
-    u64 began;                        // by %globaltimer, ns
-    u32 first_slot;                   // where the next step begins to look, so that all slots have their turn
+    u64 began;       // by %globaltimer, ns
+    u32 first_slot;  // where the next step begins to look, so that all slots have their turn
     u32 layer, num_calls, num_tokens;
-    Answer answers[kMaxCalls];        // num_calls
+    Answer answers[kMaxCalls];  // num_calls
 };
 
 enum Until : u32 { kForever, kStopped, kNoCalls };  // for how long steps follow each other
-constexpr u64 kRefused = 1ull << 63;  // in an answer: there is no output, because the header was invalid
-constexpr int kCounts = 4;            // of a layer: steps, calls, tokens, ns
+constexpr u64 kRefused = 1ull << 63;                // in an answer: there is no output, because the header was invalid
+constexpr int kCounts = 4;                          // of a layer: steps, calls, tokens, ns

@@ -8,10 +8,10 @@ constexpr u32 kNone = 0xffffffff;
 constexpr u32 kLooksPerWord = 16;  // to read a word of the host takes as long as several looks
 
 extern "C" __global__ void __launch_bounds__(kMaxCalls)
-    take_calls(CallSlot* slots,       // [kMaxCalls]
-               const u32* until_word, // in host memory: when the loop ends
+    take_calls(CallSlot* slots,        // [kMaxCalls]
+               const u32* until_word,  // in host memory: when the loop ends
                RequestTable* table, CallStep* step,
-               const u32* sizes,      // [num_sizes], at most 32, ascending: tokens of the graphs of each layer
+               const u32* sizes,  // [num_sizes], at most 32, ascending: tokens of the graphs of each layer
                u32 num_sizes, u32 num_layers,
                u32* faults,           // in host memory, [kMaxCalls]: 1: the slot's caller has sent an invalid header
                u64* taken,            // in host memory, [kMaxCalls]: the sequence of each slot's last call
@@ -89,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(kMaxCalls)
     const bool is_taken = fits_layer && end_token <= most;
     if (is_taken) {
         atomicMax(&total, sum);
-        const Request request = {slot.hidden_states, slot.topk_ids,     slot.topk_weights, slot.out,
-                                 end_token - num_tokens, end_token, slot.out_datatype, 0};
+        const Request request = {slot.hidden_states,     slot.topk_ids, slot.topk_weights, slot.out,
+                                 end_token - num_tokens, end_token,     slot.out_datatype, 0};
         table->requests[place] = request;
         step->answers[place] = {slot.answer, slot.sequence + 1};
         slots[thread].sequence = slot.sequence + 1;

@@ -7,10 +7,10 @@ using u64 = unsigned long long;
 struct alignas(16) CallPlace {
     u64 header, hidden_states, topk_ids, topk_weights;  // in the memory of the server's GPU; header: a CallHeader
     u64 answer, out;                                    // in the caller's own, where the server's GPU writes
-    u64 failure;     // of a word of all slots of the channel: not 0: nothing is sent, and outputs are NaN
-    u64 on_host;     // of a word in the host's memory, which gets the failure, too
-    u64 limit;       // ns that an answer may take
-    u64 sequence;    // of the last call
+    u64 failure;            // of a word of all slots of the channel: not 0: nothing is sent, and outputs are NaN
+    u64 on_host;            // of a word in the host's memory, which gets the failure, too
+    u64 limit;              // ns that an answer may take
+    u64 sequence;           // of the last call
     u32 blocks, unused[3];  // that have sent their part
 };
 
@@ -20,7 +20,7 @@ struct alignas(16) CallHeader {
 };
 
 constexpr u32 kThreads = 256;
-constexpr u64 kRefused = 1ull << 63;  // in an answer
+constexpr u64 kRefused = 1ull << 63;    // in an answer
 constexpr u64 kLate = 1, kInvalid = 2;  // failures
 
 __device__ __forceinline__ u64 load_acquire(u64 place) {
@@ -76,11 +76,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // Waits for the answer, in the caller's own memory, and copies the output. Each CTA waits for itself.
-extern "C" __global__ void __launch_bounds__(kThreads)
-    wait_call(const CallPlace* place,
-              uint4* out,  // bf16 [num_tokens, 8 * row]
-              u32 count    // num_tokens * row
-    ) {
+extern "C" __global__ void __launch_bounds__(kThreads) wait_call(const CallPlace* place,
+                                                                 uint4* out,  // bf16 [num_tokens, 8 * row]
+                                                                 u32 count    // num_tokens * row
+) {
     __shared__ u64 failure;
     if (threadIdx.x == 0) {
         const u64 wanted = place->sequence, begin = nanoseconds();
