@@ -261,6 +261,8 @@ class StepLane:
 
     def answer_calls(self) -> bool:
         """Have the device answer calls, as there is nothing else to do; False: call it again soon."""
+        if not self.calls.are_made:  # without waiting for a step of the event loop
+            return True
         with self.device:
             return self.calls.start()
 
