@@ -247,6 +247,23 @@ async def test_memory_that_cannot_be_opened_closes_the_channel(tmp_path: Path) -
         assert (await server.http.get("/v1/channels")).json() == {"channels": []}
 
 
+async def test_a_server_that_ends_lets_go_of_memories_first(tmp_path: Path) -> None:
+    """Then the caller sees the end of its connection, and no answer comes any more."""
+    async with serving_calls(tmp_path) as (server, calls):
+        opened = (await server.http.post("/v1/channels", json=BODY)).json()
+        connection = claim(opened)
+        os.close(await asyncio.to_thread(received, connection))
+        send_memory(connection, opened["geometry"]["answer_bytes"])
+        assert await asyncio.to_thread(connection.recv, 1) == b"\1"
+        ended = asyncio.create_task(asyncio.to_thread(connection.recv, 1))
+        ended.add_done_callback(lambda _: held.extend(each.is_closed for each in calls.memories))
+        held: list[bool] = []
+    assert await ended == b""
+    connection.close()
+    await until(lambda: held == [True, True])
+    assert not calls.slots
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
