@@ -78,6 +78,7 @@ class CallSteps:
         self._graphs[name], self._graph = _NO_GRAPHS, None
         for index, models in self._slots.items():
             self._table.set_layers(index, self._numbers(models))
+        self._device.synchronize()  # the graph's stream does not wait for these copies
 
     def open(self, slots: Sequence[CallSlot], models: tuple[str, ...]) -> list[int]:
         """Take slots, whose layers are those of `models`; their numbers. Raises ValueError without room."""
@@ -91,6 +92,7 @@ class CallSteps:
         if not self._is_complete:
             self._graph = None
         self._made()  # now, as it takes a while
+        self._device.synchronize()
         return taken
 
     def close(self, indices: Sequence[int]) -> None:
@@ -98,6 +100,7 @@ class CallSteps:
         for index in indices:
             self._table.set(index, None)
             self._slots.pop(index, None)
+        self._device.synchronize()
 
     @property
     def are_made(self) -> bool:
