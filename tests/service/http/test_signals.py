@@ -223,11 +223,12 @@ def test_unread_responses_make_it_exit_with_1(
     tmp_path: Path, settings: dict[str, float], message: str
 ) -> None:
     tokens = 32768
+    request = infer(*hidden_request(np.ones((tokens, HIDDEN), np.float32)))  # before the connection idles
     with (
         server_process(tiny_settings(limits_for(tokens), **settings), tmp_path) as server,
         connect(server.port, receive_buffer=4096) as sock,
     ):
-        sock.sendall(infer(*hidden_request(np.ones((tokens, HIDDEN), np.float32))))
+        sock.sendall(request)
         computed = f'expertd_batch_tokens_sum{{layout="contiguous",model="tiny"}} {float(tokens)}'
         wait_for(lambda: computed in server.get("/metrics").text, "the answer is computed")
         server.terminate()
