@@ -1,6 +1,5 @@
-"""Which tokens a process asks for, and in what requests, without vLLM's engine or a server."""
+"""Which tokens a process asks for, without vLLM's engine or a server."""
 
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,117 +9,14 @@ from torch import Tensor
 from vllm.forward_context import ForwardContext, override_forward_context
 
 from expertd_vllm.experts import ExpertdMoEMethod
-from expertd_vllm.remote import ChannelCall, RemoteLayer
 
 TOKENS, HIDDEN, TOP_K = 23, 8, 2
-
-
-class FakeChannel:
-    """Answers with ids and weights in the first columns of 1 + x, when waited for."""
-
-    def __init__(self, max_tokens: int, num_slots: int) -> None:
-        self.max_tokens = max_tokens
-        self.slots = [
-            SimpleNamespace(
-                hidden_states=torch.zeros(max_tokens, HIDDEN),
-                topk_ids=torch.zeros(max_tokens, TOP_K, dtype=torch.int32),
-                topk_weights=torch.zeros(max_tokens, TOP_K),
-                is_free=True,
-            )
-            for _ in range(num_slots)
-        ]
-        for slot in self.slots:
-            slot.first = partial(_first, slot)
-        self.sizes: list[int] = []
-
-    def submit(self, slot: Any, num_tokens: int, *, routed: bool, model: str) -> Any:
-        assert (slot.is_free, routed, model) == (True, True, "layer")
-        slot.is_free = False
-        self.sizes.append(num_tokens)
-        return SimpleNamespace(slot=slot, num_tokens=num_tokens)
-
-    def wait(self, ticket: Any) -> Tensor:
-        slot, n = ticket.slot, ticket.num_tokens
-        slot.is_free = True
-        return expected_of(slot.hidden_states[:n], slot.topk_ids[:n], slot.topk_weights[:n])
-
-
-def _first(slot: Any, n: int) -> tuple[Tensor, ...]:
-    return slot.hidden_states[:n], slot.topk_ids[:n], slot.topk_weights[:n], slot.hidden_states[:n]
 
 
 def expected_of(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
     out = x + 1
     out[:, :TOP_K] = topk_ids.to(out.dtype) + topk_weights
     return out
-
-
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
-@pytest.mark.parametrize("max_tokens", [1, 7, 8, TOKENS - 1, TOKENS, 100])
-@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_a_batch_is_cut_into_requests(max_tokens: int, num_slots: int, ids: torch.dtype) -> None:
-    channel = FakeChannel(max_tokens, num_slots)
-    inputs = (
-        torch.randn(TOKENS, HIDDEN),
-        torch.randint(-1, 9, (TOKENS, TOP_K), dtype=ids),
-        torch.rand(TOKENS, TOP_K),
-    )
-    out = torch.full((TOKENS, HIDDEN), torch.nan)
-    ChannelCall("layer", channel, channel.slots, inputs).wait(out)
-    torch.testing.assert_close(out, expected_of(*inputs), rtol=0, atol=0)
-    assert sum(channel.sizes) == TOKENS
-    assert len(channel.sizes) == -(-TOKENS // max_tokens)
-
-
-class FakeDeviceChannel:
-    """Answers as FakeChannel, in slots of calls."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
-        self.sent: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def send(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, model: str, slot: int) -> None:
-        assert (model, slot not in self.sent, topk_ids.dtype) == ("layer", True, torch.int32)
-        assert topk_weights.dtype == torch.float32
-        self.sent[slot] = x, topk_ids, topk_weights
-
-    def wait(self, out: Tensor, *, slot: int) -> None:
-        out.copy_(expected_of(*self.sent.pop(slot)))
-
-
-@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-@pytest.mark.parametrize("max_tokens", [TOKENS - 1, TOKENS])
-def test_batches_that_a_gpu_can_send_by_itself(max_tokens: int, ids: torch.dtype) -> None:
-    """In a slot of each microbatch; larger ones go over the channel."""
-    calls, channel = FakeDeviceChannel(max_tokens), FakeChannel(8, 4)
-    server: Any = SimpleNamespace(device_channel=calls, channel=lambda x, num_slots: channel)
-    layer = RemoteLayer(server, "layer", 3, None)
-    inputs = (
-        torch.randn(TOKENS, HIDDEN),
-        torch.randint(-1, 9, (TOKENS, TOP_K), dtype=ids),
-        torch.rand(TOKENS, TOP_K).double(),
-    )
-    made = [layer.submit(*inputs, part, 2) for part in range(2)]
-    assert sorted(calls.sent) == ([0, 1] if max_tokens == TOKENS else [])
-    for call in made:
-        out = torch.full((TOKENS, HIDDEN), torch.nan)
-        call.wait(out)
-        torch.testing.assert_close(out, expected_of(inputs[0], inputs[1], inputs[2].float()), rtol=0, atol=0)
-
-
-def test_two_microbatches_are_under_way_in_slots_of_their_own() -> None:
-    channel = FakeChannel(8, 4)
-    server: Any = SimpleNamespace(device_channel=None, channel=lambda x, num_slots: channel)
-    layer = RemoteLayer(server, "layer", 3, None)
-    batches = [
-        (torch.randn(TOKENS, HIDDEN), torch.ones(TOKENS, TOP_K) * part, torch.rand(TOKENS, TOP_K))
-        for part in (0, 1)
-    ]
-    calls = [layer.submit(*batch, part, 2) for part, batch in enumerate(batches)]
-    for batch, call in zip(batches, calls, strict=True):
-        out = torch.empty(TOKENS, HIDDEN)
-        call.wait(out)
-        torch.testing.assert_close(out, expected_of(*batch), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])

@@ -9,6 +9,7 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from expertd_client import ModelMetadata
+from expertd_client.engine import RemoteLayer
 from expertd_vllm import experts
 from expertd_vllm.experts import ExpertdMoEMethod, Remote, prepare
 from tests.test_settings import config
@@ -75,21 +76,9 @@ def test_experts(prepared: Any, kind: str, weighs_input: bool, prefix: str, text
         layer._get_quant_method(prefix, None, None)
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"hidden_size": 64}, "layer on http://a: hidden_size: expected 128, got 64"),
-        ({"num_experts": 16}, "num_experts: expected 8, got 16"),
-        ({"num_experts": None}, "num_experts: expected 8, got None"),
-        ({"top_k": 4}, "top_k: expected 2, got 4"),
-        ({"shared_experts": "included"}, "shared_experts: expected false, as vLLM computes them, got true"),
-    ],
-)
-def test_metadata(changed: dict[str, Any], text: str) -> None:
-    remote: Any = SimpleNamespace(
-        metadata=ModelMetadata(name="layer", datatype="BF16", **(METADATA | changed)),
-        where="layer on http://a",
-    )
-    moe = SimpleNamespace(hidden_dim=128, num_logical_experts=8, experts_per_token=2)
-    with pytest.raises(ValueError, match=text):
+def test_a_layer_of_another_model() -> None:
+    server: Any = SimpleNamespace(settings=SimpleNamespace(url="http://a"))
+    remote = RemoteLayer(server, "layer", 3, ModelMetadata(name="layer", datatype="BF16", **METADATA))
+    moe = SimpleNamespace(hidden_dim=64, num_logical_experts=8, experts_per_token=2)
+    with pytest.raises(ValueError, match="layer on http://a: hidden_size: expected 64, got 128"):
         ExpertdMoEMethod(moe, "model.layers.3.mlp.experts", remote)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from expertd_vllm.settings import expect
+from expertd_client.engine import expect
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,9 +19,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
 
-from expertd_client.weights import weights_id
-from expertd_vllm.remote import Call, DeviceCall, RemoteLayer, StreamCall, server_of
-from expertd_vllm.settings import check_config, expect, makes_device_calls, read_settings
+from expertd_client import engine
+from expertd_client.engine import Call, DeviceCall, RemoteLayer, StreamCall, expect, server_of
+from expertd_vllm.settings import check_config, makes_device_calls, read_settings
 
 _KINDS = ("RoutedExperts", "GptOssRoutedExperts", "DbrxExperts", "TransformersRoutedExperts")
 # Where CUDA graphs are split: at the operations below, and at those of vLLM in which they are called.
@@ -57,13 +57,8 @@ def check_weights(model: torch.nn.Module, find_directory: Callable[[], str]) -> 
     """Raises ValueError if the server's experts are not those of the checkpoint here."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     layers = [method.remote for method in methods if isinstance(method, ExpertdMoEMethod)]
-    if not layers or layers[0].server.settings.check_weights == "off" or get_tensor_model_parallel_rank() > 0:
-        return
-    directory = find_directory()
-    for layer in layers:
-        here, there = weights_id(directory, layer.number), layer.metadata.weights_id
-        expected = f"{here}, of {directory} (or check_weights: off, if encodings differ on purpose)"
-        expect(here == there, f"{layer.where}: weights_id", expected, there)
+    if get_tensor_model_parallel_rank() == 0:
+        engine.check_weights(layers, find_directory)
 
 
 class Remote:
@@ -91,19 +86,7 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
 
     def __init__(self, moe: Any, prefix: str, remote: RemoteLayer) -> None:
         super().__init__(moe)
-        has, where = remote.metadata, remote.where
-        for name, size in (
-            ("hidden_size", moe.hidden_dim),
-            ("num_experts", moe.num_logical_experts),
-            ("top_k", moe.experts_per_token),
-        ):
-            expect(getattr(has, name) == size, f"{where}: {name}", size, getattr(has, name))
-        expect(
-            has.shared_experts != "included",
-            f"{where}: shared_experts",
-            "false, as vLLM computes them",
-            "true",
-        )
+        remote.check_sizes("vLLM", moe.hidden_dim, moe.num_logical_experts, moe.experts_per_token)
         self.prefix, self.remote = prefix, remote
         self.of[prefix] = self
         self._seconds = _WAIT.labels(remote.name)

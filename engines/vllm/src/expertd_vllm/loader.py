@@ -1,26 +1,16 @@
 """`--load-format expertd`: makes a model without routed experts, and reads a checkpoint's other tensors."""
 
 import dataclasses
-import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.config.load import LoadConfig
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from expertd_vllm.settings import expect
-
-logger = init_logger("vllm.expertd")
-
-# mlp.experts.3.up_proj.weight, experts.gate_up_proj; Granite's and Step's stacks. Not .shared_experts.
-EXPERTS = re.compile(
-    r"\.experts\.(?!e_score_correction_bias)|\.block_sparse_moe\.(in|out)put_linear\.|\.moe\.(gate|up|down)_proj\."
-)
+from expertd_client.engine import EXPERTS, expect, tensors_of_others
 
 
 class ExpertdLoader(DefaultModelLoader):
@@ -58,16 +48,8 @@ class ExpertdLoader(DefaultModelLoader):
         )
         expect(use_safetensors, "load_format expertd: files", "safetensors", files[0])
         self.counter_before_loading_weights = self.counter_before_loading_weights or time.perf_counter()
-        read = skipped = 0
-        for file in sorted(files):
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118, it is no dict
-                    if EXPERTS.search(name):
-                        skipped += 1
-                    else:
-                        read += 1
-                        yield source.prefix + name, tensors.get_tensor(name)
-        logger.info("expertd: read %d tensors, left %d of routed experts in the files", read, skipped)
+        for name, tensor in tensors_of_others(files):
+            yield source.prefix + name, tensor
 
 
 class DummyLoader(ExpertdLoader):

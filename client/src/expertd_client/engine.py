@@ -1,27 +1,87 @@
-"""What a process of vLLM asks of a server: one client, and one channel for all its layers."""
+"""A checkpoint's layers on a server, as plugins of inference engines call them. It needs torch.
+
+A process has one client, and one channel for all its layers.
+"""
 
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.logger import init_logger
 
-from expertd_client import ExpertClient, ExpertError, TransportUnavailableError
-from expertd_vllm.settings import Settings, expect
+from expertd_client.client import ExpertClient
+from expertd_client.errors import ExpertError, TransportUnavailableError
+from expertd_client.metadata import ModelMetadata
+from expertd_client.weights import weights_id
 
-logger = init_logger("vllm.expertd")
+logger = logging.getLogger("expertd_client")
 
+# mlp.experts.3.up_proj.weight, experts.gate_up_proj; Granite's and Step's stacks. Not .shared_experts.
+EXPERTS = re.compile(
+    r"\.experts\.(?!e_score_correction_bias)|\.block_sparse_moe\.(in|out)put_linear\.|\.moe\.(gate|up|down)_proj\."
+)
 _DATATYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 _LOOK_SECONDS = 5e-3  # between two looks at whether a call of the GPU has failed
 _SLOTS = 2  # of a batch, which may be larger than a request: one is copied while another is computed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a plugin.
+
+    url            of the server
+    name           of the checkpoint there, whose layers are {name}.layers.{N}; "": as the server names it
+    transport      auto, channel or http, as in expertd-client; device: the GPU makes calls by itself, also
+                   from full CUDA graphs, and large batches go over a channel
+    max_tokens     of a request over a channel; larger batches are cut
+    retry_seconds  how long a call waits for a server that has gone, before it fails
+    check_weights  on: the server's experts must be those of the checkpoint here; off: only sizes are compared
+    """
+
+    url: str
+    name: str = ""
+    transport: str = "auto"
+    max_tokens: int = 1024
+    retry_seconds: float = 60.0
+    check_weights: str = "on"
+
+    def __post_init__(self) -> None:
+        is_size = isinstance(self.max_tokens, int) and self.max_tokens > 0
+        is_time = isinstance(self.retry_seconds, (int, float)) and self.retry_seconds >= 0
+        expect(isinstance(self.url, str), "url", "text", self.url)
+        expect(isinstance(self.name, str), "name", "text", self.name)
+        expect(
+            self.transport in ("auto", "channel", "http", "device"),
+            "transport",
+            "auto, channel, http or device",
+            self.transport,
+        )
+        expect(is_size, "max_tokens", "1 or more", self.max_tokens)
+        expect(is_time, "retry_seconds", "0 or more", self.retry_seconds)
+        expect(self.check_weights in ("on", "off"), "check_weights", "on or off", self.check_weights)
+
+
+def make_settings(given: Mapping[str, Any], model: str) -> Settings:
+    """Those that an engine was given, which serves `model`, a directory or a name. Raises ValueError."""
+    names = [field.name for field in fields(Settings)]
+    for key in given:
+        expect(key in names, "expertd's settings", " or ".join(names), key)
+    return Settings(**{"name": _served_name(model), **given})
+
+
+def expect(is_good: bool, name: str, expected: object, got: object) -> None:
+    """Raises ValueError unless `is_good`."""
+    if not is_good:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
 @cache
@@ -74,11 +134,12 @@ class Server:
     def channel(self, x: Tensor, num_slots: int) -> Any:
         """The channel; None if this process has none, so that calls go over HTTP."""
         if self._channel is None and self._has_channels:
-            most = min(layer.metadata.max_request_tokens for layer in self._layers.values())
+            most = self.settings.max_tokens
+            limits = [layer.metadata.max_request_tokens for layer in self._layers.values()]
             try:
                 self._channel = self.client.open_channel(
                     list(self._layers),
-                    max_tokens=min(self.settings.max_tokens, most),
+                    max_tokens=min(most, *(limit or most for limit in limits)),
                     num_slots=num_slots,
                     datatype=_DATATYPES[x.dtype],
                     device=str(x.device),
@@ -99,12 +160,21 @@ class RemoteLayer:
     server: Server
     name: str
     number: int
-    metadata: Any
+    metadata: ModelMetadata
 
     @property
     def where(self) -> str:
         """Its name, for errors."""
         return f"{self.name} on {self.server.settings.url}"
+
+    def check_sizes(self, engine: str, hidden_size: int, num_experts: int, top_k: int | None) -> None:
+        """Raises ValueError if the layer is not the one that `engine` has, with shared experts of its own."""
+        has = self.metadata
+        sizes = {"hidden_size": hidden_size, "num_experts": num_experts, "top_k": top_k}
+        for name, size in sizes.items():
+            expect(size in (None, getattr(has, name)), f"{self.where}: {name}", size, getattr(has, name))
+        name, is_good = f"{self.where}: shared_experts", has.shared_experts != "included"
+        expect(is_good, name, f"false, as {engine} computes them", "true")
 
     def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, part: int, parts: int) -> "Call":
         """Begin to compute the experts of x [n, hidden_size], topk_ids and topk_weights [n, top_k].
@@ -201,7 +271,42 @@ Call = HttpCall | ChannelCall | DeviceCall
 
 
 def end_process(error: Exception) -> None:
-    """For a GPU whose outputs are missing: vLLM is ahead of it, and would make tokens of anything else."""
-    logger.critical("expertd: this process of vLLM ends, because it has no outputs of experts: %s", error)
+    """For a GPU whose outputs are missing: its engine is ahead, and would make tokens of anything else."""
+    logger.critical("expertd: this process ends, because it has no outputs of experts: %s", error)
     logging.shutdown()
     os._exit(1)
+
+
+def check_weights(layers: Sequence[RemoteLayer], find_directory: Callable[[], str]) -> None:
+    """Raises ValueError if the server's experts are not those of the checkpoint in the directory."""
+    if not layers or layers[0].server.settings.check_weights == "off":
+        return
+    directory = find_directory()
+    for layer in layers:
+        here, there = weights_id(directory, layer.number), layer.metadata.weights_id
+        expected = f"{here}, of {directory} (or check_weights: off, if encodings differ on purpose)"
+        expect(here == there, f"{layer.where}: weights_id", expected, there)
+
+
+def tensors_of_others(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors in files of safetensors but for the experts, which stay unread."""
+    from safetensors import safe_open
+
+    read = skipped = 0
+    for file in sorted(files):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, it is no dict
+                if EXPERTS.search(name):
+                    skipped += 1
+                else:
+                    read += 1
+                    yield name, tensors.get_tensor(name)
+    logger.info("expertd: read %d tensors, left %d of routed experts in the files", read, skipped)
+
+
+def _served_name(model: str) -> str:
+    """By what `expertd serve --model` calls it: a directory's name, or the model's in the hub's cache."""
+    path = Path(model).absolute()
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.rsplit("--", 1)[-1]
+    return path.name
