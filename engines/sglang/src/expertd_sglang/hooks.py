@@ -27,18 +27,18 @@ def make_experts(original: Callable[..., None], *args: Any, **kwargs: Any) -> No
     check_config(settings)
 
     def check(is_good: bool, name: str, expected: str, got: object) -> None:
-        expect(is_good, f"{prefix or 'FusedMoE'}: {name}", expected, got)
+        expect(is_good, f"{prefix}: {name}", expected, got)
 
-    found = _LAYER.search(prefix)
-    is_known = found is not None and int(found[1]) == has["layer_id"]
-    check(is_known, "layer", "layers.N…experts, as the server numbers them", f"number {has['layer_id']}")
+    found, number = _LAYER.search(prefix), has["layer_id"]
+    is_known = found is not None and int(found[1]) == number
+    expect(is_known, "layer", f"a name with layers.{number} and experts", prefix or "none")
     check(kind is FusedMoE and has["quant_method"] is None, "experts", "FusedMoE's own", kind.__name__)
     weighs_input = has["apply_router_weight_on_input"]
     check(not weighs_input, "routing weights", "on outputs of experts", "on their inputs")
     check(not has["no_combine"], "outputs of experts", "their sum", "each by itself")
     shared = has["num_fused_shared_experts"]
     check(not shared, "fused shared experts", "0 (--disable-shared-experts-fusion)", shared)
-    remote = server_of(settings).layer(has["layer_id"])
+    remote = server_of(settings).layer(number)
     remote.check_sizes("SGLang", has["hidden_size"], has["num_experts"], has["top_k"])
     has["quant_method"] = method = ExpertdMoEMethod(remote)
     original(*given.args, **given.kwargs)
