@@ -44,7 +44,7 @@ serve: $(RUNTIME) ## serve CONFIG (the demo layer) on PORT (8000)
 	$(BIN)/expertd serve --config $(CONFIG) --port $(PORT)
 
 # Each file of the server's tests runs in one of JOBS processes: more than there are cores, because many wait.
-# The client's run beside them, and what BESIDE names.
+# The client's and those of engines/sglang run beside them, and what BESIDE names.
 JOBS ?= 4
 SHORT := not gpu and not timing and not thorough
 RUN_TESTS = $(MAKE) --no-print-directory -j3 --output-sync=target server-tests client-tests $(BESIDE)
@@ -66,6 +66,7 @@ server-tests: $(RUNTIME) $(DEV)
 
 client-tests: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "$(MARKS)"
+	cd engines/sglang && ../../$(BIN)/python -m pytest -m "$(MARKS)"
 
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 	+$(RUN_TESTS) MARKS="$(SHORT) and not slow"
@@ -73,7 +74,7 @@ test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the command of any installed server
 	cd client && EXPERTD=$(abspath $(EXPERTD)) ../$(BIN)/python -m pytest -m "not gpu"
 
-test-engines: $(RUNTIME) $(ENGINES)/.built ## run the tests of engines/ with vLLM on a CPU: 15 minutes
+test-engines: $(RUNTIME) $(ENGINES)/.built ## run the tests of engines/vllm/ with vLLM on a CPU: 15 minutes
 	cd engines/vllm && EXPERTD=$(abspath $(EXPERTD)) $(abspath $(ENGINES))/bin/python -m pytest
 
 test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
@@ -104,6 +105,7 @@ types: $(RUNTIME) $(DEV)
 	$(BIN)/mypy
 	cd client && ../$(BIN)/mypy
 	cd engines/vllm && ../../$(BIN)/mypy
+	cd engines/sglang && ../../$(BIN)/mypy
 
 format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's style
 	$(BIN)/ruff check --fix .

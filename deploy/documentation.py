@@ -22,6 +22,7 @@ PAGES = {
     "kernels/README.md": "kernels.md",
     "examples/README.md": "examples.md",
     "engines/vllm/README.md": "expertd-vllm.md",
+    "engines/sglang/README.md": "expertd-sglang.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",

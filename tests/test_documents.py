@@ -25,7 +25,10 @@ DOCUMENTS = sorted(
     for path in (
         *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / name / "README.md" for name in ("kernels", "client", "examples", "engines/vllm")),
+        *(
+            ROOT / name / "README.md"
+            for name in ("kernels", "client", "examples", "engines/vllm", "engines/sglang")
+        ),
     )
 )
 _CODE = re.compile(r"^```.*?^```$", re.M | re.S)

@@ -25,7 +25,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     stubs.reset()
     stubs.HookRegistry.hooks.clear()
-    monkeypatch.delenv("EXPERTD_SGLANG", raising=False)
+    monkeypatch.delenv("SGLANG_EXPERTD", raising=False)
 
 
 @pytest.fixture
@@ -38,6 +38,6 @@ def use(monkeypatch: pytest.MonkeyPatch, settings: str) -> None:
     """Load the plugin with these."""
     from expertd_sglang import register
 
-    monkeypatch.setenv("EXPERTD_SGLANG", settings)
+    monkeypatch.setenv("SGLANG_EXPERTD", settings)
     register()
     stubs.HookRegistry.apply_hooks()

@@ -65,11 +65,11 @@ def test_sglang_runs_with_them(plugins: str, is_good: bool, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "sglang.cli.main", module)
     monkeypatch.setattr(sys, "argv", ["expertd-sglang"])
     monkeypatch.setenv("SGLANG_PLUGINS", plugins)
-    monkeypatch.setenv("EXPERTD_SGLANG", "")
+    monkeypatch.setenv("SGLANG_EXPERTD", "")
     if is_good:
         main(["serve", "small", "--expertd", URL, "--port", "8001"])
         assert ran == [["sglang", "serve", "small", *FLAGS, NO_GRAPHS, "--port", "8001"]]
-        assert json.loads(os.environ["EXPERTD_SGLANG"]) == {"url": URL}
+        assert json.loads(os.environ["SGLANG_EXPERTD"]) == {"url": URL}
     else:
         with pytest.raises(SystemExit, match="2"):
             main(["serve", "small", "--expertd", URL])

@@ -46,7 +46,7 @@ def test_without_settings_nothing_changes() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ("", "EXPERTD_SGLANG: expected settings with the URL of a server, as .*, got $"),
+        ("", "SGLANG_EXPERTD: expected settings with the URL of a server, as .*, got $"),
         ("http://a", "expected settings with the URL of a server, .* got http://a"),
         ("{}", "expected settings with the URL of a server"),
         ("[]", "expected settings with the URL of a server"),

@@ -1,6 +1,6 @@
 """An SGLang plugin: attention in SGLang, the routed experts of MoE layers on an expertd server.
 
-A process with settings in the variable EXPERTD_SGLANG uses it; in any other it changes nothing.
+A process with settings in the variable SGLANG_EXPERTD uses it; in any other it changes nothing.
 """
 
 import os
@@ -13,7 +13,7 @@ def register() -> None:
     Raises SystemExit for whatever is wrong: after any other exception SGLang would go on without the plugin,
     and load the experts itself.
     """
-    if "EXPERTD_SGLANG" not in os.environ:
+    if "SGLANG_EXPERTD" not in os.environ:
         return
     try:
         _register()

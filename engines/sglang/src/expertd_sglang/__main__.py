@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.exit(2, f"expertd-sglang: {error}\n")
     from sglang.cli.main import main as sglang
 
-    os.environ["EXPERTD_SGLANG"] = json.dumps(settings)  # which SGLang's other processes inherit
+    os.environ["SGLANG_EXPERTD"] = json.dumps(settings)  # which SGLang's other processes inherit
     sys.argv = ["sglang", "serve", given.model, *flags]
     sglang()
 

@@ -14,14 +14,14 @@ _PROJECTIONS = {"all", "gate_up_proj", "gate_proj", "up_proj", "down_proj"}  # t
 
 
 def read_settings(model: str) -> Settings:
-    """Those of a process that serves `model`: JSON in EXPERTD_SGLANG. Raises ValueError."""
-    text = os.environ["EXPERTD_SGLANG"]
+    """Those of a process that serves `model`: JSON in SGLANG_EXPERTD. Raises ValueError."""
+    text = os.environ["SGLANG_EXPERTD"]
     try:
         given = json.loads(text)
     except ValueError:
         given = None
     is_good = isinstance(given, dict) and bool(given.get("url"))
-    expect(is_good, "EXPERTD_SGLANG", f"settings with the URL of a server, as {_EXAMPLE}", text)
+    expect(is_good, "SGLANG_EXPERTD", f"settings with the URL of a server, as {_EXAMPLE}", text)
     return make_settings(given, model)
 
 
