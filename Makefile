@@ -74,8 +74,9 @@ test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the command of any installed server
 	cd client && EXPERTD=$(abspath $(EXPERTD)) ../$(BIN)/python -m pytest -m "not gpu"
 
-test-engines: $(RUNTIME) $(ENGINES)/.built ## run the tests of engines/vllm/ with vLLM on a CPU: 15 minutes
+test-engines: $(RUNTIME) $(DEV) $(ENGINES)/.built ## run the tests of engines/ with vLLM on a CPU: 15 minutes
 	cd engines/vllm && EXPERTD=$(abspath $(EXPERTD)) $(abspath $(ENGINES))/bin/python -m pytest
+	cd engines/sglang && EXPERTD=$(abspath $(EXPERTD)) SGLANG_PYTHON=$(abspath $(ENGINES))/bin/python ../../$(BIN)/python -m pytest
 
 test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
 	$(BIN)/python -m pytest -m gpu

@@ -1,17 +1,8 @@
 """A layer with its experts on a server, `expertd serve`: outputs are the checkpoint's in float64."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from socket import create_server
 from typing import Any
 
 import pytest
@@ -21,6 +12,7 @@ from torch import Tensor
 
 from tests import stubs
 from tests.conftest import use
+from tests.serving import serving
 
 TOKENS, HIDDEN, SIZE, NUM_EXPERTS, TOP_K, LAYERS = 23, 128, 128, 8, 2, 2
 CONFIG = {
@@ -29,8 +21,6 @@ CONFIG = {
     "num_hidden_layers": LAYERS, "norm_topk_prob": True, "hidden_act": "silu", "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }  # fmt: skip
-EXPERTD = os.environ.get("EXPERTD") or str(Path(sys.executable).with_name("expertd"))
-SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -66,34 +56,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Tens
 @pytest.fixture(scope="module")
 def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a server with the checkpoint's layers."""
-    with create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [EXPERTD, "serve", "--model", str(checkpoint), "--port", str(port)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(log.parent)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=variables, start_new_session=True
-        )
-    try:
-        end = time.monotonic() + SECONDS
-        while not _is_ready(f"http://127.0.0.1:{port}"):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=10):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
+    with serving(checkpoint, tmp_path_factory.mktemp("server")) as url:
+        yield url
 
 
 @pytest.mark.slow
