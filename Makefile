@@ -66,7 +66,7 @@ server-tests: $(RUNTIME) $(DEV)
 
 client-tests: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "$(MARKS)"
-	cd engines/sglang && ../../$(BIN)/python -m pytest -m "$(MARKS)"
+	cd engines/sglang && ../../$(BIN)/python -m pytest
 
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 	+$(RUN_TESTS) MARKS="$(SHORT) and not slow"
