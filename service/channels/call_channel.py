@@ -82,6 +82,7 @@ class CallChannel:
     """From its opening to its release. For the event loop.
 
     on_release  is called once no more answers come
+    released    is set then, or if that failed
     """
 
     key, counted = "", True
@@ -100,6 +101,7 @@ class CallChannel:
         self._answers: SharedMemory | None = None
         self._slots: list[int] = []
         self.on_release: Callable[[], None] = lambda: None
+        self.released = asyncio.Event()
 
     @property
     def served(self) -> str:

@@ -241,6 +241,8 @@ class ChannelHub:
 
     async def _release(self, channel: OpenChannel | CallChannel) -> None:
         if self._engine.device_failed:  # ending its access would wait for what it computes
+            if isinstance(channel, CallChannel):
+                channel.released.set()
             return
         try:
             if isinstance(channel, CallChannel):
@@ -250,6 +252,9 @@ class ChannelHub:
         except Exception:
             logger.exception("channel %s of %s: its memory is not freed", channel.id, channel.served)
             return
+        finally:
+            if isinstance(channel, CallChannel):
+                channel.released.set()
         if channel.counted:
             self.used_bytes -= channel.geometry.data_bytes
 

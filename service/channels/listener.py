@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _TOKEN_SECONDS = 10.0
+_RELEASE_SECONDS = 5.0  # after which a device hangs
 _MAX_STRANGERS = 64  # connections that have not sent a token
 _CREDENTIALS = struct.Struct("iII")  # SO_PEERCRED: pid, uid, gid
 _MAX_GROUPS = 2**32 - 1  # which itself means: do not change it
@@ -116,6 +117,9 @@ class ChannelListener:
             finally:
                 if channel is not None:
                     self._hub.close(channel, why)
+                if isinstance(channel, CallChannel):  # its caller may be told only then
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(channel.released.wait(), _RELEASE_SECONDS)
 
     async def _token(self, connection: socket.socket) -> bytes:
         """What the caller sends, up to the length of a token."""
