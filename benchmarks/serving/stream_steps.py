@@ -207,7 +207,7 @@ def recorded() -> Any:
 
 
 def keep_busy(cycles: int) -> None:
-    """Have the current stream do nothing else for so many cycles of the GPU."""
+    """Keep the current stream busy for this many cycles of the GPU."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 

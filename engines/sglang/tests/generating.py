@@ -53,7 +53,7 @@ def main(model_path: str, dtype: str) -> None:
 
 
 def request(numbers: random.Random, length: int) -> Any:
-    """With a prompt of so many random tokens."""
+    """With a prompt of this many random tokens."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 

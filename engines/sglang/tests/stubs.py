@@ -125,10 +125,10 @@ class FusedMoEMethodBase(QuantizeMethodBase):
         params_dtype: Any,
         **extra_weight_attrs: Any,
     ) -> None:
-        raise NotImplementedError
+        """For subclasses."""
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        raise NotImplementedError
+        """For subclasses."""
 
     def get_moe_runner_backend(self, layer: Any) -> Any:
         return self.runner.runner_backend if self.runner is not None else None
@@ -137,7 +137,7 @@ class FusedMoEMethodBase(QuantizeMethodBase):
         return requested_method
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        raise NotImplementedError
+        """For subclasses."""
 
 
 class StandardTopKOutput(NamedTuple):

@@ -166,6 +166,13 @@ def test_invalid_calls_are_refused(client: ExpertClient, channel: DeviceChannel)
     ):
         with pytest.raises(InvalidRequestError, match=message):
             channel.send(*given, **({"model": NAMES[0]} | options))
+    for out, slot, message in (
+        (poisoned(3), 2, r"^slot: expected 0 to 1, got 2$"),
+        (poisoned(513), 0, r"^tokens: expected at most 512, got 513$"),
+        (poisoned(3).float(), 0, r"^out: expected torch.bfloat16 \(3, 1024\) on "),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            channel.wait(out, slot=slot)
     with pytest.raises(InvalidRequestError, match=r"^max_tokens: expected 1 to 512, got 513$"):
         client.open_device_channel(NAMES, max_tokens=513, device=str(CALLER))
 

@@ -113,27 +113,26 @@ class DeviceChannel:
 
         Raises InvalidRequestError.
         """
-        sizes, count = self._geometry, len(hidden_states)
-        if not 0 <= slot < sizes.num_slots:
-            raise InvalidRequestError(f"slot: expected 0 to {sizes.num_slots - 1}, got {slot}")
-        if count > sizes.max_tokens:
-            raise InvalidRequestError(f"tokens: expected at most {sizes.max_tokens}, got {count}")
+        sizes, place, count = self._geometry, self._place(slot), self._count(hidden_states)
         self._check("hidden_states", hidden_states, "torch.bfloat16", (count, sizes.hidden_size))
         self._check("topk_ids", topk_ids, "torch.int32", (count, sizes.top_k))
         self._check("topk_weights", topk_weights, "torch.float32", (count, sizes.top_k))
         pointers = [tensor.data_ptr() for tensor in (hidden_states, topk_ids, topk_weights)]
         row = sizes.hidden_size // _ROW_STEP
         numbers = count, row, sizes.top_k, self._number(model)
-        self._launch(self._send, count * row, [self._place(slot), *pointers], numbers)
+        self._launch(self._send, count * row, [place, *pointers], numbers)
 
     def wait(self, out: "Tensor", *, slot: int = 0) -> "Tensor":
         """Enqueue on the same stream: wait for the slot's last call, and copy its output to `out`.
 
-        out  bfloat16 [tokens, hidden_size]
+        out  bfloat16 [tokens, hidden_size], of as many tokens as that call
+
+        Raises InvalidRequestError.
         """
-        self._check("out", out, "torch.bfloat16", (len(out), self._geometry.hidden_size))
-        count = len(out) * self._geometry.hidden_size // _ROW_STEP
-        self._launch(self._wait, count, [self._place(slot), out.data_ptr()], (count,))
+        place, count = self._place(slot), self._count(out)
+        self._check("out", out, "torch.bfloat16", (count, self._geometry.hidden_size))
+        vectors = count * self._geometry.hidden_size // _ROW_STEP
+        self._launch(self._wait, vectors, [place, out.data_ptr()], (vectors,))
         return out
 
     def check(self) -> None:
@@ -157,7 +156,15 @@ class DeviceChannel:
         self.close()
 
     def _place(self, slot: int) -> int:
+        """The address of a slot's CallPlace."""
+        if not 0 <= slot < self.num_slots:
+            raise InvalidRequestError(f"slot: expected 0 to {self.num_slots - 1}, got {slot}")
         return int(self._places.data_ptr()) + _FAILURE_BYTES + slot * _PLACE.size
+
+    def _count(self, rows: "Tensor") -> int:
+        if len(rows) > self.max_tokens:
+            raise InvalidRequestError(f"tokens: expected at most {self.max_tokens}, got {len(rows)}")
+        return len(rows)
 
     def _number(self, model: str | None) -> int:
         if model is None and len(self._models) == 1:

@@ -48,7 +48,7 @@ class DeviceLink:
     """A thread finds another server when the present one has gone, and hands it both memories' descriptors.
 
     ask      has a server open a channel; what it answers
-    share    makes memory for answers, of so many bytes, which has a `descriptor`
+    share    allocates memory for answers, by its size in bytes; it has a `descriptor`
     answers  what `share` has made
     calls    the descriptor of the server's memory for calls
     """
