@@ -7,62 +7,19 @@ The host only starts and ends the graph.
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from expertd.kernels.request_table import DATATYPES, MAX_REQUESTS, RequestTable
+from expertd.device_calls import HEADER, MAX_SLOTS, CallCounts, CallSlot
+from expertd.kernels.request_table import DATATYPES, RequestTable
 
-MAX_SLOTS = MAX_REQUESTS
-HEADER = struct.Struct("<QII")
-"""What a caller writes for a call: its sequence (1, 2, 3, ... of its slot), num_tokens, and which model."""
-REFUSED = 1 << 63
-"""In an answer, beside the sequence: the header was invalid."""
 _SLOT = struct.Struct("<QQQQQQQQIIIxxxx")
 _STEP_BYTES = 32 + MAX_SLOTS * 16
 _COUNTS = 4
 FOREVER, STOPPED, NO_CALLS = range(3)
 """Until when a graph answers calls: values of `CallTable.until`."""
-
-
-class CallSlot(NamedTuple):
-    """Addresses of one slot, 16-byte aligned. On this GPU, written by the caller's:
-
-    header         16 bytes, `HEADER`; the sequence is written last
-    hidden_states  bf16 [max_tokens, H]
-    topk_ids       int32 [max_tokens, top_k]
-    topk_weights   fp32 [max_tokens, top_k]
-
-    On the caller's, written by this one:
-
-    answer         8 bytes: the sequence of the last call that has its output
-    out            [max_tokens, H] of `out_dtype` (bfloat16, float16 or float32)
-
-    max_tokens     at most those of the largest graph
-    layers         the layer's number, for each model that a header may name
-    sequence       of the last call that needs no answer
-    """
-
-    header: int
-    hidden_states: int
-    topk_ids: int
-    topk_weights: int
-    answer: int
-    out: int
-    out_dtype: torch.dtype
-    max_tokens: int
-    layers: Sequence[int]
-    sequence: int = 0
-
-
-class LayerCounts(NamedTuple):
-    """What armed steps of a layer have done so far."""
-
-    steps: int
-    calls: int
-    tokens: int
-    nanoseconds: int
 
 
 class CallGraph(Protocol):
@@ -115,7 +72,7 @@ class CallTable:
             packed = _SLOT.pack(
                 slot.header, slot.hidden_states, slot.topk_ids, slot.topk_weights, slot.answer, slot.out,
                 layers.data_ptr(), slot.sequence, slot.max_tokens, len(slot.layers),
-                DATATYPES[slot.out_dtype],
+                DATATYPES[torch.bfloat16],
             )  # fmt: skip
         self.slots[index].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
         self.faults[index] = self.taken[index] = 0
@@ -124,9 +81,10 @@ class CallTable:
         """Have other layers for the models of a slot, as many as before. No step may be armed."""
         self._layers[index].copy_(torch.tensor(layers, dtype=torch.uint32, device="cpu"))
 
-    def counts_of(self, layer: int) -> LayerCounts:
+    def counts_of(self, layer: int) -> CallCounts:
         """What armed steps have done; on any thread, also while they run."""
-        return LayerCounts(*self.host_counts[layer].tolist())
+        steps, calls, tokens, nanoseconds = self.host_counts[layer].tolist()
+        return CallCounts(calls, tokens, steps, nanoseconds * 1e-9)
 
     def num_calls(self, index: int) -> int:
         """That were taken from a slot; on any thread."""

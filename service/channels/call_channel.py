@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Self
 
+from expertd.device_calls import REFUSED, CallSlot
 from expertd.service.channels.layout import aligned
 from expertd.service.channels.open_channel import served
-from expertd.service.engine.calls import CallPlaces, CallServer
+from expertd.service.engine.calls import CallServer
 from expertd.service.engine.executor import Executor
 from expertd.service.memory import SharedMemory
 
-MAX_CALL_SLOTS = 256  # of all such channels of a GPU
-REFUSED = 1 << 63  # in an answer, beside the sequence
 _SEQUENCE = struct.Struct("<Q")
 HEADER_BYTES = 128  # of a slot, in either memory: cache lines of its own
 
@@ -58,13 +57,13 @@ class CallGeometry:
         """For JSON."""
         return asdict(self)
 
-    def slots(self, calls: int, answers: SharedMemory) -> list[CallPlaces]:
+    def slots(self, calls: int, answers: SharedMemory) -> list[CallSlot]:
         """The slots of these memories, after the calls that `answers` says are answered."""
         found = []
         for index in range(self.num_slots):
             header, rows = index * HEADER_BYTES, self.rows_offset + index * self.slot_bytes
             found.append(
-                CallPlaces(
+                CallSlot(
                     calls + header,
                     calls + rows,
                     calls + rows + self.topk_ids_offset,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from expertd.service.channels.call_channel import MAX_CALL_SLOTS, CallChannel, CallGeometry
+from expertd.device_calls import MAX_SLOTS
+from expertd.service.channels.call_channel import CallChannel, CallGeometry
 from expertd.service.channels.channel import Channel
 from expertd.service.channels.layout import TOKEN_BYTES, Geometry
 from expertd.service.channels.open_channel import Answered, Memory, OpenChannel
@@ -103,7 +104,7 @@ class ChannelHub:
             if calls is None:
                 where = f"backend {loaded.backend!r}, without ranks or lanes"
                 raise ChannelRefusedError(f"memory: expected system or cuda on {where}, got device_calls")
-            opening.check(MAX_CALL_SLOTS, min(calls.max_tokens, *(spec.max_request_tokens for spec in specs)))
+            opening.check(MAX_SLOTS, min(calls.max_tokens, *(spec.max_request_tokens for spec in specs)))
         geometry = opening.geometry(specs)
         await self._make_room(geometry.data_bytes)
         self._reserve(geometry.data_bytes)

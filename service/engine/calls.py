@@ -1,34 +1,10 @@
 """Calls that GPUs of callers make by themselves, as the threads of steps and channels see them."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from expertd.device_calls import CallCounts, CallSlot
 from expertd.service.memory import SharedMemory
-
-
-class CallPlaces(NamedTuple):
-    """A slot's addresses, the most tokens of its calls, and the last call that needs no answer.
-
-    See `expertd.kernels.device_calls.CallSlot`.
-    """
-
-    header: int
-    hidden_states: int
-    topk_ids: int
-    topk_weights: int
-    answer: int
-    out: int
-    max_tokens: int
-    sequence: int
-
-
-class CallCounts(NamedTuple):
-    """Calls to a model that have had their output so far, their tokens, and their steps and seconds."""
-
-    calls: int = 0
-    tokens: int = 0
-    steps: int = 0
-    seconds: float = 0.0
 
 
 class Calls(Protocol):
@@ -94,7 +70,7 @@ class CallServer(Calls, Protocol):
     def open_shared(self, descriptor: int, num_bytes: int) -> SharedMemory:
         """What a caller shares. Raises RuntimeError."""
 
-    def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:
+    def connect(self, models: tuple[str, ...], slots: Sequence[CallSlot]) -> list[int]:
         """Answer what is called at these slots from now on; their numbers. Raises ValueError."""
 
     def disconnect(self, indices: Sequence[int], *memories: SharedMemory) -> None:

@@ -3,11 +3,8 @@
 import threading
 from collections.abc import Mapping, Sequence
 
-import torch
-
-from expertd.kernels.device_calls import CallSlot
+from expertd.device_calls import CallCounts, CallSlot
 from expertd.service.device import Device
-from expertd.service.engine.calls import CallCounts, CallPlaces
 from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.memory import SharedMemory
 from expertd.service.moe.runner import LayerRunner
@@ -76,11 +73,10 @@ class DeviceCalls:
         """See `CallServer`."""
         return self._device.share(num_bytes)
 
-    def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:
+    def connect(self, models: tuple[str, ...], slots: Sequence[CallSlot]) -> list[int]:
         """See `CallServer`."""
         assert self._steps is not None
-        made = [CallSlot(*slot[:6], torch.bfloat16, slot.max_tokens, (), slot.sequence) for slot in slots]
-        return self._steps.open(made, models)
+        return self._steps.open(slots, models)
 
     def open_shared(self, descriptor: int, num_bytes: int) -> SharedMemory:
         """See `CallServer`."""
@@ -100,11 +96,7 @@ class DeviceCalls:
 
     def counts(self) -> Mapping[str, CallCounts]:
         """See `CallServer`."""
-        found = {} if self._steps is None else self._steps.counts()
-        return {
-            name: CallCounts(each.calls, each.tokens, each.steps, each.nanoseconds * 1e-9)
-            for name, each in found.items()
-        }
+        return {} if self._steps is None else self._steps.counts()
 
     def num_calls(self, index: int) -> int:
         """See `CallServer`."""

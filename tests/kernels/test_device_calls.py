@@ -5,8 +5,9 @@ import struct
 
 import pytest
 
+from expertd.device_calls import HEADER, MAX_SLOTS, REFUSED
 from expertd.kernels import Backend, device_calls, resolve_backend
-from expertd.kernels.device_calls import HEADER, MAX_SLOTS, REFUSED
+from expertd.kernels.request_table import MAX_REQUESTS
 from tests.kernels.device_call_ptx import PTX, SOURCE, compiled
 from tests.paths import ROOT
 
@@ -44,6 +45,7 @@ def test_slots_have_the_fields_that_the_host_packs() -> None:
     ]
     assert device_calls._SLOT.size == struct.calcsize(packing(SERVERS, "CallSlot")) == 80
     assert f"kMaxCalls = {MAX_SLOTS};" in SERVERS
+    assert MAX_SLOTS == MAX_REQUESTS
 
 
 def test_the_reference_backend_has_no_device_calls() -> None:

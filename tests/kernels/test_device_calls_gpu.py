@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertd.device_calls import HEADER, MAX_SLOTS, CallSlot
 from expertd.kernels import fused_experts, quantize_blocks, resolve_backend
-from expertd.kernels.device_calls import HEADER, MAX_SLOTS, CallGraph, CallSlot, CallTable
+from expertd.kernels.device_calls import CallGraph, CallTable
 from tests.kernels.helpers import fresh_generator
 from tests.paths import ROOT
 
@@ -120,7 +121,7 @@ class Caller:
         header, x, ids, weights, answer, out = (
             tensor.data_ptr() for tensor in (self.header, *self.rows, self.answer, self.out)
         )
-        slot = CallSlot(header, x, ids, weights, answer, out, torch.bfloat16, max_tokens, layers)
+        slot = CallSlot(header, x, ids, weights, answer, out, max_tokens, layers=layers)
         server.calls.set(index, slot)
         with torch.cuda.device(CALLER):
             Device(CALLER.index).set_current()
@@ -192,7 +193,7 @@ def test_one_call_after_another(server: Server, layers: Layers, count: int) -> N
     assert [(each.steps, each.calls, each.tokens) for each in counts] == [
         (1, 1, count), (1, 1, count), (3, 3, 3 * count)
     ]  # fmt: skip
-    assert all(each.nanoseconds > 0 for each in counts)
+    assert all(each.seconds > 0 for each in counts)
 
 
 def test_calls_in_a_graph(server: Server, layers: Layers) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from expertd.device_calls import MAX_SLOTS
 from expertd.kernels.backends.hopper.launch import (
     Kernels,
     cuda_core,
     named_source,
     no_shared_bytes,
 )
-from expertd.kernels.device_calls import FOREVER, MAX_SLOTS, NO_CALLS, STOPPED, CallTable
+from expertd.kernels.device_calls import FOREVER, NO_CALLS, STOPPED, CallTable
 from expertd.kernels.jit import Variant
 
 TAKE = Variant(named_source("take_calls"), MAX_SLOTS, no_shared_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from expertd.service.engine.calls import CallCounts
+from expertd.device_calls import CallCounts
 from expertd.service.engine.metrics.family import MetricFamily, samples
 from expertd.service.moe.step.step_counts import Launches, StepUse
 

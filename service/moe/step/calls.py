@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from expertd.kernels.device_calls import CallGraph, CallSlot, CallTable, LayerCounts
+from expertd.device_calls import CallCounts, CallSlot
+from expertd.kernels.device_calls import CallGraph, CallTable
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K
 from expertd.layout import Layout
 from expertd.service.device import Device
@@ -125,7 +126,7 @@ class CallSteps:
             self.stop()
             self._made().run(self._stream)
 
-    def counts(self) -> Mapping[str, LayerCounts]:
+    def counts(self) -> Mapping[str, CallCounts]:
         """What steps of calls have done so far, by layer, also to those that were removed; on any thread."""
         return {name: self._table.counts_of(number) for number, name in enumerate(list(self._graphs))}
 

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
+from expertd.device_calls import CallCounts, CallSlot
 from expertd.service.channels.call_channel import CallGeometry
 from expertd.service.channels.layout import GREETING
-from expertd.service.engine.calls import CallCounts, CallPlaces
 from expertd_client import ServerBusyError
 from expertd_client.channel.device_link import DeviceLink
 from expertd_client.deadline import Deadline
@@ -58,7 +58,7 @@ class FakeCalls:
 
     def __init__(self) -> None:
         self.memories: list[FakeMemory] = []
-        self.slots: list[CallPlaces] = []
+        self.slots: list[CallSlot] = []
         self.error: Exception | None = None
         self.lies = self.is_prepared = False
 
@@ -90,7 +90,7 @@ class FakeCalls:
         self.memories.append(FakeMemory(len(self.memories) << 30, num_bytes, descriptor))
         return self.memories[-1]
 
-    def connect(self, models: tuple[str, ...], slots: Sequence[CallPlaces]) -> list[int]:
+    def connect(self, models: tuple[str, ...], slots: Sequence[CallSlot]) -> list[int]:
         self.slots = list(slots)
         return [7, 8, 9]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from expertd.service.engine.calls import CallCounts
+from expertd.device_calls import CallCounts
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.device import GpuSensors, call_metrics, memory_metrics, use_metrics
 from expertd.service.engine.metrics.ranks import RankDevice, RankState, placement_metrics

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from expertd.kernels.device_calls import CallSlot, LayerCounts
+from expertd.device_calls import CallCounts, CallSlot
 from expertd.service.engine import device_calls
-from expertd.service.engine.calls import CallCounts, CallPlaces
 from expertd.service.engine.device_calls import DeviceCalls
 from expertd.service.moe.step import calls
 from tests.kernels.helpers import fresh_generator
@@ -37,8 +36,9 @@ class Table:
     def set_layers(self, index: int, layers: Sequence[int]) -> None:
         self.layers[index] = layers
 
-    def counts_of(self, layer: int) -> LayerCounts:
-        return LayerCounts(*self.rows[layer].tolist())
+    def counts_of(self, layer: int) -> CallCounts:
+        steps, calls, tokens, nanoseconds = self.rows[layer].tolist()
+        return CallCounts(calls, tokens, steps, nanoseconds * 1e-9)
 
 
 class Graph:
@@ -96,7 +96,7 @@ def test_a_layer_that_comes_again_goes_on_counting(served: DeviceCalls) -> None:
     """Also more often than the table has layers; and the other layer's counts stay its own."""
     assert served.counts() == {}
     tokens = torch.randint(1, 512, (NUM_LAYERS + 2,), generator=fresh_generator()).tolist()
-    places = CallPlaces(0, 0, 0, 0, 0, 0, max_tokens=512, sequence=0)
+    places = CallSlot(0, 0, 0, 0, 0, 0, max_tokens=512, sequence=0)
     for times, num_tokens in enumerate(tokens, 1):
         served.prepare("a")
         served.prepare("b")

@@ -14,8 +14,9 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from expertd.device_calls import CallCounts
 from expertd.kernels.jit import stats as jit_stats
-from expertd.service.engine.calls import CallCounts, CallServer
+from expertd.service.engine.calls import CallServer
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.family import MetricFamily
 from expertd.service.engine.metrics.table import FAMILIES, replaced

@@ -1,0 +1,50 @@
+"""What kernels and the service both say of calls that callers' GPUs make by themselves; imports no torch."""
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+MAX_SLOTS = 256
+"""Of all callers of a GPU; as many as requests of a step."""
+HEADER = struct.Struct("<QII")
+"""What a caller writes for a call: its sequence (1, 2, 3, ... of its slot), num_tokens, and which model."""
+REFUSED = 1 << 63
+"""In an answer, beside the sequence: the header was invalid."""
+
+
+class CallSlot(NamedTuple):
+    """Addresses of one slot, 16-byte aligned. On the server's GPU, written by the caller's:
+
+    header         16 bytes, `HEADER`; the sequence is written last
+    hidden_states  bf16 [max_tokens, H]
+    topk_ids       int32 [max_tokens, top_k]
+    topk_weights   fp32 [max_tokens, top_k]
+
+    On the caller's, written by the server's:
+
+    answer         8 bytes: the sequence of the last call that has its output
+    out            bf16 [max_tokens, H]
+
+    max_tokens     at most those of the largest graph
+    sequence       of the last call that needs no answer
+    layers         the layer's number, for each model that a header may name
+    """
+
+    header: int
+    hidden_states: int
+    topk_ids: int
+    topk_weights: int
+    answer: int
+    out: int
+    max_tokens: int
+    sequence: int = 0
+    layers: Sequence[int] = ()
+
+
+class CallCounts(NamedTuple):
+    """Calls to a layer that have had their output so far, their tokens, and their steps and seconds."""
+
+    calls: int = 0
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
