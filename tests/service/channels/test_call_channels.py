@@ -148,6 +148,16 @@ def send_memory(connection: socket.socket, *sizes: int, words: Mapping[int, int]
         os.close(file)
 
 
+async def connected(server: Serving) -> socket.socket:
+    """The connection of a new channel, with memory for answers."""
+    opened = (await server.http.post("/v1/channels", json=BODY)).json()
+    connection = claim(opened)
+    os.close(await asyncio.to_thread(received, connection))
+    send_memory(connection, opened["geometry"]["answer_bytes"])
+    assert await asyncio.to_thread(connection.recv, 1) == b"\1"
+    return connection
+
+
 async def test_both_sides_have_both_memories(tmp_path: Path) -> None:
     """And the slots do not overlap, from the opening to the end of the connection."""
     async with serving_calls(tmp_path) as (server, calls):
@@ -218,11 +228,7 @@ async def test_another_server_takes_over_memories(tmp_path: Path) -> None:
 
 async def test_a_caller_that_lies_is_closed(tmp_path: Path) -> None:
     async with serving_calls(tmp_path) as (server, calls):
-        opened = (await server.http.post("/v1/channels", json=BODY)).json()
-        connection = claim(opened)
-        os.close(await asyncio.to_thread(received, connection))
-        send_memory(connection, opened["geometry"]["answer_bytes"])
-        assert await asyncio.to_thread(connection.recv, 1) == b"\1"
+        connection = await connected(server)
         calls.lies = True
         assert await asyncio.to_thread(connection.recv, 1) == b""
         connection.close()
@@ -250,11 +256,7 @@ async def test_memory_that_cannot_be_opened_closes_the_channel(tmp_path: Path) -
 async def test_a_server_that_ends_lets_go_of_memories_first(tmp_path: Path) -> None:
     """Then the caller sees the end of its connection, and no answer comes any more."""
     async with serving_calls(tmp_path) as (server, calls):
-        opened = (await server.http.post("/v1/channels", json=BODY)).json()
-        connection = claim(opened)
-        os.close(await asyncio.to_thread(received, connection))
-        send_memory(connection, opened["geometry"]["answer_bytes"])
-        assert await asyncio.to_thread(connection.recv, 1) == b"\1"
+        connection = await connected(server)
         ended = asyncio.create_task(asyncio.to_thread(connection.recv, 1))
         ended.add_done_callback(lambda _: held.extend(each.is_closed for each in calls.memories))
         held: list[bool] = []

@@ -27,7 +27,7 @@ READY = b"\1"  # what the server sends once it answers calls
 
 
 @dataclass(frozen=True, slots=True)
-class CallGeometry:
+class CallSizes:
     """As the server says it; see its docs/internals/channels.md."""
 
     num_slots: int
@@ -123,11 +123,11 @@ class DeviceLink:
         yield  # as Steps
 
 
-def _read(opened: Any) -> tuple[str, bytes, CallGeometry]:
+def _read(opened: Any) -> tuple[str, bytes, CallSizes]:
     """Socket, token and sizes of what the server has answered. Raises TransportUnavailableError."""
     try:
         version, told = opened["version"], opened["geometry"]
-        sizes = CallGeometry(**{name: int(told[name]) for name in CallGeometry.__slots__})
+        sizes = CallSizes(**{name: int(told[name]) for name in CallSizes.__slots__})
         path, token = str(opened["socket"]), bytes.fromhex(opened["token"])
     except (KeyError, TypeError, ValueError) as error:
         raise TransportUnavailableError(f"answer: expected a channel, got {opened!r:.200}") from error
