@@ -45,7 +45,12 @@ class DeviceChannel:
         self._send, self._wait = _kernels(index)
         self._link = link = DeviceLink(ask, partial(SharedDeviceMemory, index), deadline)
         self._geometry = sizes = link.geometry
-        answers, calls = link.answers, SharedDeviceMemory(index, sizes.data_bytes, link.calls)
+        try:
+            calls = SharedDeviceMemory(index, sizes.data_bytes, link.calls)
+        except BaseException:
+            link.close()
+            raise
+        answers = link.answers
         self._kept = answers, calls
         self._on_host = ctypes.c_void_p()
         with in_context(device.index):
