@@ -42,6 +42,7 @@ class SharedGpuMemory:
             self._do("cuMemSetAccess", self._place, self.num_bytes, [access], 1)
             if descriptor is None:
                 self._do("cuMemsetD8", self._place, 0, self.num_bytes)
+                self._do("cuStreamSynchronize", 0)  # it may be unmapped from now on
         except BaseException:
             self.close()
             raise

@@ -210,8 +210,8 @@ def test_calls_in_a_graph(server: Server, layers: Layers) -> None:
         x, ids, weights = inputs(count, generator)
         outs = [poisoned(count) for _ in range(LAYERS)]
         torch.cuda.synchronize(CALLER)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(CALLER)  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph, stream=stream):  # torch's own is of the GPU that had the first capture
             given = x
             for layer, out in enumerate(outs):
                 caller.call(given, ids, weights, out, layer)
@@ -226,10 +226,10 @@ def test_calls_in_a_graph(server: Server, layers: Layers) -> None:
             torch.cuda.current_stream(CALLER).synchronize()
             given = x
             for layer, out in enumerate(outs):
+                assert caller.failed() == 0
                 expected = expected_beside(server, layers, layer, given, ids, weights)
                 assert torch.equal(out, expected)
                 given = out
-    assert caller.failed() == 0
 
 
 def expected_beside(server: Server, layers: Layers, *operands: Any) -> Tensor:

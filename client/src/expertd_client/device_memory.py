@@ -117,6 +117,7 @@ class SharedDeviceMemory:
             call("cuMemSetAccess", self._pointer, size, ctypes.byref(access), ctypes.c_size_t(1))
             if descriptor is None:
                 call("cuMemsetD8_v2", self._pointer, ctypes.c_ubyte(0), size)
+                call("cuStreamSynchronize", nothing)  # the other process may read it from now on
 
     @property
     def address(self) -> int:

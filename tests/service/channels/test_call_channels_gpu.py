@@ -60,13 +60,18 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) == 0
 
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
-    try:
+    with Server(tmp_path_factory.mktemp("server")) as server:
         yield server
-    finally:
         server.close()
 
 
@@ -216,10 +221,10 @@ while True:
 
 def test_a_server_that_dies_leaves_nan(tmp_path: Path) -> None:
     """After the call's time, and the caller's memory stays."""
-    server = Server(tmp_path)
     with (
+        Server(tmp_path) as server,
         torch.cuda.device(CALLER),
-        ExpertClient(server.url, timeout=2) as client,
+        ExpertClient(server.url, timeout=8) as client,
         client.open_device_channel(NAMES, device=str(CALLER)) as channel,
     ):
         given, out = inputs(3), poisoned(3)
@@ -239,8 +244,8 @@ def test_a_server_that_dies_leaves_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGTERM])
 def test_another_server_computes_what_is_called(tmp_path: Path, ends: signal.Signals) -> None:
     """Of a graph that was captured before, and calls before and after, while no server is there."""
-    first = Server(tmp_path)
     with (
+        Server(tmp_path) as first,
         torch.cuda.device(CALLER),
         ExpertClient(first.url, timeout=90, retry_seconds=60) as client,
         client.open_device_channel(NAMES, device=str(CALLER)) as channel,
@@ -260,10 +265,13 @@ def test_another_server_computes_what_is_called(tmp_path: Path, ends: signal.Sig
         for turn in range(3, 6):
             channel.call(*given, outs[turn], model=NAMES[turn % LAYERS])
         graph.replay()
-        second = Server(tmp_path, first.port)
-        torch.cuda.synchronize()
-        channel.check()
-        for turn, each in enumerate(outs):
-            assert torch.equal(each, expected_by_name[turn % LAYERS])
-        assert torch.equal(out, expected_by_name[0])
-        second.close()
+        with Server(tmp_path, first.port) as second:
+            torch.cuda.synchronize()
+            channel.check()
+            for turn, each in enumerate(outs):
+                assert torch.equal(each, expected_by_name[turn % LAYERS])
+            assert torch.equal(out, expected_by_name[0])
+            second.close()
+        began = time.monotonic()
+        channel.close()
+        assert time.monotonic() - began < 5  # it does not look for a server for as long as calls would wait
