@@ -132,8 +132,8 @@ def test_a_client_beyond_the_servers_number_of_channels(
     ("opened", "text"),
     [
         ({}, "answer: expected a channel, got"),
-        ({"version": 1}, "version of channels: expected 2, got 1"),
-        ({"version": 2}, "socket of channels /nowhere: expected a connection, got"),
+        ({"version": 1}, "version of channels: expected 3, got 1"),
+        ({"version": 3}, "socket of channels /nowhere: expected a connection, got"),
     ],
 )
 def test_channels_that_cannot_be_used_from_here(

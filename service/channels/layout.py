@@ -8,7 +8,7 @@ from expertd.service.engine.refusals import Reason
 from expertd.service.moe.request import FP8
 
 MAGIC = b"expertd\0"
-VERSION = 2
+VERSION = 3
 GREETING = MAGIC + struct.pack("<I", VERSION)  # what a claimed channel's socket sends, with the descriptors
 TOKEN_BYTES = 32
 READY = b"\1"  # what a channel of device calls sends once it has the memory for answers

@@ -77,7 +77,7 @@ def prepare(case: Any, chance: random.Random) -> None:
             if "/repository/" in case.path and named["model"] == "tiny":
                 named["model"] = SPARE
     if case.path == "/v1/channels" and case.method == "POST" and chance.random() < 0.5:
-        case.body = {"model": "tiny", "num_slots": 1, "max_tokens": 1}  # few others fit
+        case.body = {"version": 3, "model": "tiny", "num_slots": 1, "max_tokens": 1}  # few others fit
     if case.path == "/v1/profile":
         if not isinstance(case.body, dict):
             case.body = {}

@@ -152,7 +152,7 @@ def _opened(plan: Plan) -> dict[str, object]:
 
     connection = http.client.HTTPConnection("127.0.0.1", plan.port, timeout=_SECONDS)
     try:
-        body = json.dumps({"model": "tiny", "num_slots": 4, "max_tokens": 16})
+        body = json.dumps({"version": 3, "model": "tiny", "num_slots": 4, "max_tokens": 16})
         connection.request("POST", "/v1/channels", body, {"Authorization": f"Bearer {plan.key}"})
         response = connection.getresponse()
         if response.status != 201:

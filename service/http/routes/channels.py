@@ -30,7 +30,13 @@ _BODY: dict[str, Any] = {
         "content": {
             "application/json": {
                 "schema": ChannelRequest.model_json_schema(ref_template="#/components/schemas/{model}"),
-                "example": {"model": "demo", "num_slots": 2, "max_tokens": 64, "memory": "system"},
+                "example": {
+                    "version": VERSION,
+                    "model": "demo",
+                    "num_slots": 2,
+                    "max_tokens": 64,
+                    "memory": "system",
+                },
             }
         },
     }
@@ -101,6 +107,8 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
 
 def _opening(body: bytes, caller: str) -> Opening:
     given = parsed(ChannelRequest, body, invalid=400)
+    if given.version != VERSION:
+        raise OipError(400, f"version of channels: expected {VERSION}, got {given.version}")
     memory: int | CudaMemory | CallMemory | None = None
     if isinstance(given.memory, SystemMemoryRegion):
         memory = given.memory.system.byte_size

@@ -216,6 +216,7 @@ _Memory = Annotated[
 class ChannelRequest(_Strict):
     """A channel to open, for `model` or for all of `models`."""
 
+    version: int = Field(description="of the layout that the caller knows; another one is refused")
     model: str | None = None
     models: Annotated[list[str], Field(min_length=1, max_length=65536)] | None = None
     num_slots: PositiveInt = Field(description="requests that may be in flight at once, at most 4096")

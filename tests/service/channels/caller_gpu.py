@@ -40,7 +40,7 @@ def allocated(num_bytes: int) -> tuple[torch.Tensor, bytes]:
 def main() -> None:
     url, model, gpu = sys.argv[1:]
     torch.cuda.set_device(int(gpu))
-    body = {"model": model, "num_slots": 2, "max_tokens": max(TOKENS), "datatype": "FP32"}
+    body = {"version": 3, "model": model, "num_slots": 2, "max_tokens": max(TOKENS), "datatype": "FP32"}
     on_host = Peer(httpx.post(f"{url}/v1/channels", json=body).json())
     size = on_host.data_bytes
     data, handle = allocated(size)

@@ -25,7 +25,13 @@ class Caller:
     """One channel, whose region is the tensor `data`, uint8 [n]."""
 
     def __init__(self, url: str, model: str, tokens: int, on_gpu: bool) -> None:
-        body: dict[str, Any] = {"model": model, "num_slots": SLOTS, "max_tokens": tokens, "datatype": "BF16"}
+        body: dict[str, Any] = {
+            "version": 3,
+            "model": model,
+            "num_slots": SLOTS,
+            "max_tokens": tokens,
+            "datatype": "BF16",
+        }
         if on_gpu:
             probe = httpx.post(f"{url}/v1/channels", json=body, timeout=60).json()
             self.data, handle = allocated(probe["geometry"]["data_bytes"])

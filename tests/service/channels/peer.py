@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-GREETING = b"expertd\0" + struct.pack("<I", 2)
+GREETING = b"expertd\0" + struct.pack("<I", 3)
 HEADER = struct.Struct("<8s6I7Q")
 REQUEST = struct.Struct("<IBBHQQQQQII")
 ANSWER = struct.Struct("<IIIIQQ")

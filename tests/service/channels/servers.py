@@ -47,7 +47,7 @@ async def channel(
 
 async def opened(server: Serving, **request: Any) -> dict[str, Any]:
     """A new channel of the model "tiny", as POST answers."""
-    given = {"model": "tiny", "num_slots": 4, "max_tokens": 16, **request}
+    given = {"version": 3, "model": "tiny", "num_slots": 4, "max_tokens": 16, **request}
     body = {name: value for name, value in given.items() if value is not None}
     response = await server.http.post("/v1/channels", json=body)
     assert response.status_code == 201, response.text

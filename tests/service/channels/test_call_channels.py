@@ -26,7 +26,7 @@ from tests.service.channels.servers import channel_server
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
-BODY = {"model": "tiny", "num_slots": 3, "max_tokens": 4, "memory": {"device_calls": {}}}
+BODY = {"version": 3, "model": "tiny", "num_slots": 3, "max_tokens": 4, "memory": {"device_calls": {}}}
 
 
 class FakeMemory:

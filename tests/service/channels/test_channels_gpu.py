@@ -36,7 +36,7 @@ def server(
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 300])
 def test_host_memory(server: ServerProcess, num_tokens: int) -> None:
-    request = {"model": "tiny", "num_slots": 2, "max_tokens": 512}
+    request = {"version": 3, "model": "tiny", "num_slots": 2, "max_tokens": 512}
     peer = Peer(httpx.post(f"http://{server.url}/v1/channels", json=request, timeout=60).json())
     hidden_states = rows(num_tokens)
     body, length = hidden_request(hidden_states)

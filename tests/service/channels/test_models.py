@@ -68,7 +68,7 @@ async def test_a_channel_outlives_its_model_and_serves_it_when_it_is_loaded_agai
         assert weights() is None, "the channel keeps nothing of it"
         answer = await output()
         assert (answer.status, answer.error) == (404, "model other: expected a loaded one, got it unloaded")
-        body = {"model": "other", "num_slots": 1, "max_tokens": 1}
+        body = {"version": 3, "model": "other", "num_slots": 1, "max_tokens": 1}
         assert error_of(await server.http.post("/v1/channels", json=body), 404) == answer.error
         await server.http.post("/v2/repository/models/other/load")
         for _ in range(6):

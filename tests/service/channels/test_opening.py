@@ -40,13 +40,13 @@ from tests.service.channels.servers import (
 from tests.service.runners import EchoRunner
 from tests.service.waiting import until
 
-BODY = {"model": "tiny", "num_slots": 2, "max_tokens": 4}
+BODY = {"version": 3, "model": "tiny", "num_slots": 2, "max_tokens": 4}
 
 
 async def test_the_answer_describes_the_memory(tmp_path: Path) -> None:
     async with channel_server(tmp_path, EchoRunner()) as server:
         answer = await opened(server, num_slots=3, max_tokens=5, datatype="BF16")
-        assert (answer["id"], answer["version"], answer["model"]) == ("1", 2, "tiny")
+        assert (answer["id"], answer["version"], answer["model"]) == ("1", 3, "tiny")
         assert answer["instance"] == server.app.engine.instance
         assert answer["geometry"] == {
             "num_slots": 3,
@@ -70,7 +70,7 @@ async def test_the_answer_describes_the_memory(tmp_path: Path) -> None:
         magic, *header = HEADER.unpack_from(peer.control)
         assert (magic, header) == (
             b"expertd\0",
-            [2, 256, 3, 5, 128, 2, 3 * 4096, 4096, 0, 1280, 1344, 1408, 256 + 3 * 512],
+            [3, 256, 3, 5, 128, 2, 3 * 4096, 4096, 0, 1280, 1344, 1408, 256 + 3 * 512],
         )
         listed = (await server.http.get("/v1/channels")).json()
         assert listed == {"channels": [(await server.http.get("/v1/channels/1")).json()]}
@@ -110,6 +110,7 @@ MEMORY = 'memory: expected "system", {"system": ...}, {"cuda": ...} or {"device_
 WRONG: dict[str, dict[str, Any]] = {
     "num_slots: expected a number greater than 0, got 0": {"num_slots": 0},
     "num_slots: expected 1 to 4096, got 4097": {"num_slots": 4097},
+    "version of channels: expected 3, got 2": {"version": 2},
     "max_tokens: expected 1 to 64, got 65": {"max_tokens": 65},
     "max_tokens: expected a valid integer, got '4'": {"max_tokens": "4"},
     "slots: expected no such key, got 4": {"slots": 4},

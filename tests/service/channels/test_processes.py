@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def opened(server: ServerProcess, headers: dict[str, str] | None = None, **request: Any) -> dict[str, Any]:
-    body = {"model": "tiny", "num_slots": 4, "max_tokens": 16, **request}
+    body = {"version": 3, "model": "tiny", "num_slots": 4, "max_tokens": 16, **request}
     response = httpx.post(f"http://{server.url}/v1/channels", json=body, headers=headers)
     assert response.status_code == 201, response.text
     answer: dict[str, Any] = response.json()

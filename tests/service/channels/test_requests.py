@@ -250,7 +250,7 @@ async def test_a_draining_server_answers_what_it_has_accepted(tmp_path: Path) ->
         answer = await answer_to(peer, refused)
         assert (answer.status, answer.error) == (503, "the server is shutting down")
         response = await server.http.post(
-            "/v1/channels", json={"model": "tiny", "num_slots": 1, "max_tokens": 1}
+            "/v1/channels", json={"version": 3, "model": "tiny", "num_slots": 1, "max_tokens": 1}
         )
         assert error_of(response, 503) == "the server is shutting down"
         peer.close()

@@ -123,7 +123,7 @@ def test_all_other_calls_are_passed_through(server: ServerProcess, single: Serve
             "those of the HTTP processes are not shown"
         )
         opened = many.post(
-            "/v1/channels", json={"models": ["tiny", "other"], "num_slots": 1, "max_tokens": 4}
+            "/v1/channels", json={"version": 3, "models": ["tiny", "other"], "num_slots": 1, "max_tokens": 4}
         )
         assert opened.json()["models"] == ["tiny", "other"]
         assert many.delete(f"/v1/channels/{opened.json()['id']}").status_code == 200

@@ -1,10 +1,10 @@
-"""The memory of a channel to the byte: version 2 of the server's docs/internals/channels.md."""
+"""The memory of a channel to the byte: version 3 of the server's docs/internals/channels.md."""
 
 import platform
 import struct
 import threading
 
-VERSION = 2
+VERSION = 3
 GREETING = b"expertd\0" + struct.pack("<I", VERSION)
 HEADER_BYTES = 256
 SLOT_BYTES = 512

@@ -10,7 +10,7 @@ from expertd_client.arenas import Sizes
 from expertd_client.calls import check_model
 from expertd_client.channel.base import BaseChannel, Made
 from expertd_client.channel.device_channel import DeviceChannel
-from expertd_client.channel.layout import CODES, MAX_REQUESTS, MODEL
+from expertd_client.channel.layout import CODES, MAX_REQUESTS, MODEL, VERSION
 from expertd_client.channel.link import SPIN_SECONDS
 from expertd_client.channel.opening import Opened, open_channel, post
 from expertd_client.channel.slots import Shapes, make_slots
@@ -113,7 +113,8 @@ def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceCha
     layers = yield from _layers(http, names, deadline)
     memory: Any = {"device_calls": {}}
     body = {
-        "models": names, "num_slots": options.num_slots, "max_tokens": options.max_tokens, "memory": memory,
+        "version": VERSION, "models": names, "memory": memory,
+        "num_slots": options.num_slots, "max_tokens": options.max_tokens,
     }  # fmt: skip
 
     def ask(deadline: Deadline) -> Any:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from expertd_client.arenas import Sizes
 from expertd_client.channel.claiming import claim
-from expertd_client.channel.layout import MAX_REQUESTS
+from expertd_client.channel.layout import MAX_REQUESTS, VERSION
 from expertd_client.channel.link import SPIN_SECONDS, Link
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemory
@@ -75,7 +75,7 @@ def open_channel(
         memory = {"cuda": exported.described()}
     min_slots = 0 if exported is None else _STREAM_SLOTS
     num_slots = min(MAX_REQUESTS, max(min_slots, _SLOTS_PER_PLACE * sizes.num_places))
-    body = {"num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
+    body = {"version": VERSION, "num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
     body |= {"model": models[0]} if len(models) == 1 else {"models": models}
     place = lost.link.data if lost is not None else None
     while True:

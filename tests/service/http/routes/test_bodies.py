@@ -8,7 +8,7 @@ import httpx
 
 from tests.service.apps import serving, tiny_settings
 
-CHANNEL = {"model": "tiny", "num_slots": 2, "max_tokens": 4, "memory": "system"}
+CHANNEL = {"version": 3, "model": "tiny", "num_slots": 2, "max_tokens": 4, "memory": "system"}
 REGION = "/v2/systemsharedmemory/region/r/register"
 CUDA_REGION = REGION.replace("system", "cuda")
 UNKNOWN = {"unknown": 1}
@@ -65,9 +65,14 @@ async def test_null_is_absent_in_every_call(tmp_path: Path) -> None:
             "POST",
             "/v1/channels",
             {**CHANNEL, "model": None, "models": None},
-            {"num_slots": 2, "max_tokens": 4},
+            {"version": 3, "num_slots": 2, "max_tokens": 4},
         ),
-        ("POST", "/v1/channels", {**CHANNEL, "num_slots": None}, {"model": "tiny", "max_tokens": 4}),
+        (
+            "POST",
+            "/v1/channels",
+            {**CHANNEL, "num_slots": None},
+            {"version": 3, "model": "tiny", "max_tokens": 4},
+        ),
         ("PUT", "/v1/log", {"level": None}, {}),
         ("PUT", "/v1/log", {"level": "warning", "unknown": None}, {"level": "warning"}),
         ("PUT", "/v1/partitions", {"partitions": {"p": None}}, {"partitions": {}}),
