@@ -18,8 +18,8 @@ exchange  us of the stream, by CUDA events, from before it writes the request's 
           answer's
 queue     us of it that the server says the request waited; compute: that its step took; other: the rest
 pair      us of the stream for a write of a word and a wait for what is there already
-over      us of a layer of graph above compute, if stream's row with these tokens and this time between came
-          before, and there is one caller
+own       us of a layer on the server's GPU alone: of graph, by a CUDA graph of all layers that has no caller
+over      us of a layer of graph above own, if there is one caller
 """
 
 import argparse
@@ -37,11 +37,16 @@ import torch
 from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import expect_gpu, header
 from benchmarks.serving.rows import server
+from expertd.kernels import fused_experts
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import ExpertWeights, random_weights
 from expertd_client import ExpertClient
 
 Row = dict[str, Any]
 WAYS = "stream", "host", "graph"
 HIDDEN, TOP_K, NUM_EXPERTS = 2048, 8, 128
+SHAPE = LayerShape(HIDDEN, 768, NUM_EXPERTS, TOP_K)
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STEPS, WARM_UP, AHEAD = 200, 50, 4
 MAX_CALLERS = 32  # streams that torch has
 BUSY_CYCLES = 40_000_000  # of the GPU, while the host's time is measured: some 20 ms
@@ -83,10 +88,8 @@ class Caller(ABC):
 
     def __init__(self, names: Sequence[str], tokens: int, between_cycles: int, stream: Any) -> None:
         self.names, self.tokens, self.between, self.stream = names, tokens, between_cycles, stream
-        x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        ids = torch.rand(tokens, NUM_EXPERTS, device="cuda").topk(TOP_K).indices.to(torch.int32)
-        self.given = x, ids, torch.rand(tokens, TOP_K, device="cuda")
-        self.outs = [torch.empty_like(x) for _ in names]
+        self.given = inputs(tokens)
+        self.outs = [torch.empty_like(self.given[0]) for _ in names]
         self.times = [0.0] * len(self.host_parts)  # seconds of the host so far
 
     @abstractmethod
@@ -199,6 +202,36 @@ class GraphCaller(Caller):
         self.times[0] += time.perf_counter() - begin
 
 
+def inputs(tokens: int) -> Given:
+    """Random hidden states, topk_ids and topk_weights."""
+    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    ids = torch.rand(tokens, NUM_EXPERTS, device="cuda").topk(TOP_K).indices.to(torch.int32)
+    return x, ids, torch.rand(tokens, TOP_K, device="cuda")
+
+
+def alone_us(weights: Sequence[ExpertWeights], tokens: int) -> float:
+    """Of a layer on the current GPU: the median of a CUDA graph of these, by their number."""
+    given, out = inputs(tokens), torch.empty(tokens, HIDDEN, device="cuda")
+
+    def step() -> None:
+        for each in weights:
+            fused_experts(*given, each.gate_up, each.down, out=out, backend="hopper")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        step()
+    ends = []
+    for _ in range(WARM_UP + STEPS):
+        graph.replay()
+        ends.append(recorded())
+    torch.cuda.synchronize()
+    steps = [one.elapsed_time(other) for one, other in itertools.pairwise(ends[WARM_UP:])]
+    median: float = statistics.median(steps)
+    return 1e3 * median / len(weights)
+
+
 def recorded() -> Any:
     """An event that the current stream comes to."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -305,25 +338,31 @@ def main() -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     expect_gpu("benchmarks stream_steps")
     index = 1 if torch.cuda.device_count() > 1 else 0
+    own_us: dict[int, float] = {}
+    if "graph" in options.ways.split(","):  # before there is a server on the GPU
+        with torch.cuda.device(0):
+            weights = [random_weights(SHAPE, number, "cuda") for number in range(options.layers)]
+            own_us = {tokens: alone_us(weights, tokens) for tokens in map(int, options.tokens.split(","))}
+            del weights
+            torch.cuda.empty_cache()
     torch.cuda.set_device(index)
     result = Result(options.json, header() | {"caller": f"GPU {index}"})
     if options.url:
-        run(options, options.url, f"cuda:{index}", result)
+        run(options, options.url, f"cuda:{index}", own_us, result)
     else:
         with server(1, layers=options.layers, make_config=config) as (url, _):
-            run(options, url, f"cuda:{index}", result)
+            run(options, url, f"cuda:{index}", own_us, result)
 
 
-def run(options: argparse.Namespace, url: str, device: str, result: Result) -> None:
+def run(options: argparse.Namespace, url: str, device: str, own_us: dict[int, float], result: Result) -> None:
     """All rows."""
     given = options.ways.split(","), options.tokens.split(","), options.between.split(",")
-    computes: dict[tuple[int, float], float] = {}  # us of stream's steps, by tokens and the time between
     with ExpertClient(url, transport="http", retry_seconds=10) as client:
         for way, tokens, between in itertools.product(*given):
             case = Case(way, int(tokens), float(between), options.callers if way == "graph" else 1)
-            row, key = measure(case, client, model_names(options.layers), device), case[1:3]
-            if way == "stream":
-                computes[key] = row["exchange_us"]["compute"]
-            elif way == "graph" and case.callers == 1 and key in computes:
-                row["over_us"] = row["layer_us"] - computes[key]
+            row = measure(case, client, model_names(options.layers), device)
+            if way == "graph":
+                row["own_us"] = own_us[case.tokens]
+                if case.callers == 1:
+                    row["over_us"] = row["layer_us"] - row["own_us"]
             result.put(row)
