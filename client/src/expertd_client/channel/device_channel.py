@@ -76,6 +76,11 @@ class DeviceChannel:
         link.start(lambda: bool(self._failure.value))
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """The models that calls may be for."""
+        return tuple(self._models)
+
+    @property
     def num_slots(self) -> int:
         """Calls that may be under way at once, each with a slot of its own."""
         return self._geometry.num_slots
