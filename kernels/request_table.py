@@ -53,6 +53,10 @@ class RequestTable:
         self.end_token = self._tensor[:4].view(torch.int32)
         """int32 [1], the number of tokens; see `Backend.route`."""
 
+    def clear(self) -> None:
+        """Have no requests, by torch's current stream, if the memory is the device's."""
+        self._tensor.zero_()
+
     @property
     def address(self) -> int:
         """For launches."""

@@ -64,6 +64,7 @@ class CallSteps:
         if sizes not in self._tensors:
             self._tensors[sizes] = StepTensors(MAX_CALL_TOKENS, *sizes, self._device, self._table.requests)
         with torch.inference_mode(), self._device.on(self._stream):
+            self._table.requests.clear()  # those of the last step, whose callers may be gone
             for count in reversed(CALL_TOKEN_COUNTS):  # largest first: others reuse its memory in the pool
                 work = partial(self._tensors[sizes].launch, layer, num_sms, count, routed=False)
                 work()

@@ -22,9 +22,10 @@ NANOSECONDS = 1500  # of a step
 class Table:
     """A `CallTable` without a GPU, whose calls are given as (slot, model of it, tokens)."""
 
-    num_slots, requests = 8, None
+    num_slots = 8
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
+        self.requests: set[int] = set()  # of the last step: the slots that it took
         self.rows = np.zeros((num_layers, 4), np.int64)
         self.layers: dict[int, Sequence[int]] = {}
         self.calls: list[tuple[int, int, int]] = []
@@ -53,6 +54,7 @@ class Graph:
 
     def run(self, stream: Any) -> None:
         for index, model, num_tokens in self._table.calls:
+            self._table.requests.add(index)
             layer = self._table.layers[index][model]
             if layer >= len(self._table.rows):
                 self._table.refused += 1
@@ -60,6 +62,16 @@ class Graph:
                 assert all(self._graphs[layer])
                 self._table.rows[layer] += (1, 1, num_tokens, NANOSECONDS)
         self._table.calls.clear()
+
+
+class Tensors:
+    """`StepTensors` whose launches nobody may see: no caller has asked for one."""
+
+    def __init__(self, *given: Any) -> None:
+        self._requests = given[-1]
+
+    def launch(self, *_: object, routed: bool) -> None:
+        assert not self._requests
 
 
 class Pool:
@@ -72,7 +84,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> DeviceCalls:
     """Of layers "a" and "b"."""
     monkeypatch.setattr(calls, "_MAX_LAYERS", NUM_LAYERS)
     monkeypatch.setattr(calls, "CallTable", Table)
-    monkeypatch.setattr(calls, "StepTensors", lambda *_: SimpleNamespace(launch=lambda *_, **__: None))
+    monkeypatch.setattr(calls, "StepTensors", Tensors)
     monkeypatch.setattr(device_calls, "why_not", lambda layer: None)
     stream = SimpleNamespace(synchronize=lambda: None)
     device: Any = SimpleNamespace(
