@@ -3,8 +3,6 @@ another process answers."""
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,55 +15,18 @@ from torch import Tensor
 
 from expertd_client import ExpertClient, InvalidRequestError, ServerUnreachableError
 from expertd_client.channel.device_channel import DeviceChannel
-from tests.soak.server import free_port
+from tests.service.channels.call_server import (
+    CALLER,
+    LAYERS,
+    NAMES,
+    H,
+    Server,
+    endless_caller,
+    expected,
+    inputs,
+)
 
 pytestmark = pytest.mark.gpu
-
-H, EXPERTS, TOP_K, LAYERS = 1024, 16, 4, 3
-NAMES = [f"tiny.layers.{number}" for number in range(LAYERS)]
-CONFIG = """
-host: 127.0.0.1
-backend: hopper
-models: [{models}]
-channels: {{socket: {folder}/channels}}
-"""
-MODEL = "{{name: {name}, hidden_size: 1024, intermediate_size: 512, num_experts: 16, top_k: 4}}"
-CALLER = torch.device("cuda", torch.cuda.device_count() - 1 if torch.cuda.is_available() else 0)
-
-
-class Server:
-    """A process on the first GPU."""
-
-    def __init__(self, folder: Path, port: int | None = None) -> None:
-        config = folder / "expertd.yaml"
-        models = ", ".join(MODEL.format(name=name) for name in NAMES)
-        config.write_text(CONFIG.format(models=models, folder=folder))
-        port = port or free_port()
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-c", "import sys; from expertd.service.cli import main; sys.exit(main())"]
-        self.process = subprocess.Popen([*command, "serve", "--config", config, "--port", str(port)])
-        end = time.monotonic() + 120
-        while True:
-            try:
-                if httpx.get(f"{self.url}/v2/health/ready").status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            assert self.process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.05)
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
-
-    def __enter__(self) -> "Server":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -87,22 +48,8 @@ def channel(client: ExpertClient) -> Iterator[DeviceChannel]:
         yield channel
 
 
-def inputs(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.randn(count, H, device=CALLER).bfloat16()
-    ids = torch.rand(count, EXPERTS, device=CALLER).argsort(1)[:, :TOP_K].int()
-    return x, ids, torch.rand(count, TOP_K, device=CALLER)
-
-
 def poisoned(count: int) -> Tensor:
     return torch.full((count, H), torch.nan, dtype=torch.bfloat16, device=CALLER)
-
-
-def expected(client: ExpertClient, model: str, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """By an HTTP request."""
-    x, ids, weights = (tensor.cpu() for tensor in given)
-    out = client.infer(model, x, ids, weights)
-    assert isinstance(out, Tensor)
-    return out.to(CALLER)
 
 
 @pytest.mark.parametrize("count", [1, 3, 64, 100, 512])
@@ -184,27 +131,13 @@ def test_invalid_calls_are_refused(client: ExpertClient, channel: DeviceChannel)
 
 def test_a_caller_that_dies_leaves_others_alone(client: ExpertClient, server: Server) -> None:
     """Its channel is closed, and what it had is free."""
-    program = f"""
-import torch
-from expertd_client import ExpertClient
-client = ExpertClient({server.url!r})
-channel = client.open_device_channel({NAMES!r}, device="cuda:{CALLER.index}")
-x = torch.zeros(3, {H}, dtype=torch.bfloat16, device="cuda:{CALLER.index}")
-ids = torch.zeros(3, {TOP_K}, dtype=torch.int32, device=x.device)
-for _ in range(5):
-    channel.call(x, ids, ids.float(), model={NAMES[0]!r})
-torch.cuda.synchronize()
-print("called", flush=True)
-while True:
-    channel.call(x, ids, ids.float(), model={NAMES[0]!r})
-"""
 
     def open_channels() -> set[int]:
         return {each["id"] for each in httpx.get(f"{server.url}/v1/channels").json()["channels"]}
 
     with client.open_device_channel(NAMES, device=str(CALLER)) as channel:
         before = open_channels()
-        dying = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        dying = endless_caller(server.url)
         assert dying.stdout is not None
         assert dying.stdout.readline() == "called\n"
         (its,) = open_channels() - before
@@ -231,8 +164,7 @@ def test_a_server_that_dies_leaves_nan(tmp_path: Path) -> None:
         channel.call(*given, out, model=NAMES[0])
         torch.cuda.synchronize()
         assert not out.isnan().any()
-        server.process.kill()
-        server.process.wait()
+        server.kill()
         for _ in range(2):
             channel.call(*given, out, model=NAMES[0])
         torch.cuda.synchronize()
