@@ -58,6 +58,7 @@ TIMEOUT, RETRY_SECONDS = 200, 120  # of the clients
 LEAST_SECONDS = 60
 END_SECONDS = 20.0  # before the end of the time, in which everything is closed
 KILL_SECONDS = 30.0  # that a kill takes, and the start of a server
+MOMENT_SECONDS = 2.0  # at most, before each kill
 LOOK_SECONDS, REPORT_SECONDS, IDLE_SECONDS = 0.05, 10.0, 5e-5
 
 
@@ -241,7 +242,7 @@ class Soak:
         self._other: subprocess.Popen[str] | None = None
         self._reported = self._began
         self._kills = self._compared = 0
-        # What the server had counted, and callers had made, when both were last known; None: of another server.
+        # What the server had counted, and callers had made, when both were known last; None: by another one.
         self._base: tuple[dict[str, Counted], Counter[str]] | None = (NONE, Counter())
         self._moments: list[tuple[float, int]] = []  # when all calls had ended, and how many
         self.failure: str | None = None
@@ -271,11 +272,10 @@ class Soak:
 
     def end_processes(self) -> None:
         """Kill those that are left."""
-        if self._server is not None:
-            self._server.kill()
-        if self._other is not None:
-            self._other.kill()
-            self._other.wait()
+        for process in (self._server and self._server.process, self._other):
+            if process is not None:
+                with process:  # closes its pipe, and waits
+                    process.kill()
 
     def result(self) -> dict[str, Any]:
         """What has been done so far."""
@@ -324,10 +324,10 @@ class Soak:
         self._go_on(lambda: bool(select.select([out], [], [], 0)[0]), "another process makes calls")
         if (line := out.readline()) != "called\n":
             raise RuntimeError(f"another caller: expected calls, got {line!r}")
-        self._go_on_for(self._chance.uniform(0.1, 2))
-        other.kill()
-        other.wait()
-        self._go_on_for(self._chance.uniform(0.1, 2))
+        self._go_on_for(self._chance.uniform(0, MOMENT_SECONDS))
+        with other:
+            other.kill()
+        self._go_on_for(self._chance.uniform(0, MOMENT_SECONDS))
         server.kill()
         self._server = again = Server(self._folder, server.port)
         self._go_on(again.is_ready, "the server is ready again")
