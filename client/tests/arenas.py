@@ -28,6 +28,9 @@ class Memory(Arena):
             self.free.append(place)
         return not self.abandoned
 
+    def break_off(self) -> None:
+        self.is_alive = False
+
     def close(self) -> None:
         assert not self.is_closed
         assert self.users == 0

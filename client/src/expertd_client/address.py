@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from expertd_client.errors import InvalidRequestError
 from expertd_client.tls import Certificate, File, make_context
 
+URL = "http://host:port, https://host:port or unix:/path"
 _DEFAULT_PORT = 80
 _DEFAULT_PORTS = {"http": _DEFAULT_PORT, "https": 443}
 _KEY = re.compile("[!-~]*")
@@ -94,6 +95,4 @@ def _is_name(host: str | None) -> bool:
 
 
 def _invalid(url: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"url: expected http://host:port, https://host:port or unix:/path, got {url!r}"
-    )
+    return InvalidRequestError(f"url: expected {URL}, got {url!r}")

@@ -81,6 +81,10 @@ class Arena(ABC):
         return True
 
     @abstractmethod
+    def break_off(self) -> None:
+        """Have it be unusable, and calls that wait find that out."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give it up; no call uses it."""
 
@@ -216,6 +220,12 @@ class Holder(Generic[A]):
             arena.reclaim()
             self._wake_all()
             return arena.is_usable()
+
+    def break_off(self) -> None:
+        """Have calls that wait for answers fail."""
+        with self._lock:
+            if self._arena is not None:
+                self._arena.break_off()
 
     def wake(self) -> None:
         """Places may have become free, or the arena unusable."""

@@ -1,49 +1,50 @@
 """What the clients for threads and for event loops share: their calls as steps."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
-from expertd_client.address import parse_address
 from expertd_client.calls import LayerCall, check_limits, check_model
 from expertd_client.channel.base import BaseChannel
 from expertd_client.channel.making import ChannelOptions, make_channel
-from expertd_client.channel.transport import ChannelTransport
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
-    InvalidRequestError,
     ServerBusyError,
     ServerUnreachableError,
-    TransportUnavailableError,
     UnknownModelError,
 )
 from expertd_client.http.requests import model_path
-from expertd_client.http.transport import HttpTransport
 from expertd_client.metadata import (
     ModelMetadata,
     ModelStatus,
     ServerMetadata,
-    read_metadata,
+    ServerState,
     read_server,
     read_statuses,
 )
-from expertd_client.places import WideIdsError
+from expertd_client.pool import ServerPool
+from expertd_client.server import Server, ServerOptions
+from expertd_client.sources import source_of
 from expertd_client.steps import Steps
 from expertd_client.tls import Certificate, File
-from expertd_client.transport import Choice, NotThisCallError, TransportName
+from expertd_client.transport import TransportName
+from expertd_client.watch import watched
 
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_CONNECTIONS = 128
 DEFAULT_RETRIES = 3
+DEFAULT_FAILOVER = 1.0
 
 C = TypeVar("C", bound=BaseChannel)
 
 
 class BaseClient:
-    """Settings, the transport in use, and calls; `timeout` None is the client's."""
+    """ServerOptions, the server or the pool, and calls; `timeout` None is the client's."""
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         *,
         key: str | None = None,
         ca: File | None = None,
@@ -53,75 +54,44 @@ class BaseClient:
         max_connections: int = DEFAULT_CONNECTIONS,
         max_retries: int = DEFAULT_RETRIES,
         retry_seconds: float = 0.0,
+        failover_seconds: float = DEFAULT_FAILOVER,
     ) -> None:
-        check_limits(timeout, max_connections, max_retries, retry_seconds)
-        address = parse_address(url, key, ca, certificate)
+        check_limits(timeout, max_connections, max_retries, retry_seconds, failover_seconds)
         self._timeout, self._retry_seconds = timeout, retry_seconds
-        self._max_tokens: dict[str, int] = {}  # of a request, where a call was larger
-        self._http = HttpTransport(address, max_connections, max_retries)
-        channel = ChannelTransport(self._http, max_connections, max_retries)
-        self._choice = Choice(transport, address, channel, self._http)
+        settings = ServerOptions(key, ca, certificate, transport, max_connections, max_retries)
+        self._to: Server | ServerPool
+        if (source := source_of(url)) is None:
+            self._to = Server(str(url), settings)
+        else:
+            self._to = watched(source, replace(settings, max_retries=0), failover_seconds)
 
     @property
     def transport(self) -> TransportName:
-        """The transport that infer calls take now."""
-        return self._choice.current.name
+        """The transport that infer calls take now; of a pool's first server."""
+        return self._to.transport
+
+    def servers(self) -> list[ServerState]:
+        """What is known of each server of a pool; it asks nobody."""
+        return self._to.states()
 
     def _infer(self, call: LayerCall, timeout: float | None) -> Steps[None]:
-        return self._whole(call, self._deadline(timeout))
-
-    def _whole(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
-        """Have a call answered, in parts if it is larger than the server takes."""
-        if call.shape[0] <= self._max_tokens.get(call.model, call.shape[0]):
-            try:
-                return (yield from self._answer(call, deadline))
-            except InvalidRequestError as error:
-                if not (yield from self._is_too_large(call, error, deadline)):
-                    raise
-        for part in call.parts(self._max_tokens[call.model]):
-            yield from self._whole(part, deadline)
-            part.output.result()
-
-    def _is_too_large(self, call: LayerCall, error: InvalidRequestError, deadline: Deadline) -> Steps[bool]:
-        """Whether parts of a call may be accepted that was refused; then how large they may be is known."""
-        rows = call.shape[0]
-        if error.status is None or rows < 2 or (error.status != 413 and "tokens" not in str(error)):
-            return False
-        max_rows: int | None = -(-rows // 2)
-        if error.status != 413:  # which is about bytes
-            model = read_metadata((yield from self._http.request("GET", model_path(call.model), deadline)))
-            max_rows = model.max_request_tokens
-        if max_rows is None or rows <= max_rows:
-            return False
-        self._max_tokens[call.model] = max_rows
-        return True
-
-    def _answer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
-        while True:
-            transport = self._choice.current
-            try:
-                yield from transport.infer(call, deadline)
-            except WideIdsError:  # over HTTP, the server says which experts it has
-                yield from self._http.infer(call, deadline)
-            except NotThisCallError as reason:
-                self._choice.pass_over(transport, reason)
-                yield from self._http.infer(call, deadline)
-            except TransportUnavailableError as error:
-                yield from self._choice.fall_back(transport, error)
-                continue
-            return
+        return self._to.infer(call, self._deadline(timeout))
 
     def _metadata(self, model: str, timeout: float | None) -> Steps[ModelMetadata]:
         check_model(model)
-        deadline = self._deadline(timeout)
-        return read_metadata((yield from self._http.request("GET", model_path(model), deadline)))
+        return self._to.metadata(model, self._deadline(timeout))
 
     def _server(self, timeout: float | None) -> Steps[ServerMetadata]:
-        return read_server((yield from self._http.request("GET", "/v2", self._deadline(timeout))))
+        return read_server((yield from self._to.request("GET", "/v2", self._deadline(timeout))))
 
     def _models(self, timeout: float | None) -> Steps[list[ModelStatus]]:
         deadline = self._deadline(timeout)
-        return read_statuses((yield from self._http.request("POST", "/v2/repository/index", deadline)))
+        answers = yield from self._to.each("POST", "/v2/repository/index", deadline)
+        found: dict[str, ModelStatus] = {}
+        for status in (status for answer in answers for status in read_statuses(answer)):
+            if status.name not in found or status.ready:
+                found[status.name] = status
+        return list(found.values())
 
     def _ready(self, model: str | None, timeout: float | None) -> Steps[bool]:
         if model is None:
@@ -136,17 +106,14 @@ class BaseClient:
         return self._is_ok("/v2/health/live", timeout)
 
     def _open_channel(self, kind: type[C], options: ChannelOptions) -> Steps[C]:
-        return make_channel(self._http, kind, options)
+        return make_channel(self._to, kind, options)
 
     def _close(self) -> Steps[None]:
-        yield from self._choice.close()
-        yield from self._http.close()
+        return self._to.close()
 
     def _is_ok(self, path: str, timeout: float | None) -> Steps[bool]:
         try:
-            yield from self._http.request(
-                "GET", path, Deadline(self._timeout if timeout is None else timeout)
-            )
+            yield from self._to.request("GET", path, Deadline(self._timeout if timeout is None else timeout))
         except (ServerBusyError, ServerUnreachableError, DeadlineError):
             return False
         return True

@@ -88,11 +88,16 @@ def check_model(model: object) -> None:
         raise InvalidRequestError(f"model: expected a name, got {model!r}")
 
 
-def check_limits(timeout: float, max_connections: int, max_retries: int, retry_seconds: float) -> None:
+def check_limits(
+    timeout: float, max_connections: int, max_retries: int, retry_seconds: float, failover_seconds: float
+) -> None:
     """Raises InvalidRequestError for settings of a client that cannot work."""
     check_seconds(timeout)
     if not isinstance(retry_seconds, Real) or not retry_seconds >= 0:
         raise InvalidRequestError(f"retry_seconds: expected at least 0, got {retry_seconds!r:.80}")
+    if not isinstance(failover_seconds, Real) or not 0.05 <= failover_seconds <= 3600:
+        text = f"failover_seconds: expected 0.05 to 3600, got {failover_seconds!r:.80}"
+        raise InvalidRequestError(text)
     if max_connections < 1:
         raise InvalidRequestError(f"max_connections: expected at least 1, got {max_connections}")
     if max_retries < 0:

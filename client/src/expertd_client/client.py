@@ -154,7 +154,7 @@ class ExpertClient(BaseClient):
         Raises as `open_channel`.
         """
         options = ChannelOptions(models, num_slots, max_tokens, None, None, device, self._deadline(timeout))
-        return run(make_device_channel(self._http, options))
+        return run(make_device_channel(self._to, options))
 
     def close(self) -> None:
         """Close connections and free what transports hold."""

@@ -29,6 +29,12 @@ class Deadline:
         self._at = math.inf if seconds > _FOREVER_SECONDS else time.monotonic() + seconds
         self._lost_at: float | None = None
 
+    def once(self) -> "Deadline":
+        """The same, for a call that is not to be repeated, because others are there for that."""
+        other = Deadline(self.seconds)
+        other._at = self._at
+        return other
+
     def remaining(self) -> float:
         """Seconds left, at most 0 once it has passed."""
         return self._at - time.monotonic()

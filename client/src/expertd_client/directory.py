@@ -164,6 +164,13 @@ class Directory(Generic[A]):
         self._routed_on_host.add(call.model)
         return True
 
+    def break_off(self) -> None:
+        """End the channels, whose calls fail; later calls open others."""
+        with self._lock:
+            holders = list(self._holders.values())
+        for holder in holders:
+            holder.break_off()
+
     def close(self) -> None:
         """Close the channels now, or after the last call of each."""
         with self._lock:

@@ -1,7 +1,7 @@
 """What a server says about its models."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from expertd_client.errors import InvalidAnswerError
 
@@ -24,6 +24,7 @@ class ModelMetadata:
 
     num_shared_experts  by the checkpoint's rule
     shared_experts      "included" in the answers, "excluded", so that the caller computes them, or "none"
+    local_experts       those that the server holds, of the others nothing is added to the output; None: all
     max_request_tokens  larger calls are sent in parts
     weights_id          compare it with that of a checkpoint's files, `expertd_client.weights_id`
     """
@@ -39,6 +40,7 @@ class ModelMetadata:
     activation: str | None = None
     max_request_tokens: int | None = None
     weights_id: str | None = None
+    local_experts: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,22 @@ class ModelStatus:
     name: str
     ready: bool
     reason: str
+
+
+class ServerState(NamedTuple):
+    """What a pool knows of a server.
+
+    state    up; draining: it ends, or begins, and takes no calls; down: it does not answer
+    reason   why it is not up
+    calls    of this client that it computes now
+    seconds  that a call is expected to take there; 0 while that is unknown
+    """
+
+    url: str
+    state: str
+    reason: str
+    calls: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +97,8 @@ def read_metadata(answer: Any) -> ModelMetadata:
         more: dict[str, Any] = {
             name: kind(told[name]) for name, kind in _PARAMETERS.items() if told.get(name) is not None
         }
+        if told.get("local_experts") is not None:
+            more["local_experts"] = _read_experts(str(told["local_experts"]))
         return ModelMetadata(str(answer["name"]), int(hidden_size), int(top_k), datatype, **more)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise InvalidAnswerError(f"answer: expected a MoE layer's metadata, got {answer!r:.200}") from error
@@ -93,3 +113,11 @@ def read_statuses(answer: Any) -> list[ModelStatus]:
         ]
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidAnswerError(f"answer: expected a list of models, got {answer!r:.200}") from error
+
+
+def _read_experts(text: str) -> frozenset[int]:
+    """From ranges such as 0-63,128. Raises ValueError."""
+    ranges = [part.split("-") for part in text.replace(" ", "").split(",")]
+    return frozenset(
+        number for first, *last in ranges for number in range(int(first), int(last[0] if last else first) + 1)
+    )

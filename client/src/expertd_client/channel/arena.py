@@ -49,6 +49,10 @@ class ChannelArena(Arena):
                 self.free.append(place)
         return not self._abandoned
 
+    def break_off(self) -> None:
+        """End the connection, as if the server had."""
+        self.link.hang_up()
+
     def close(self) -> None:
         """Close the channel; the server frees its memory after the step that runs, if it is in it."""
         if self._opened.device is not None and not self.reclaim():

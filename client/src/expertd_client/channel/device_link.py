@@ -111,8 +111,8 @@ class DeviceLink:
         """A connection to a server that has both memories."""
         if self.is_closed:
             raise InvalidRequestError("channel: expected an open one, got it closed")
-        once = Deadline(deadline.check())  # so that `close` does not wait for repetitions
-        path, token, geometry = _read(self._ask(once))
+        # Once, so that `close` does not wait for repetitions.
+        path, token, geometry = _read(self._ask(deadline.once()))
         if geometry != self.geometry:
             raise InvalidRequestError(f"channel: expected {self.geometry}, as before, got {geometry}")
         try:

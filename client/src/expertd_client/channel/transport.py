@@ -33,6 +33,10 @@ class ChannelTransport:
             lambda: self._directory.answer(call, deadline, _exchange), self._max_retries, deadline
         )
 
+    def break_off(self) -> None:
+        """End the channels, from any thread: calls that wait raise ServerUnreachableError."""
+        self._directory.break_off()
+
     def close(self) -> Steps[None]:
         """Close channels now, or after the last call of each."""
         self._directory.close()

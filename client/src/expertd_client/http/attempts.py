@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from expertd_client.address import Address
 from expertd_client.deadline import Deadline
-from expertd_client.errors import ServerUnreachableError
+from expertd_client.errors import DeadlineError, ServerUnreachableError
 from expertd_client.http.connection import Connection
 from expertd_client.http.exchange import BrokenError, send_request
 from expertd_client.http.head import Head
@@ -25,10 +25,17 @@ Reader = Callable[[Connection, Head], Steps[T]]
 class Attempts:
     """Sends requests to one server, over connections that are kept."""
 
-    def __init__(self, address: Address, max_retries: int) -> None:
+    def __init__(self, address: Address, max_retries: int, connect_seconds: float | None = None) -> None:
         self._address = address
         self._max_retries = max_retries
+        self._connect_seconds = connect_seconds
+        self._used: set[Connection] = set()
         self.pool = Pool()
+
+    def break_off(self) -> None:
+        """End the connections in use, from any thread."""
+        for connection in list(self._used):
+            connection.break_off()
 
     def call(self, request: Request, read: Reader[T], deadline: Deadline) -> Steps[T]:
         """The answer to the request that `request()` makes, as `read` returns it.
@@ -44,16 +51,29 @@ class Attempts:
             except BrokenError as error:
                 if error.answered:
                     raise self._unreachable(error) from error
-        connection: Connection = yield Connect(self._address, deadline)
+        connection = yield from self._connected(deadline)
         try:
             return (yield from self._exchange(connection, request, read, deadline))
         except BrokenError as error:
             raise self._unreachable(error) from error
 
+    def _connected(self, deadline: Deadline) -> Steps[Connection]:
+        """A new connection, within the time for that, too."""
+        if self._connect_seconds is None or deadline.remaining() <= self._connect_seconds:
+            connection: Connection = yield Connect(self._address, deadline)
+            return connection
+        try:
+            connection = yield Connect(self._address, Deadline(self._connect_seconds))
+        except DeadlineError as error:
+            text = f"expected one within {self._connect_seconds:g} s, got none"
+            raise ServerUnreachableError(f"connection to {self._address.url}: {text}") from error
+        return connection
+
     def _exchange(
         self, connection: Connection, request: Request, read: Reader[T], deadline: Deadline
     ) -> Steps[T]:
         connection.deadline = deadline
+        self._used.add(connection)
         keep = False
         try:
             head, sent = yield from send_request(connection, request())
@@ -65,6 +85,7 @@ class Attempts:
             keep = sent and not head.closes
             return answer
         finally:
+            self._used.discard(connection)
             if keep:
                 self.pool.put(connection)
             else:

@@ -7,6 +7,7 @@ import socket
 import ssl
 import time
 import weakref
+from contextlib import suppress
 
 from expertd_client.deadline import Deadline
 
@@ -98,6 +99,11 @@ class Connection:
         into[:count] = self.view[self.start : self.start + count]
         self.start += count
         return count
+
+    def break_off(self) -> None:
+        """End it, from any thread: who waits for it sees the end."""
+        with suppress(OSError):  # it is closed already
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""

@@ -22,9 +22,11 @@ class HttpTransport:
 
     name: TransportName = "http"
 
-    def __init__(self, address: Address, max_connections: int, max_retries: int) -> None:
+    def __init__(
+        self, address: Address, max_connections: int, max_retries: int, connect_seconds: float | None = None
+    ) -> None:
         self.address = address
-        self._attempts = Attempts(address, max_retries)
+        self._attempts = Attempts(address, max_retries, connect_seconds)
         self._semaphore = Semaphore(max_connections)
 
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
@@ -35,6 +37,10 @@ class HttpTransport:
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """A call without tensors, with `body` as JSON: the answer's JSON, or None."""
         return as_work(self._call(control_request(self.address, method, path, body), read_json, deadline))
+
+    def break_off(self) -> None:
+        """End the connections of calls, from any thread: they raise ServerUnreachableError."""
+        self._attempts.break_off()
 
     def close(self) -> Steps[None]:
         """Close idle connections now, and others once their calls are done."""

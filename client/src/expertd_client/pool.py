@@ -1,0 +1,381 @@
+"""Several servers as one: which of them computes a call, and what happens when one goes.
+
+A layer may be on several servers, and its experts may be divided among them. A call goes to the one of equal
+servers that is expected to be done first; if that dies, hangs or drains, to another one.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from expertd_client.calls import LayerCall
+from expertd_client.deadline import Deadline
+from expertd_client.errors import (
+    DeadlineError,
+    ExpertError,
+    InvalidRequestError,
+    ServerBusyError,
+    ServerUnreachableError,
+    UnknownModelError,
+)
+from expertd_client.metadata import ModelMetadata, ServerState
+from expertd_client.retries import with_retries
+from expertd_client.server import Server
+from expertd_client.sources import Source
+from expertd_client.splitting import Owner, split
+from expertd_client.steps import Steps
+from expertd_client.transport import TransportName
+
+logger = logging.getLogger("expertd_client")
+
+State = Literal["up", "draining", "down"]
+_UNKNOWN_SECONDS = 5.0  # until a server is asked again for a model that it did not have
+_HALF_LIFE = 5.0  # seconds until half of what a server took is forgotten, so that it is tried again
+_STAYS = 0.75  # of the last server's expected time: a call leaves it for another one that has less
+_REPEATS, _FIRST_REPEATS = 0.1, 10.0  # that each call allows others, and that there may be at once
+_CHANNELS = "/v1/channels"
+
+
+@dataclass(eq=False)
+class Member:
+    """A server of a pool, and how it does. The pool's lock guards all but `server`."""
+
+    server: Server
+    state: State = "up"
+    reason: str = ""
+    begun: dict[object, float] = field(default_factory=dict)  # calls without an answer, by when they began
+    layers: dict[str, tuple[ModelMetadata | None, float]] = field(default_factory=dict)  # and when it said so
+    seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # of calls by size, and when
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def expected(self, size: int, now: float) -> float:
+        """Seconds until a further call of this size is done; 0: unknown."""
+        taken, at = self.seconds.get(size, (0.0, now))
+        return taken * math.exp2((at - now) / _HALF_LIFE) * (1 + len(self.begun))
+
+    def took(self, size: int, seconds: float, now: float) -> None:
+        """A call has taken so long. Slow ones count at once, and are forgotten slowly."""
+        before, at = self.seconds.get(size, (seconds, now))
+        before *= math.exp2((at - now) / _HALF_LIFE)
+        self.seconds[size] = max(seconds, 0.8 * before + 0.2 * seconds), now
+
+
+class ServerPool:
+    """Members, and calls to them. May be used by several threads, or by tasks of one event loop.
+
+    make              makes a server of a URL
+    failover_seconds  within which calls leave a server that hangs
+    on_call           is called when a call begins
+    """
+
+    on_call: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, source: Source, make: Callable[[str], Server], failover_seconds: float) -> None:
+        self._source, self._make = source, make
+        self.failover_seconds = failover_seconds
+        self._lock = threading.Lock()
+        self._members: dict[str, Member] = {}
+        self._last: dict[tuple[str, frozenset[int] | None], Member] = {}  # that a layer's calls went to
+        self._repeats = _FIRST_REPEATS
+        self.is_closed = False
+        self.update()
+
+    # Members.
+
+    def update(self) -> None:
+        """Ask the source which servers there are. Raises InvalidRequestError if there are none yet."""
+        try:
+            urls = self._source.urls()
+            added = {url: Member(self._make(url)) for url in urls if url not in self._members}
+        except (OSError, ValueError) as error:
+            if self._members:
+                logger.warning("pool: servers: %s; keeping those of before", error)
+                return
+            if isinstance(error, InvalidRequestError):
+                raise
+            raise InvalidRequestError(f"url: expected servers, got: {error}") from error
+        with self._lock:
+            gone = [member for url, member in self._members.items() if url not in urls]
+            if gone or added:
+                self._members = {url: self._members.get(url) or added[url] for url in urls}
+                self._last.clear()
+        for member in gone:
+            logger.info("pool: server %s has gone from the list", member.url)
+            _run_close(member.server)
+
+    @property
+    def transport(self) -> TransportName:
+        """Of the first server."""
+        return self.members[0].server.transport
+
+    @property
+    def members(self) -> list[Member]:
+        """Those of now."""
+        return list(self._members.values())
+
+    def states(self) -> list[ServerState]:
+        """What is known of all."""
+        now = time.monotonic()
+        with self._lock:
+            return [
+                ServerState(
+                    member.url,
+                    member.state,
+                    member.reason,
+                    len(member.begun),
+                    max((member.expected(size, now) for size in member.seconds), default=0.0),
+                )
+                for member in self._members.values()
+            ]
+
+    def oldest(self, member: Member) -> float | None:
+        """Since when the oldest call waits for this member; None: none does."""
+        with self._lock:
+            return min(member.begun.values(), default=None)
+
+    def mark(self, member: Member, state: State, reason: str = "") -> None:
+        """A member is up, draining or down from now on. Calls that wait for one that is down fail."""
+        with self._lock:
+            if member.state == state:
+                return
+            member.state, member.reason = state, reason
+            if state == "up":
+                member.layers.clear()  # it may have been started with others
+        log = logger.info if state == "up" else logger.warning
+        log("pool: server %s is %s%s", member.url, state, f": {reason}" if reason else "")
+        if state == "down":
+            member.server.break_off()
+
+    # Calls.
+
+    def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+        """Have a call answered by those who have its layer's experts."""
+        self.on_call()
+        return with_retries(lambda: self._by_owners(call, deadline), 0, deadline)
+
+    def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
+        """See `Asker.request`: of the first server that can be reached; a channel, of one on this machine."""
+        is_local = path.startswith(_CHANNELS)
+        members = [member for member in self.members if member.server.is_local or not is_local]
+        if not members:
+            raise ServerUnreachableError("pool: expected a server on this machine, got others", None, False)
+
+        def ask() -> Steps[Any]:
+            failed: ExpertError | None = None
+            for member in sorted(members, key=lambda member: member.state != "up"):
+                try:
+                    return (yield from member.server.request(method, path, deadline.once(), body))
+                except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
+                    failed = self._failed(member, error)
+            assert failed is not None
+            raise failed
+
+        return with_retries(ask, 0, deadline)
+
+    def each(self, method: str, path: str, deadline: Deadline) -> Steps[list[Any]]:
+        """What every server answers that can be reached. Raises what the last says if none can."""
+        found: list[Any] = []
+        failed: ExpertError | None = None
+        for member in self.members:
+            try:
+                found.append((yield from member.server.request(method, path, deadline.once())))
+            except (ServerUnreachableError, ServerBusyError, DeadlineError, UnknownModelError) as error:
+                failed = error
+        if not found and failed is not None:
+            raise failed
+        return found
+
+    def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
+        """Of a layer, as all servers that have it say. Raises UnknownModelError, InvalidRequestError."""
+        known = yield from self._known(model, deadline)
+        told = next(iter(known.values()))
+        includes = any(each.shared_experts == "included" for each in known.values())
+        shared = "included" if includes else told.shared_experts
+        return replace(told, local_experts=None, shared_experts=shared)
+
+    def close(self) -> Steps[None]:
+        """Close all servers' connections."""
+        self.is_closed = True
+        for member in self.members:
+            yield from member.server.close()
+
+    def _by_owners(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+        owners = yield from self._owners(call.model, deadline)
+        if len(owners) == 1:
+            ((experts, members),) = owners.items()
+            return (yield from self._by_one(call, experts, members, deadline))
+        yield from split(
+            call,
+            [
+                Owner(
+                    experts or frozenset(),
+                    _includes_shared(members[0], call.model),
+                    partial(self._by_one, experts=experts, members=members, deadline=deadline),
+                )
+                for experts, members in owners.items()
+            ],
+        )
+
+    def _by_one(
+        self, call: LayerCall, experts: frozenset[int] | None, members: Sequence[Member], deadline: Deadline
+    ) -> Steps[None]:
+        """Of members that have the same, the best that answers."""
+        size = call.shape[0].bit_length()
+        self._repeats = min(_FIRST_REPEATS, self._repeats + _REPEATS)
+        left, failed = list(members), None
+        while left:
+            member = self._choose((call.model, experts), left, size)
+            left.remove(member)
+            token, began = object(), time.monotonic()
+            with self._lock:
+                member.begun[token] = began
+            try:
+                yield from member.server.infer(call, deadline.once())
+            except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
+                failed = self._failed(member, error, call.model)
+                if isinstance(error, ServerBusyError) and str(error).startswith("timeout"):
+                    raise
+            else:
+                now = time.monotonic()
+                with self._lock:
+                    member.took(size, now - began, now)
+                return
+            finally:
+                with self._lock:
+                    member.begun.pop(token, None)
+            if left:
+                self._repeats -= 1
+                if self._repeats < 0:
+                    self._repeats = 0.0
+                    break
+        assert failed is not None
+        raise failed
+
+    def _choose(
+        self, layer: tuple[str, frozenset[int] | None], members: Sequence[Member], size: int
+    ) -> Member:
+        """The one that will be done first; the last one as long as no other is much better."""
+        now = time.monotonic()
+        with self._lock:
+            up = [member for member in members if member.state == "up"] or list(members)
+            best = min(up, key=lambda member: (member.expected(size, now), len(member.begun)))
+            last = self._last.get(layer)
+            stays = last is not None and last in up and size in last.seconds
+            if last is not None and stays and best.expected(size, now) >= _STAYS * last.expected(size, now):
+                return last
+            self._last[layer] = best
+            return best
+
+    def _failed(self, member: Member, error: ExpertError, model: str | None = None) -> ExpertError:
+        """What a member's error says of it."""
+        if isinstance(error, UnknownModelError):
+            if model is not None:
+                with self._lock:
+                    member.layers[model] = None, time.monotonic()
+        elif isinstance(error, ServerUnreachableError):
+            self.mark(member, "down", str(error))
+        elif isinstance(error, ServerBusyError) and error.status == 503 and error.retry_after is None:
+            self.mark(member, "draining", str(error))
+        return error
+
+    def _known(self, model: str, deadline: Deadline) -> Steps[dict[Member, ModelMetadata]]:
+        """Who has a layer, of those that are not down. Raises UnknownModelError, ServerUnreachableError."""
+        found: dict[Member, ModelMetadata] = {}
+        failed: ExpertError | None = None
+        members = self.members
+        for member in [each for each in members if each.state != "down"] or members:
+            told, at = member.layers.get(model, (None, -math.inf))
+            if told is None and time.monotonic() - at > _UNKNOWN_SECONDS:
+                limit = Deadline(min(self.failover_seconds, deadline.check()))
+                try:
+                    told = yield from member.server.metadata(model, limit)
+                except UnknownModelError as error:
+                    failed = failed or error
+                except DeadlineError as error:
+                    self.mark(member, "down", str(error))
+                    failed = ServerUnreachableError(f"server {member.url}: {error}")
+                    continue
+                except (ServerUnreachableError, ServerBusyError) as error:
+                    failed = self._failed(member, error)
+                    continue
+                with self._lock:
+                    member.layers[model] = told, time.monotonic()
+            if told is not None:
+                found[member] = told
+        if not found:
+            raise failed or UnknownModelError(f"model {model}: expected a server that has it, got none")
+        _check_same(model, found)
+        return found
+
+    def _owners(self, model: str, deadline: Deadline) -> Steps[dict[frozenset[int] | None, list[Member]]]:
+        """Members by the experts that they hold (None: all), which together are all, each once."""
+        known = yield from self._known(model, deadline)
+        by_experts: dict[frozenset[int] | None, list[Member]] = {}
+        for member, told in known.items():
+            by_experts.setdefault(told.local_experts, []).append(member)
+        if None in by_experts:
+            return {None: by_experts[None]}
+        total = next(iter(known.values())).num_experts or 0
+        parts = _cover(total, [experts for experts in by_experts if experts is not None])
+        if parts is None:
+            held = frozenset().union(*(experts for experts in by_experts if experts is not None))
+            text = f"expected servers with all {total} experts, each once, got {len(held)} of them"
+            raise ServerUnreachableError(f"pool: model {model}: {text}")
+        return {experts: by_experts[experts] for experts in parts}
+
+
+def _check_same(model: str, found: dict[Member, ModelMetadata]) -> None:
+    """Raise InvalidRequestError if servers have different layers of one name."""
+    first, told = next(iter(found.items()))
+    for member, other in found.items():
+        for name in ("hidden_size", "top_k", "num_experts", "weights_id"):
+            one, two = getattr(told, name), getattr(other, name)
+            if one != two and None not in (one, two):
+                got = f"{one} at {first.url}, {two} at {member.url}"
+                raise InvalidRequestError(f"{name} of {model}: expected the same at all servers, got {got}")
+    shared: dict[frozenset[int] | None, str | None] = {}
+    for member, other in found.items():
+        if shared.setdefault(other.local_experts, other.shared_experts) != other.shared_experts:
+            got = f"{shared[other.local_experts]} and {other.shared_experts}"
+            text = f"expected the same of servers with the same experts, got {got}, at {member.url}"
+            raise InvalidRequestError(f"shared_experts of {model}: {text}")
+    if list(shared.values()).count("included") > 1 and None not in shared:
+        text = "expected them to be included by one part of the layer, got several"
+        raise InvalidRequestError(f"shared_experts of {model}: {text}")
+
+
+def _includes_shared(member: Member, model: str) -> bool:
+    told, _ = member.layers.get(model, (None, 0.0))
+    return told is not None and told.shared_experts == "included"
+
+
+def _cover(total: int, parts: Iterable[frozenset[int]]) -> list[frozenset[int]] | None:
+    """Disjoint parts that are all of `total` experts, by their first; None: there are none."""
+    ordered = sorted(parts, key=min)
+
+    def extend(held: frozenset[int], chosen: list[frozenset[int]]) -> list[frozenset[int]] | None:
+        if len(held) == total:
+            return chosen
+        first = next(expert for expert in range(total) if expert not in held)
+        for part in ordered:
+            if min(part) == first and not part & held:
+                found = extend(held | part, [*chosen, part])
+                if found is not None:
+                    return found
+        return None
+
+    return extend(frozenset(), [])
+
+
+def _run_close(server: Server) -> None:
+    """Close a server's connections; nothing of it waits."""
+    for _ in server.close():
+        pass
