@@ -17,7 +17,7 @@ from expertd_client.errors import (
     TransportUnavailableError,
     UnknownModelError,
 )
-from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata
+from expertd_client.metadata import ModelMetadata, ModelStatus, ServerMetadata, ServerState
 from expertd_client.version import __version__
 from expertd_client.weights import weights_id
 
@@ -38,6 +38,7 @@ __all__ = [
     "PendingCall",
     "ServerBusyError",
     "ServerMetadata",
+    "ServerState",
     "ServerUnreachableError",
     "Slot",
     "Ticket",

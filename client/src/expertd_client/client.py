@@ -17,17 +17,22 @@ from expertd_client.steps import Begun, Steps, run
 
 
 class ExpertClient(BaseClient):
-    """Calls to one expertd server; may be shared by threads, which then call at the same time.
+    """Calls to an expertd server, or several; may be shared by threads, which then call at the same time.
 
-    `url`: `http://host:port`, `https://host:port` or `unix:/path`. `key`: the API key to send (default:
-    EXPERTD_KEY of the environment; "": none). `ca`: a file of the CA certificates to trust with https
-    (default: EXPERTD_CA of the environment, or else the system's). `certificate`: a file with the certificate
-    to show a server that asks for one, and its key, or a tuple of two. `transport`: `auto` takes the fastest
-    that works with this server. `timeout`: seconds that a call may take in all, unless it says otherwise
-    (math.inf: any time). At most `max_connections` calls run at a time; others wait for their turn. A busy
-    server that sends Retry-After is asked again up to `max_retries` times. A call that has lost its server,
-    which is restarted for example, is repeated for `retry_seconds`, also over channels. Raises
-    InvalidRequestError for arguments that cannot work, and connects only when it is used.
+    `url`: `http://host:port`, `https://host:port` or `unix:/path`. Several servers: a list of URLs;
+    `dns:NAME:PORT`, all addresses of a name, over http; `file:/path`, with a URL in each line; the last
+    two may change. Their layers of one name are one layer: a call goes to the server that is expected to
+    be done first, or, where servers have different `local_experts`, to one of each part. `key`: the API
+    key to send (default: EXPERTD_KEY of the environment; "": none). `ca`: a file of the CA certificates
+    to trust with https (default: EXPERTD_CA of the environment, or else the system's). `certificate`: a
+    file with the certificate to show a server that asks for one, and its key, or a tuple of two.
+    `transport`: `auto` takes the fastest that works with this server. `timeout`: seconds that a call may
+    take in all, unless it says otherwise (math.inf: any time). At most `max_connections` calls run at a
+    time; others wait for their turn. A busy server that sends Retry-After is asked again up to
+    `max_retries` times. A call that has lost its server, which is restarted for example, is repeated for
+    `retry_seconds`, also over channels. Of several servers, calls leave one that dies or drains at once,
+    and one that hangs within `failover_seconds`. Raises InvalidRequestError for arguments that cannot
+    work, and connects only when it is used.
     """
 
     def infer(

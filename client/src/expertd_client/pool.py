@@ -142,7 +142,7 @@ class ServerPool:
             return min(member.begun.values(), default=None)
 
     def mark(self, member: Member, state: State, reason: str = "") -> None:
-        """A member is up, draining or down from now on. Calls that wait for one that is down fail."""
+        """A member is up, draining or down from now on."""
         with self._lock:
             if member.state == state:
                 return
@@ -151,8 +151,6 @@ class ServerPool:
                 member.layers.clear()  # it may have been started with others
         log = logger.info if state == "up" else logger.warning
         log("pool: server %s is %s%s", member.url, state, f": {reason}" if reason else "")
-        if state == "down":
-            member.server.break_off()
 
     # Calls.
 
@@ -241,8 +239,12 @@ class ServerPool:
                 yield from member.server.infer(call, deadline.once())
             except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
                 failed = self._failed(member, error, call.model)
-                if isinstance(error, ServerBusyError) and str(error).startswith("timeout"):
-                    raise
+                if isinstance(error, ServerBusyError):
+                    if str(error).startswith("timeout"):
+                        raise
+                    now = time.monotonic()
+                    with self._lock:  # it would take at least as long
+                        member.took(size, max(now - began, error.retry_after or 0.0), now)
             else:
                 now = time.monotonic()
                 with self._lock:

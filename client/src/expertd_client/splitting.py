@@ -36,10 +36,14 @@ def split(call: LayerCall, owners: Sequence[Owner]) -> Steps[None]:
         x, ids, weights = (*values, None, None)[:3]
         part = layer_call(call.model, x, ids, weights, "float32", None, call.priority)
         parts.append((rows, part, Begun(owner.infer(part))))
-    for _, _, begun in parts:
-        yield from begun.begin()
-    for _, _, begun in parts:
-        yield from begun.finish()
+    try:
+        for _, _, begun in parts:
+            yield from begun.begin()
+        for _, _, begun in parts:
+            yield from begun.finish()
+    finally:  # without one part, the others are of no use
+        for _, _, begun in parts:
+            begun.close()
     _add_up([(rows, part.output.result()) for rows, part, _ in parts], call)
 
 

@@ -88,6 +88,11 @@ class Begun:
         while self._wait is not None:
             yield from self._step(self._wait)
 
+    def close(self) -> None:
+        """Give it up, unless it has returned."""
+        self._wait = None
+        self._steps.close()
+
     def _step(self, wait: Wait) -> Steps[None]:
         try:
             given = yield wait

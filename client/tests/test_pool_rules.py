@@ -1,0 +1,268 @@
+"""Which servers a pool has, which of them gets a call, and how parts of a layer add up; without servers."""
+
+import itertools
+import math
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertd_client import InvalidRequestError, ServerBusyError, ServerUnreachableError, UnknownModelError
+from expertd_client.calls import LayerCall, layer_call
+from expertd_client.deadline import Deadline
+from expertd_client.metadata import ModelMetadata
+from expertd_client.pool import Member, ServerPool, _cover
+from expertd_client.sources import Fixed, source_of
+from expertd_client.splitting import Owner, split
+from expertd_client.steps import Steps, run
+
+X = np.random.default_rng(3).standard_normal((2, 4), dtype=np.float32)
+
+
+class Server:
+    """Answers by `says`: an error, or None."""
+
+    is_local, transport = True, "http"
+
+    def __init__(self, url: str, told: ModelMetadata | None = None) -> None:
+        self.url, self.calls, self.says = url, 0, list[Exception]()
+        self.told = told or ModelMetadata("m", 4, 2, "FP32", 8)
+
+    def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
+        yield from ()
+        return self.told
+
+    def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+        yield from ()
+        self.calls += 1
+        if self.says:
+            raise self.says.pop(0)
+
+    def close(self) -> Steps[None]:
+        yield from ()
+
+
+def pool_of(*servers: Server) -> ServerPool:
+    by_url: dict[str, Any] = {server.url: server for server in servers}
+    return ServerPool(Fixed(list(by_url)), by_url.__getitem__, 1.0)
+
+
+def infer(pool: ServerPool, retry_seconds: float = 0.0) -> None:
+    run(pool.infer(layer_call("m", X), Deadline(10, retry_seconds)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ServerUnreachableError("gone"), ServerBusyError("full", 503, 1.0), ServerBusyError("full", 429, 1.0),
+        ServerBusyError("shutting down", 503), UnknownModelError("unloaded", 404),
+    ],
+    ids=["gone", "full", "limited", "draining", "unloaded"],
+)  # fmt: skip
+def test_another_server_answers(error: Exception) -> None:
+    first, second = Server("http://a"), Server("http://b")
+    pool = pool_of(first, second)
+    first.says = [error]
+    infer(pool)
+    assert (first.calls, second.calls) == (1, 1)
+    infer(pool)
+    assert (first.calls, second.calls) == (1, 2)
+
+
+def test_nothing_wrong_is_repeated() -> None:
+    first, second = Server("http://a"), Server("http://b")
+    pool = pool_of(first, second)
+    first.says = [InvalidRequestError("wrong", 400)]
+    with pytest.raises(InvalidRequestError):
+        infer(pool)
+    assert second.calls == 0
+    first.says, second.says = [ServerBusyError("timeout: not in time", 503)], []
+    with pytest.raises(ServerBusyError):
+        infer(pool)
+    assert second.calls == 0
+
+
+def test_repeats_have_a_budget() -> None:
+    """A pool that is full is not asked many times as often because of that."""
+    servers = [Server(f"http://{name}") for name in "abcdefgh"]
+    pool = pool_of(*servers)
+    for server in servers:
+        server.says = [ServerBusyError("full", 503, 1.0) for _ in range(1000)]
+    for _ in range(100):
+        with pytest.raises(ServerBusyError):
+            infer(pool)
+    assert 100 < sum(server.calls for server in servers) <= 100 + 10 + 10 + 1
+
+
+def test_calls_go_to_the_faster_server_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("expertd_client.pool.time.monotonic", lambda: now)
+    seconds = {"http://a": 0.010, "http://b": 0.009}
+
+    class Timed(Server):
+        def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+            nonlocal now
+            yield from super().infer(call, deadline)
+            now += seconds[self.url]
+
+    first, second = Timed("http://a"), Timed("http://b")
+    pool = pool_of(first, second)
+    for _ in range(50):
+        infer(pool)
+    assert min(first.calls, second.calls) <= 2  # 10 % is no reason to change
+    seconds["http://a" if first.calls > second.calls else "http://b"] *= 3
+    slow, fast = (first, second) if first.calls > second.calls else (second, first)
+    before = slow.calls, fast.calls
+    for _ in range(50):
+        infer(pool)
+    assert slow.calls - before[0] <= 2
+    assert fast.calls - before[1] >= 48
+
+
+def test_what_waits_counts() -> None:
+    members = [Member(Server(f"http://{name}")) for name in "ab"]  # type: ignore[arg-type]
+    for member in members:
+        member.took(3, 1.0, 0.0)
+    members[0].begun = {object(): 0.0 for _ in range(3)}
+    assert members[0].expected(3, 0.0) == 4 * members[1].expected(3, 0.0) == 4.0
+    assert members[1].expected(3, 5.0) == pytest.approx(0.5)  # it is forgotten
+    assert members[1].expected(2, 0.0) == 0.0  # another size says nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("hidden_size", 5), ("top_k", 3), ("num_experts", 9), ("weights_id", "two")]
+)
+def test_different_layers_of_one_name_are_refused(name: str, other: Any) -> None:
+    told: dict[str, Any] = {"hidden_size": 4, "top_k": 2, "num_experts": 8, "weights_id": "one"}
+    servers = [
+        Server(url, ModelMetadata("m", datatype="FP32", **values))
+        for url, values in (("http://a", told), ("http://b", told | {name: other}))
+    ]
+    got = rf"got {told[name]} at http://a, {other} at http://b$"
+    with pytest.raises(InvalidRequestError, match=rf"^{name} of m: expected the same at all servers, {got}"):
+        infer(pool_of(*servers))
+
+
+def test_parts_of_a_layer_are_found() -> None:
+    """By any division; with parts that overlap, those that fit; None without."""
+    for _ in range(200):
+        total = random.randint(1, 12)
+        cuts = sorted({0, total, *random.choices(range(total + 1), k=3)})
+        parts = [frozenset(range(first, last)) for first, last in itertools.pairwise(cuts)]
+        others = [frozenset(random.sample(range(total), random.randint(1, total))) for _ in range(3)]
+        found = _cover(total, random.sample([*parts, *others], len(parts) + 3))
+        assert found is not None
+        assert sorted(expert for part in found for expert in part) == list(range(total))
+        missing = random.choice(parts)
+        assert _cover(total + 1, parts) is None
+        if len(parts) > 1:
+            assert _cover(total, [part for part in parts if part != missing]) is None
+
+
+def experts_of(values: Any, ids: Any, weights: Any, held: frozenset[int]) -> Any:
+    """An expert multiplies by its number + 1."""
+    factors = [
+        sum((expert + 1) * weight for expert, weight in zip(row, weighting, strict=True) if expert in held)
+        for row, weighting in zip(ids.tolist(), weights.tolist(), strict=True)
+    ]
+    return values * np.array(factors, np.float32)[:, None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16", "torch"])
+def test_the_sum_of_parts(dtype: str) -> None:
+    rng = np.random.default_rng()
+    parts = [frozenset({0, 1}), frozenset({2, 3, 4}), frozenset({5}), frozenset({6, 7})]
+    x = rng.standard_normal((7, 16), dtype=np.float32)
+    ids = np.argsort(rng.random((7, 6)), axis=1)[:, :2].astype(np.int32)  # none of the last part's
+    weights = rng.random((7, 2), dtype=np.float32)
+    asked: list[int] = []
+
+    def owner(held: frozenset[int]) -> Owner:
+        def answer(part: LayerCall) -> Steps[None]:
+            yield from ()
+            given = [np.asarray(tensor.value) for tensor in part.inputs]
+            asked.append(len(given[0]))
+            assert np.isin(given[1], sorted(held)).any(1).all()
+            out = experts_of(given[0], given[1], given[2], held)
+            part.output.store(np.ascontiguousarray(out.astype(np.float32)).view(np.uint8).reshape(-1))
+
+        return Owner(held, False, answer)
+
+    exact = experts_of(x.astype(np.float64), ids, weights, frozenset(range(8)))
+    if dtype == "torch":
+        tensors = (torch.from_numpy(x), torch.from_numpy(ids), torch.from_numpy(weights))
+        call = layer_call("m", *tensors, "bfloat16")
+    else:
+        call = layer_call("m", x, ids, weights, output_dtype=dtype)
+    run(split(call, [owner(held) for held in parts]))
+    out = call.output.result()
+    if dtype == "uint16":
+        out = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16).float().numpy()
+    elif dtype == "torch":
+        assert out.dtype == torch.bfloat16
+        out = out.float().numpy()
+    bits = {"float32": 22, "float16": 10}.get(dtype, 7)
+    np.testing.assert_allclose(out, exact, rtol=2.0**-bits, atol=1e-6)
+    assert len(asked) <= 3
+    assert sum(asked) == sum(np.isin(ids, sorted(held)).any(1).sum() for held in parts)
+
+
+def test_bfloat16_is_rounded_as_torch_does() -> None:
+    from expertd_client.splitting import _encoded
+
+    values = np.random.default_rng().integers(0, 2**32, 100_000, np.uint64).astype(np.uint32).view(np.float32)
+    values = np.concatenate(
+        [values, np.array([0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38], np.float32)]
+    )
+    ours = torch.from_numpy(_encoded(values, "BF16").view(np.int16)).view(torch.bfloat16)
+    theirs = torch.from_numpy(values).bfloat16()
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours[~ours.isnan()], theirs[~theirs.isnan()])
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([], "url: expected http://host:port, https://host:port or unix:/path, or several, got none"),
+        (["http://a", 3], "url: expected http://host:port"),
+        (3, "url: expected http://host:port"),
+        ("dns:name", "url: expected dns:NAME:PORT, got 'dns:name'"),
+        ("dns:name:0", "url: expected dns:NAME:PORT, got 'dns:name:0'"),
+        ("dns:name:70000", "url: expected dns:NAME:PORT"),
+        ("file:servers", "url: expected file: with a path from /, got 'file:servers'"),
+    ],
+)
+def test_lists_that_are_none(given: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        source_of(given)
+    assert str(caught.value).startswith(text)
+
+
+def test_the_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(host: str, port: int, type: int) -> list[Any]:
+        assert (host, port) == ("experts", 8000)
+        places = [("10.0.0.1", 8000), ("10.0.0.2", 8000), ("fd00::1", 8000, 0, 0), ("10.0.0.1", 8000)]
+        return [(socket.AF_INET, type, 6, "", place) for place in places]
+
+    monkeypatch.setattr("expertd_client.sources.socket.getaddrinfo", look_up)
+    source = source_of("dns:experts:8000")
+    assert source is not None
+    assert source.urls() == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::1]:8000"]
+
+
+def test_a_file_of_servers(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    source = source_of(f"file:{file}")
+    assert source is not None
+    with pytest.raises(OSError, match="No such file"):
+        source.urls()
+    file.write_text("# none yet\n")
+    with pytest.raises(ValueError, match="expected a URL in each line, got none"):
+        source.urls()
+    file.write_text("http://a:1\n\n  unix:/b \n# http://c\nhttp://a:1\n")
+    assert source.urls() == ["http://a:1", "unix:/b"]
+    assert source_of("http://a:1") is None
