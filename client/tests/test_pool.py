@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from expertd_client import (
     AsyncExpertClient,
@@ -21,6 +22,7 @@ from expertd_client import (
     ServerUnreachableError,
     UnknownModelError,
 )
+from expertd_client.engine import RemoteServer, Settings
 from tests.expertd import HIDDEN, LAYER, MODEL, NUM_EXPERTS, TOP_K, RunningServer, channels_in, running_server
 from tests.rounding import assert_rounded
 from tests.waiting import wait_for
@@ -254,6 +256,29 @@ def test_a_channel_moves_to_another_server(tmp_path: Path, pair: list[RunningSer
         pair[0].end()
         np.testing.assert_array_equal(channel.wait(channel.submit(slot, 9)), first)
         pair[0].start_again()
+
+
+@pytest.mark.parametrize("transport", ["channel", "http"])
+def test_an_engine_calls_a_pool(
+    transport: str, tmp_path: Path, pair: list[RunningServer], expected: Array
+) -> None:
+    """As a plugin does, by a file; one server goes between two calls."""
+    layer = LAYER | {"name": "m.layers.0"}
+    with servers(tmp_path, layer, layer) as found:
+        file = tmp_path / "servers"
+        file.write_text("\n".join(server.url for server in found))
+        remote = RemoteServer(Settings(f"file:{file}", "m", transport=transport)).layer(0)
+        x, ids, weights = (torch.from_numpy(value) for value in (X, IDS, WEIGHTS))
+        out = torch.empty(X.shape)
+        for server in (None, *found):
+            if server is not None:
+                server.end()
+            remote.submit(x, ids, weights, 0, 1).wait(out)
+            assert_rounded(out.numpy(), expected)
+            out.fill_(torch.nan)
+            if server is not None:
+                server.start_again()
+        remote.server.client.close()
 
 
 def test_nobody_is_there() -> None:

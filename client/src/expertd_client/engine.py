@@ -38,7 +38,7 @@ _SLOTS = 2  # of a batch, which may be larger than a request: one is copied whil
 class Settings:
     """Of a plugin.
 
-    url            of the server
+    url            of the server, or of a pool: dns:NAME:PORT or file:/PATH
     name           of the checkpoint there, whose layers are {name}.layers.{N}; "": as the server names it
     transport      auto, channel or http, as in expertd-client; device: the GPU makes calls by itself, also
                    from full CUDA graphs, and large batches go over a channel
@@ -85,13 +85,13 @@ def expect(is_good: bool, name: str, expected: object, got: object) -> None:
 
 
 @cache
-def server_of(settings: Settings) -> "Server":
+def server_of(settings: Settings) -> "RemoteServer":
     """The one of this process."""
-    return Server(settings)
+    return RemoteServer(settings)
 
 
-class Server:
-    """Its client, and the channel that is opened for all layers at the first call."""
+class RemoteServer:
+    """A client of it, or of a pool, and the channel that is opened for all layers at the first call."""
 
     def __init__(self, settings: Settings) -> None:
         seconds = settings.retry_seconds
@@ -157,7 +157,7 @@ class Server:
 class RemoteLayer:
     """A layer on the server."""
 
-    server: Server
+    server: RemoteServer
     name: str
     number: int
     metadata: ModelMetadata

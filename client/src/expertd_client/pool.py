@@ -6,8 +6,10 @@ servers that is expected to be done first; if that dies, hangs or drains, to ano
 
 import logging
 import math
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -87,6 +89,7 @@ class ServerPool:
         self._repeats = _FIRST_REPEATS
         self.is_closed = False
         self.update()
+        _pools.add(self)
 
     # Members.
 
@@ -375,6 +378,20 @@ def _cover(total: int, parts: Iterable[frozenset[int]]) -> list[frozenset[int]] 
         return None
 
     return extend(frozenset(), [])
+
+
+_pools: "weakref.WeakSet[ServerPool]" = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A lock may have been held by another thread, and calls are the parent's."""
+    for pool in list(_pools):
+        pool._lock = threading.Lock()
+        for member in pool.members:
+            member.begun = {}
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _run_close(server: Server) -> None:

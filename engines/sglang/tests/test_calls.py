@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd_client.engine import Server, Settings
+from expertd_client.engine import RemoteServer, Settings
 from expertd_sglang.experts import ExpertdMoEMethod
 from tests import stubs
 
@@ -114,7 +114,7 @@ def test_a_graph_has_only_calls_that_the_gpu_makes(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_device_calls_need_a_gpu() -> None:
-    remote: Any = SimpleNamespace(server=Server(Settings("http://127.0.0.1:9", transport="device")))
+    remote: Any = SimpleNamespace(server=RemoteServer(Settings("http://127.0.0.1:9", transport="device")))
     with pytest.raises(
         ValueError, match="transport: expected auto, channel or http without a GPU, got device"
     ):
