@@ -43,6 +43,10 @@ _REPEATS, _FIRST_REPEATS = 0.1, 10.0  # that each call allows others, and that t
 _CHANNELS = "/v1/channels"
 
 
+class _GoneError(Exception):
+    """All servers that were to be asked have left the list: there is another one now."""
+
+
 @dataclass(eq=False)
 class Member:
     """A server of a pool, and how it does. The pool's lock guards all but `server`."""
@@ -50,6 +54,7 @@ class Member:
     server: Server
     state: State = "up"
     reason: str = ""
+    is_gone: bool = False  # from the list: it is closed after its last call
     begun: dict[object, float] = field(default_factory=dict)  # calls without an answer, by when they began
     layers: dict[str, tuple[ModelMetadata | None, float]] = field(default_factory=dict)  # and when it said so
     seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # of calls by size, and when
@@ -110,9 +115,12 @@ class ServerPool:
             if gone or added:
                 self._members = {url: self._members.get(url) or added[url] for url in urls}
                 self._last.clear()
+            for member in gone:
+                member.is_gone = True
         for member in gone:
             logger.info("pool: server %s has gone from the list", member.url)
-            _run_close(member.server)
+            if not member.begun:
+                _run_close(member.server)
 
     @property
     def transport(self) -> TransportName:
@@ -160,7 +168,7 @@ class ServerPool:
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have a call answered by those who have its layer's experts."""
         self.on_call()
-        return with_retries(lambda: self._by_owners(call, deadline), 0, deadline)
+        return with_retries(lambda: self._by_present_owners(call, deadline), 0, deadline)
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """See `Asker.request`: of the first server that can be reached; a channel, of one on this machine."""
@@ -208,6 +216,13 @@ class ServerPool:
         for member in self.members:
             yield from member.server.close()
 
+    def _by_present_owners(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+        while True:
+            try:
+                return (yield from self._by_owners(call, deadline))
+            except _GoneError:
+                continue
+
     def _by_owners(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         owners = yield from self._owners(call.model, deadline)
         if len(owners) == 1:
@@ -233,11 +248,9 @@ class ServerPool:
         self._repeats = min(_FIRST_REPEATS, self._repeats + _REPEATS)
         left, failed = list(members), None
         while left:
-            member = self._choose((call.model, experts), left, size)
+            member, token = self._choose((call.model, experts), left, size)
             left.remove(member)
-            token, began = object(), time.monotonic()
-            with self._lock:
-                member.begun[token] = began
+            began = time.monotonic()
             try:
                 yield from member.server.infer(call, deadline.once())
             except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
@@ -254,8 +267,7 @@ class ServerPool:
                     member.took(size, now - began, now)
                 return
             finally:
-                with self._lock:
-                    member.begun.pop(token, None)
+                self._end(member, token)
             if left:
                 self._repeats -= 1
                 if self._repeats < 0:
@@ -266,18 +278,39 @@ class ServerPool:
 
     def _choose(
         self, layer: tuple[str, frozenset[int] | None], members: Sequence[Member], size: int
-    ) -> Member:
-        """The one that will be done first; the last one as long as no other is much better."""
-        now = time.monotonic()
+    ) -> tuple[Member, object]:
+        """The one that will be done first; the last one as long as no other is much better.
+
+        Also what `_end` gets, which must follow.
+        """
+        now, token = time.monotonic(), object()
         with self._lock:
-            up = [member for member in members if member.state == "up"] or list(members)
-            best = min(up, key=lambda member: (member.expected(size, now), len(member.begun)))
-            last = self._last.get(layer)
-            stays = last is not None and last in up and size in last.seconds
-            if last is not None and stays and best.expected(size, now) >= _STAYS * last.expected(size, now):
-                return last
-            self._last[layer] = best
-            return best
+            member = self._best(layer, members, size, now)
+            member.begun[token] = now
+            self._last[layer] = member
+        return member, token
+
+    def _end(self, member: Member, token: object) -> None:
+        """A call has ended, however."""
+        with self._lock:
+            member.begun.pop(token, None)
+            is_last = member.is_gone and not member.begun
+        if is_last:
+            _run_close(member.server)
+
+    def _best(
+        self, layer: tuple[str, frozenset[int] | None], members: Sequence[Member], size: int, now: float
+    ) -> Member:
+        kept = [member for member in members if not member.is_gone]
+        if not kept:
+            raise _GoneError
+        up = [member for member in kept if member.state == "up"] or kept
+        best = min(up, key=lambda member: (member.expected(size, now), len(member.begun)))
+        last = self._last.get(layer)
+        stays = last is not None and last in up and size in last.seconds
+        if last is not None and stays and best.expected(size, now) >= _STAYS * last.expected(size, now):
+            return last
+        return best
 
     def _failed(self, member: Member, error: ExpertError, model: str | None = None) -> ExpertError:
         """What a member's error says of it."""
