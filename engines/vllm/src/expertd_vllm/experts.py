@@ -232,6 +232,6 @@ def _fake(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, layer:
     pass
 
 
-_OPS = torch.library.Library("expertd", "FRAGMENT")
+_OPS = torch.library.Library("expertd", "FRAGMENT")  # type: ignore[no-untyped-call]
 direct_register_custom_op("submit", _submit, ["out"], _fake, _OPS)
 direct_register_custom_op("wait", _wait, ["out"], _fake, _OPS)
