@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from expertd import __version__
-from expertd.service.commands import bench, check, kernels, keys, layers, profile, serve
+from expertd.service.commands import check, client, kernels, keys, layers, profile, serve
 from expertd.service.util.sentences import did_you_mean, like, shown
 
 _UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_COMMANDS = (serve, check, layers, keys, kernels, profile, bench)
+_COMMANDS = (serve, check, layers, keys, kernels, profile, client)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
