@@ -210,9 +210,15 @@ def _text(name: str, value: Any) -> str:
         return _NONE
     if name == "callers":
         channels, processes = sum(value.values()), len(value)
-        return f"{channels} channels of {processes} processes" if channels else "no channels"
+        if not channels:
+            return "none"
+        return f"{_count(channels, 'channel')} of {_count(processes, 'process', 'processes')}"
     if name == "in steps":
         return f"{100 * value:.0f} %"
     if name == "queue ms":
         return f"{value:.2f}"
     return f"{value:,.0f}" if isinstance(value, float) else str(value)
+
+
+def _count(number: int, one: str, several: str | None = None) -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
