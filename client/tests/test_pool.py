@@ -161,6 +161,16 @@ def test_calls_leave_a_server_that_hangs(pair: list[RunningServer], expected: Ar
             wait_until_all(callers, server.url, "up")
 
 
+def test_what_is_asked_of_a_pool_leaves_a_server_that_hangs(pair: list[RunningServer]) -> None:
+    urls = [server.url for server in pair]
+    with pair[0].stopped(), ExpertClient(urls, failover_seconds=0.4, timeout=20) as client:
+        assert client.server().name == "expertd"
+        assert client.metadata(MODEL).hidden_size == HIDDEN
+        assert [status.name for status in client.models()] == [MODEL]
+        with client.open_channel(MODEL, max_tokens=4):
+            assert states(client) == {urls[0]: "down", urls[1]: "up"}
+
+
 def test_both_servers_get_calls(pair: list[RunningServer], expected: Array) -> None:
     """When one thread would have to wait for another."""
 

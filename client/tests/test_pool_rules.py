@@ -86,6 +86,21 @@ def test_nothing_wrong_is_repeated() -> None:
     assert second.calls == 0
 
 
+def test_a_full_pool_is_asked_again() -> None:
+    """When its servers say, `max_retries` times; not each of them at each time."""
+    servers = [Server(f"http://{name}") for name in "ab"]
+    by_url: dict[str, Any] = {server.url: server for server in servers}
+    pool = ServerPool(Fixed(list(by_url)), by_url.__getitem__, 1.0, max_retries=2)
+    for server in servers:
+        server.says = [ServerBusyError("full", 503, 0.01) for _ in range(2)]
+    infer(pool)
+    assert sum(server.calls for server in servers) == 5
+    for server in servers:
+        server.says = [ServerBusyError("full", 503, 0.01) for _ in range(3)]
+    with pytest.raises(ServerBusyError):
+        infer(pool)
+
+
 def test_repeats_have_a_budget() -> None:
     """A pool that is full is not asked many times as often because of that."""
     servers = [Server(f"http://{name}") for name in "abcdefgh"]

@@ -1,7 +1,6 @@
 """What the clients for threads and for event loops share: their calls as steps."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from expertd_client.calls import LayerCall, check_limits, check_model
@@ -63,7 +62,7 @@ class BaseClient:
         if (source := source_of(url)) is None:
             self._to = Server(str(url), settings)
         else:
-            self._to = watched(source, replace(settings, max_retries=0), failover_seconds)
+            self._to = watched(source, settings, failover_seconds)
 
     @property
     def transport(self) -> TransportName:

@@ -80,14 +80,17 @@ class ServerPool:
 
     make              makes a server of a URL
     failover_seconds  within which calls leave a server that hangs
+    max_retries       how often a call is made again of which all servers say when they have room
     on_call           is called when a call begins
     """
 
     on_call: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, source: Source, make: Callable[[str], Server], failover_seconds: float) -> None:
+    def __init__(
+        self, source: Source, make: Callable[[str], Server], failover_seconds: float, max_retries: int = 0
+    ) -> None:
         self._source, self._make = source, make
-        self.failover_seconds = failover_seconds
+        self.failover_seconds, self._max_retries = failover_seconds, max_retries
         self._lock = threading.Lock()
         self._members: dict[str, Member] = {}
         self._last: dict[tuple[str, frozenset[int] | None], Member] = {}  # that a layer's calls went to
@@ -168,7 +171,7 @@ class ServerPool:
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have a call answered by those who have its layer's experts."""
         self.on_call()
-        return with_retries(lambda: self._by_present_owners(call, deadline), 0, deadline)
+        return with_retries(lambda: self._by_present_owners(call, deadline), self._max_retries, deadline)
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """See `Asker.request`: of the first server that can be reached; a channel, of one on this machine."""
@@ -181,13 +184,13 @@ class ServerPool:
             failed: ExpertError | None = None
             for member in sorted(members, key=lambda member: member.state != "up"):
                 try:
-                    return (yield from member.server.request(method, path, deadline.once(), body))
+                    return (yield from self._asked(member, method, path, deadline, body))
                 except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
                     failed = self._failed(member, error)
             assert failed is not None
             raise failed
 
-        return with_retries(ask, 0, deadline)
+        return with_retries(ask, self._max_retries, deadline)
 
     def each(self, method: str, path: str, deadline: Deadline) -> Steps[list[Any]]:
         """What every server answers that can be reached. Raises what the last says if none can."""
@@ -195,12 +198,25 @@ class ServerPool:
         failed: ExpertError | None = None
         for member in self.members:
             try:
-                found.append((yield from member.server.request(method, path, deadline.once())))
+                found.append((yield from self._asked(member, method, path, deadline)))
             except (ServerUnreachableError, ServerBusyError, DeadlineError, UnknownModelError) as error:
                 failed = error
         if not found and failed is not None:
             raise failed
         return found
+
+    def _asked(
+        self, member: Member, method: str, path: str, deadline: Deadline, body: object = None
+    ) -> Steps[Any]:
+        """What a member answers; if it hangs, that is found out as of an infer call."""
+        self.on_call()
+        token = object()
+        with self._lock:
+            member.begun[token] = time.monotonic()
+        try:
+            return (yield from member.server.request(method, path, deadline.once(), body))
+        finally:
+            self._end(member, token)
 
     def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
         """Of a layer, as all servers that have it say. Raises UnknownModelError, InvalidRequestError."""
@@ -331,7 +347,8 @@ class ServerPool:
         members = self.members
         for member in [each for each in members if each.state != "down"] or members:
             told, at = member.layers.get(model, (None, -math.inf))
-            if told is None and time.monotonic() - at > _UNKNOWN_SECONDS:
+            is_known = told is not None and told.weights_id is not None
+            if not is_known and time.monotonic() - at > _UNKNOWN_SECONDS:
                 limit = Deadline(min(self.failover_seconds, deadline.check()))
                 try:
                     told = yield from member.server.metadata(model, limit)

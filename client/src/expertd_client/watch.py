@@ -25,9 +25,10 @@ _UPDATE_SECONDS = 1.0  # between two looks at the list of servers
 
 def watched(source: Source, settings: ServerOptions, failover_seconds: float) -> ServerPool:
     """A pool, which is looked after from its first call on."""
-    settings = replace(settings, connect_seconds=failover_seconds)
-    pool = ServerPool(source, lambda url: Server(url, settings), failover_seconds)
-    pool.on_call = Watch(pool, lambda url: Server(url, replace(settings, transport="http"))).wake
+    # A server that is full is not waited for: another one may have room.
+    of_server = replace(settings, max_retries=0, connect_seconds=failover_seconds)
+    pool = ServerPool(source, lambda url: Server(url, of_server), failover_seconds, settings.max_retries)
+    pool.on_call = Watch(pool, lambda url: Server(url, replace(of_server, transport="http"))).wake
     return pool
 
 
