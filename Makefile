@@ -28,7 +28,7 @@ DEV     := $(VENV)/.dev
 DOCS    := build/docs-venv
 ENGINES := build/engines-venv
 
-.PHONY: help install install-dev install-engines serve test test-all test-fast test-client test-engines test-gpu soak fuzz bench docs lint format check lock clean
+.PHONY: help install install-dev install-engines serve test test-all test-fast test-client test-engines test-gpu soak soak-pool fuzz bench docs lint format check lock clean
 
 help: ## list the chores
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F '|' '{ printf "make %-15s %s\n", $$1, $$2 }'
@@ -87,6 +87,9 @@ test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU
 
 soak: $(RUNTIME) $(DEV) ## run a server under everything for SECONDS (600), and count what becomes of requests
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(SOAK)
+
+soak-pool: $(RUNTIME) $(DEV) ## kill, stop and drain the servers of a pool for SECONDS (600), and count lost calls
+	$(BIN)/python -m tests.soak.pool --seconds $(SECONDS) $(SOAK)
 
 fuzz: $(RUNTIME) $(DEV) ## send CASES (100000) of bytes of every kind to each parser
 	CASES=$(CASES) $(BIN)/python -m pytest --timeout 0 -m "not gpu" tests/fuzz

@@ -201,6 +201,24 @@ def test_options_that_cannot_work(client: AnyCaller, options: dict[str, Any], te
         client.open_channel(MODEL, **{"max_tokens": 1, **options})
 
 
+def test_threads_that_ask_at_once_whether_the_server_is_there(client: AnyCaller) -> None:
+    """A poll object may not be used by two threads at a time."""
+    with client.open_channel(MODEL, max_tokens=1) as channel:
+        opened, asked = channel._link, list[object]()
+
+        class Lost:
+            def poll(self, _: int) -> list[object]:
+                assert not asked, "concurrent poll() invocation"
+                asked.append(self)
+                assert opened.is_alive()
+                return []
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(opened, "_lost", Lost())
+            assert opened.is_alive()
+        assert asked
+
+
 def test_channels_that_are_refused(client: AnyCaller, connect: Connect, tmp_path: Path) -> None:
     with pytest.raises(UnknownModelError):
         client.open_channel("other", max_tokens=1)

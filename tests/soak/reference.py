@@ -47,6 +47,13 @@ class Sample(NamedTuple):
         routing = {"topk_ids": ("INT32", self.topk_ids), "topk_weights": ("FP32", self.topk_weights)}
         return {**hidden_states, **routing}
 
+    @property
+    def arguments(self) -> tuple[npt.NDArray[Any], ...]:
+        """Of a client's `infer`, but for the model."""
+        if self.topk_ids is None or self.topk_weights is None:
+            return (self.hidden_states,)
+        return self.hidden_states, self.topk_ids, self.topk_weights
+
     def is_right(self, output: npt.NDArray[Any]) -> bool:
         """Whether an answer is this sample's."""
         if output.shape != self.output.shape:

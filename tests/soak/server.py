@@ -121,6 +121,11 @@ class SoakServer:
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(seconds)
 
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """Send SIGKILL, and wait for the end of all processes that it has started."""
         assert self._process is not None

@@ -3,6 +3,7 @@
 import os
 import select
 import socket
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -54,6 +55,7 @@ class Link:
         self._poll = select.poll()
         self._poll.register(self.answers, select.POLLIN)
         self._poll.register(self.connection, select.POLLIN)
+        self._asks = threading.Lock()
         self._lost = select.poll()
         self._lost.register(self.connection, select.POLLIN)
         _links.add(self)
@@ -205,8 +207,12 @@ class Link:
 
     def is_alive(self) -> bool:
         """Whether the server still has the channel."""
-        if self.is_open and self._lost.poll(0):
-            self.is_open = False
+        if self.is_open and self._asks.acquire(blocking=False):  # else another thread does
+            try:
+                if self._lost.poll(0):
+                    self.is_open = False
+            finally:
+                self._asks.release()
         return self.is_open
 
     def closed_error(self) -> ServerUnreachableError:
