@@ -161,6 +161,15 @@ def test_calls_leave_a_server_that_hangs(pair: list[RunningServer], expected: Ar
             wait_until_all(callers, server.url, "up")
 
 
+def test_nobody_leaves_the_only_server(pair: list[RunningServer], expected: Array) -> None:
+    """It hangs for a while, and then answers."""
+    with Callers([pair[0].url], expected, failover_seconds=0.2) as callers:
+        callers.go_on()
+        with pair[0].stopped():
+            wait_until_all(callers, pair[0].url, "down")
+        callers.go_on()
+
+
 def test_what_is_asked_of_a_pool_leaves_a_server_that_hangs(pair: list[RunningServer]) -> None:
     urls = [server.url for server in pair]
     with pair[0].stopped(), ExpertClient(urls, failover_seconds=0.4, timeout=20) as client:

@@ -98,7 +98,8 @@ async def _probe(pool: ServerPool, member: Member, probe: Server) -> None:
         pool.mark(member, "draining", str(error))
     except ExpertError as error:
         pool.mark(member, "down", f"no heartbeat within {seconds:g} s: {error}")
-        member.server.break_off()  # calls that wait for it go elsewhere
+        if any(other.state == "up" for other in pool.members):  # else calls had better wait
+            member.server.break_off()
     else:
         pool.mark(member, "up")
     if not was_up:
