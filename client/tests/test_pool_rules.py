@@ -138,6 +138,31 @@ def test_calls_go_to_the_faster_server_and_stay(monkeypatch: pytest.MonkeyPatch)
     assert fast.calls - before[1] >= 48
 
 
+@pytest.mark.parametrize(
+    ("parts", "state", "expected"),
+    [
+        ([None, None], "up", True),
+        ([None, None], "down", False),
+        (["ab", "ab"], "up", True),
+        (["ab", "cd"], "up", False),
+        (["ab", None], "up", True),
+        ([None, "ab"], "up", False),
+    ],
+)
+def test_who_can_be_done_without(parts: list[str | None], state: Any, expected: bool) -> None:
+    """Calls of a server that hangs are worth breaking off only if another one has the same experts."""
+    numbers = {"ab": frozenset({0, 1}), "cd": frozenset({2, 3}), None: None}
+    told = [
+        ModelMetadata("m", 4, 2, "FP32", 4, weights_id="w", local_experts=numbers[part]) for part in parts
+    ]
+    pool = pool_of(*(Server(url, each) for url, each in zip(("http://a", "http://b"), told, strict=True)))
+    first, second = pool.members
+    for member, each in zip(pool.members, told, strict=True):
+        member.layers["m"] = each, 0.0
+    pool.mark(second, state)
+    assert pool.can_do_without(first) is expected
+
+
 def test_what_waits_counts() -> None:
     members = [Member(Server(f"http://{name}")) for name in "ab"]  # type: ignore[arg-type]
     for member in members:

@@ -166,6 +166,19 @@ class ServerPool:
         log = logger.info if state == "up" else logger.warning
         log("pool: server %s is %s%s", member.url, state, f": {reason}" if reason else "")
 
+    def can_do_without(self, member: Member) -> bool:
+        """Whether all layers that calls have asked a member for are at another one that is up."""
+        with self._lock:
+            others = [other for other in self.members if other is not member and other.state == "up"]
+            asked = [(model, told.local_experts) for model, (told, _) in member.layers.items() if told]
+            held = {
+                (model, told.local_experts)
+                for other in others
+                for model, (told, _) in other.layers.items()
+                if told
+            }
+        return bool(others) and all({(model, part), (model, None)} & held for model, part in asked)
+
     # Calls.
 
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:

@@ -98,7 +98,7 @@ async def _probe(pool: ServerPool, member: Member, probe: Server) -> None:
         pool.mark(member, "draining", str(error))
     except ExpertError as error:
         pool.mark(member, "down", f"no heartbeat within {seconds:g} s: {error}")
-        if any(other.state == "up" for other in pool.members):  # else calls had better wait
+        if pool.can_do_without(member):  # else calls had better wait
             member.server.break_off()
     else:
         pool.mark(member, "up")
