@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.lib.timing import cpu_name
 from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.transport import TransportName
 from tests.service.apps import MODEL, NUM_EXPERTS, tiny_settings
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         result = PoolSoak(Path(folder), given.seconds, given.every, given.late, given.seed).run()
-    text = json.dumps({**result, "seed": given.seed}, indent=1)
+    text = json.dumps({"cpu": cpu_name(), "seconds": given.seconds, "seed": given.seed, **result}, indent=1)
     print(text)
     if given.json:
         given.json.write_text(text + "\n")
