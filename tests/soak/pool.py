@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.lib.timing import cpu_name
 from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.transport import TransportName
 from tests.service.apps import MODEL, NUM_EXPERTS, tiny_settings
 from tests.service.waiting import wait_for
 from tests.soak.reference import Sample, samples
 from tests.soak.server import SoakServer, free_port
+from tests.soak.soaking import cpu_name
 
 NAME = str(MODEL["name"])
 EVENTS = "kill", "stop", "drain"
