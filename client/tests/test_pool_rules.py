@@ -59,9 +59,10 @@ def infer(pool: ServerPool, retry_seconds: float = 0.0) -> None:
     "error",
     [
         ServerUnreachableError("gone"), ServerBusyError("full", 503, 1.0), ServerBusyError("full", 429, 1.0),
+        ServerBusyError("timeout: expected more, as the queue is long", 503, 1.0),
         ServerBusyError("shutting down", 503), UnknownModelError("unloaded", 404),
     ],
-    ids=["gone", "full", "limited", "draining", "unloaded"],
+    ids=["gone", "full", "limited", "long", "draining", "unloaded"],
 )  # fmt: skip
 def test_another_server_answers(error: Exception) -> None:
     first, second = Server("http://a"), Server("http://b")
@@ -80,10 +81,13 @@ def test_nothing_wrong_is_repeated() -> None:
     with pytest.raises(InvalidRequestError):
         infer(pool)
     assert second.calls == 0
-    first.says, second.says = [ServerBusyError("timeout: not in time", 503)], []
-    with pytest.raises(ServerBusyError):
-        infer(pool)
-    assert second.calls == 0
+    for text in ("timeout: not in time", "the request's timeout of 9 microseconds expires"):
+        pool = pool_of(first, second)
+        first.says = [ServerBusyError(text, 503)]
+        with pytest.raises(ServerBusyError):
+            infer(pool)
+        assert second.calls == 0
+        assert [state.state for state in pool.states()] == ["up", "up"]  # it is the call that has no time
 
 
 def test_a_full_pool_is_asked_again() -> None:

@@ -26,7 +26,7 @@ from expertd_client.errors import (
     UnknownModelError,
 )
 from expertd_client.metadata import ModelMetadata, ServerState
-from expertd_client.retries import with_retries
+from expertd_client.retries import is_late, with_retries
 from expertd_client.server import Server
 from expertd_client.sources import Source
 from expertd_client.splitting import Owner, split
@@ -285,11 +285,11 @@ class ServerPool:
             except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
                 failed = self._failed(member, error, call.model)
                 if isinstance(error, ServerBusyError):
-                    if str(error).startswith("timeout"):
-                        raise
                     now = time.monotonic()
                     with self._lock:  # it would take at least as long
                         member.took(size, max(now - began, error.retry_after or 0.0), now)
+                    if error.retry_after is None and is_late(error):
+                        raise
             else:
                 now = time.monotonic()
                 with self._lock:
@@ -350,7 +350,8 @@ class ServerPool:
         elif isinstance(error, ServerUnreachableError):
             self.mark(member, "down", str(error))
         elif isinstance(error, ServerBusyError) and error.status == 503 and error.retry_after is None:
-            self.mark(member, "draining", str(error))
+            if not is_late(error):
+                self.mark(member, "draining", str(error))
         return error
 
     def _known(self, model: str, deadline: Deadline) -> Steps[dict[Member, ModelMetadata]]:

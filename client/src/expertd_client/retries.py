@@ -47,7 +47,12 @@ def is_lost(error: ExpertError | None) -> bool:
     if isinstance(error, ServerUnreachableError):
         return error.may_repeat
     # Another attempt would not be in time either.
-    return isinstance(error, ServerBusyError) and error.status == 503 and not str(error).startswith("timeout")
+    return isinstance(error, ServerBusyError) and error.status == 503 and not is_late(error)
+
+
+def is_late(error: ServerBusyError) -> bool:
+    """Whether a server cannot answer within the request's timeout."""
+    return str(error).startswith(("timeout", "the request's timeout"))
 
 
 def _delay(error: ExpertError, retries: int, max_retries: int, deadline: Deadline) -> float:
