@@ -117,6 +117,22 @@ def test_repeats_have_a_budget() -> None:
     assert 100 < sum(server.calls for server in servers) <= 100 + 10 + 10 + 1
 
 
+@pytest.mark.parametrize(
+    "error", [ServerUnreachableError("gone"), ServerBusyError("shutting down", 503)], ids=["gone", "drains"]
+)
+def test_many_calls_leave_a_server_that_goes(error: Exception) -> None:
+    """All that were under way there, more than there may be repeats of full servers."""
+    first, second = Server("http://a"), Server("http://b")
+    pool = pool_of(first, second)
+    for _ in range(100):
+        first.says = [error]
+        for member in pool.members:
+            pool.mark(member, "up")
+            member.seconds.clear()
+        infer(pool)
+    assert (first.calls, second.calls) == (100, 100)
+
+
 def test_calls_go_to_the_faster_server_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("expertd_client.pool.time.monotonic", lambda: now)

@@ -39,7 +39,7 @@ State = Literal["up", "draining", "down"]
 _UNKNOWN_SECONDS = 5.0  # until a server is asked again for a model that it did not have
 _HALF_LIFE = 5.0  # seconds until half of what a server took is forgotten, so that it is tried again
 _STAYS = 0.75  # of the last server's expected time: a call leaves it for another one that has less
-_REPEATS, _FIRST_REPEATS = 0.1, 10.0  # that each call allows others, and that there may be at once
+_REPEATS, _FIRST_REPEATS = 0.1, 10.0  # because servers are full: that each call allows, and at once
 _CHANNELS = "/v1/channels"
 
 
@@ -297,7 +297,7 @@ class ServerPool:
                 return
             finally:
                 self._end(member, token)
-            if left:
+            if left and isinstance(failed, ServerBusyError) and failed.retry_after is not None:
                 self._repeats -= 1
                 if self._repeats < 0:
                     self._repeats = 0.0
