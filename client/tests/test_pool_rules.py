@@ -232,6 +232,29 @@ def experts_of(values: Any, ids: Any, weights: Any, held: frozenset[int]) -> Any
     return values * np.array(factors, np.float32)[:, None]
 
 
+def test_all_tokens_go_to_the_part_with_shared_experts() -> None:
+    """Also if a server is asked what it has because it was away, between two steps of a call."""
+    told: dict[str, Any] = {"hidden_size": 4, "top_k": 1, "num_experts": 2, "datatype": "FP32"}
+    sizes: list[int] = []
+
+    class Part(Server):
+        def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+            yield from super().infer(call, deadline)
+            sizes.append(call.shape[0])
+
+    class Away(Part):
+        def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
+            pool.mark(pool.members[0], "down")
+            pool.mark(pool.members[0], "up")
+            return super().metadata(model, deadline)
+
+    first = Part("http://a", ModelMetadata("m", local_experts=frozenset({0}), shared_experts="included", **told))
+    pool = pool_of(first, Away("http://b", ModelMetadata("m", local_experts=frozenset({1}), **told)))
+    routing = np.array([[0], [1]], np.int32), np.ones((2, 1), np.float32)
+    run(pool.infer(layer_call("m", X, *routing), Deadline(10)))
+    assert sizes == [2, 1]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16", "torch"])
 def test_the_sum_of_parts(dtype: str) -> None:
     rng = np.random.default_rng()

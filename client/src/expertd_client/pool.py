@@ -253,7 +253,8 @@ class ServerPool:
                 continue
 
     def _by_owners(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
-        owners = yield from self._owners(call.model, deadline)
+        known = yield from self._known(call.model, deadline)
+        owners = _owners(call.model, known)
         if len(owners) == 1:
             ((experts, members),) = owners.items()
             return (yield from self._by_one(call, experts, members, deadline))
@@ -262,7 +263,7 @@ class ServerPool:
             [
                 Owner(
                     experts or frozenset(),
-                    _includes_shared(members[0], call.model),
+                    known[members[0]].shared_experts == "included",
                     partial(self._by_one, experts=experts, members=members, deadline=deadline),
                 )
                 for experts, members in owners.items()
@@ -384,21 +385,21 @@ class ServerPool:
         _check_same(model, found)
         return found
 
-    def _owners(self, model: str, deadline: Deadline) -> Steps[dict[frozenset[int] | None, list[Member]]]:
-        """Members by the experts that they hold (None: all), which together are all, each once."""
-        known = yield from self._known(model, deadline)
-        by_experts: dict[frozenset[int] | None, list[Member]] = {}
-        for member, told in known.items():
-            by_experts.setdefault(told.local_experts, []).append(member)
-        if None in by_experts:
-            return {None: by_experts[None]}
-        total = next(iter(known.values())).num_experts or 0
-        parts = _cover(total, [experts for experts in by_experts if experts is not None])
-        if parts is None:
-            held = frozenset().union(*(experts for experts in by_experts if experts is not None))
-            text = f"expected servers with all {total} experts, each once, got {len(held)} of them"
-            raise ServerUnreachableError(f"pool: model {model}: {text}")
-        return {experts: by_experts[experts] for experts in parts}
+
+def _owners(model: str, known: dict[Member, ModelMetadata]) -> dict[frozenset[int] | None, list[Member]]:
+    """Members by the experts that they hold (None: all), which together are all, each once."""
+    by_experts: dict[frozenset[int] | None, list[Member]] = {}
+    for member, told in known.items():
+        by_experts.setdefault(told.local_experts, []).append(member)
+    if None in by_experts:
+        return {None: by_experts[None]}
+    total = next(iter(known.values())).num_experts or 0
+    parts = _cover(total, [experts for experts in by_experts if experts is not None])
+    if not parts:
+        held = frozenset().union(*(experts for experts in by_experts if experts is not None))
+        text = f"expected servers with all {total} experts, each once, got {len(held)} of them"
+        raise ServerUnreachableError(f"pool: model {model}: {text}")
+    return {experts: by_experts[experts] for experts in parts}
 
 
 def _check_same(model: str, found: dict[Member, ModelMetadata]) -> None:
@@ -419,11 +420,6 @@ def _check_same(model: str, found: dict[Member, ModelMetadata]) -> None:
     if list(shared.values()).count("included") > 1 and None not in shared:
         text = "expected them to be included by one part of the layer, got several"
         raise InvalidRequestError(f"shared_experts of {model}: {text}")
-
-
-def _includes_shared(member: Member, model: str) -> bool:
-    told, _ = member.layers.get(model, (None, 0.0))
-    return told is not None and told.shared_experts == "included"
 
 
 def _cover(total: int, parts: Iterable[frozenset[int]]) -> list[frozenset[int]] | None:
