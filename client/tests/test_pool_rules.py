@@ -294,6 +294,38 @@ def test_the_sum_of_parts(dtype: str) -> None:
     assert sum(asked) == sum(np.isin(ids, sorted(held)).any(1).sum() for held in parts)
 
 
+@pytest.mark.parametrize("ids", [[[9, 9], [0, 1]], [[-1, 2**40], [9, -1]], [[], []]], ids=str)
+def test_no_token_is_left_out(ids: Any) -> None:
+    """Of those that name nobody's experts, a server judges."""
+    asked: list[int] = []
+
+    def refuse(part: LayerCall) -> Steps[None]:
+        yield from ()
+        asked.append(part.shape[0])
+        raise InvalidRequestError("topk_ids: wrong", 400)
+
+    owners = [Owner(frozenset(held), False, refuse) for held in ({0, 1}, {2, 3})]
+    given = np.array(ids, np.int64)
+    with pytest.raises(InvalidRequestError):
+        run(split(layer_call("m", X, given, np.ones(given.shape, np.float32)), owners))
+    assert asked == [2]
+
+
+def test_the_sum_of_parts_is_in_float32_whatever_torch_has_as_default() -> None:
+    def answer(part: LayerCall) -> Steps[None]:
+        yield from ()
+        part.output.store(np.full(part.shape, 1 + 2.0**-20, np.float32).view(np.uint8).reshape(-1))
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+        call = layer_call("m", torch.from_numpy(X), ids, torch.ones(2, 2, dtype=torch.float32))
+        run(split(call, [Owner(frozenset(held), False, answer) for held in ({0, 2}, {1})]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert call.output.result().tolist() == [[2 + 2.0**-19] * 4, [1 + 2.0**-20] * 4]
+
+
 def test_bfloat16_is_rounded_as_torch_does() -> None:
     from expertd_client.splitting import _encoded
 

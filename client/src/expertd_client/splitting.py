@@ -25,11 +25,11 @@ class Owner(NamedTuple):
 def split(call: LayerCall, owners: Sequence[Owner]) -> Steps[None]:
     """Have a call answered by all owners at once; the sum is in float32, in their order.
 
-    Each gets the tokens with experts of its own: all of them where its server routes.
+    Each gets the tokens with experts of its own: all of them where its server routes. The first also gets
+    tokens that name nobody's, which its server refuses, or knows to be none.
     """
     parts: list[tuple[npt.NDArray[np.intp] | None, LayerCall, Begun]] = []
-    for owner in owners:
-        rows = None if owner.takes_all else _rows_of(call, owner.experts)
+    for owner, rows in zip(owners, _rows_of(call, owners), strict=True):
         if rows is not None and not len(rows):
             continue
         values = (tensor.value if rows is None else _taken(tensor.value, rows) for tensor in call.inputs)
@@ -47,14 +47,15 @@ def split(call: LayerCall, owners: Sequence[Owner]) -> Steps[None]:
     _add_up([(rows, part.output.result()) for rows, part, _ in parts], call)
 
 
-def _rows_of(call: LayerCall, experts: frozenset[int]) -> "npt.NDArray[np.intp] | None":
-    """The tokens that name one of these; None: all, or nobody knows yet."""
+def _rows_of(call: LayerCall, owners: Sequence[Owner]) -> "list[npt.NDArray[np.intp] | None]":
+    """The tokens of each owner; None: all, or nobody knows yet."""
     if len(call.inputs) < 2:
-        return None
+        return [None for _ in owners]
     ids = call.inputs[1].value
     ids = ids if isinstance(ids, np.ndarray) else ids.detach().cpu().numpy()
-    rows = np.flatnonzero(np.isin(ids, sorted(experts)).any(1))
-    return None if len(rows) == len(ids) else rows
+    takes = np.array([np.isin(ids, sorted(owner.experts)).any(1) | owner.takes_all for owner in owners])
+    takes[0] |= ~takes.any(0)
+    return [None if taken.all() else np.flatnonzero(taken) for taken in takes]
 
 
 def _taken(value: Any, rows: "npt.NDArray[np.intp]") -> Any:
@@ -72,7 +73,7 @@ def _add_up(parts: Sequence[tuple["npt.NDArray[np.intp] | None", Any]], call: La
         import torch
 
         into = output.tensor()
-        total = torch.zeros(into.shape, device=into.device)
+        total = torch.zeros(into.shape, dtype=torch.float32, device=into.device)
         for rows, out in parts:
             if rows is None:
                 total += out.to(total.device)
