@@ -1,9 +1,14 @@
 """Which servers a pool has, which of them gets a call, and how parts of a layer add up; without servers."""
 
+import gc
 import itertools
 import math
 import random
 import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +16,24 @@ import numpy as np
 import pytest
 import torch
 
-from expertd_client import InvalidRequestError, ServerBusyError, ServerUnreachableError, UnknownModelError
+from expertd_client import (
+    DeadlineError,
+    ExpertClient,
+    ExpertError,
+    InvalidRequestError,
+    ServerBusyError,
+    ServerUnreachableError,
+    UnknownModelError,
+)
 from expertd_client.calls import LayerCall, layer_call
 from expertd_client.deadline import Deadline
 from expertd_client.metadata import ModelMetadata
 from expertd_client.pool import Member, ServerPool, _cover
 from expertd_client.sources import Fixed, source_of
 from expertd_client.splitting import Owner, split
-from expertd_client.steps import Steps, run
+from expertd_client.steps import Sleep, Steps, run
+from expertd_client.watch import Watch
+from tests.waiting import wait_for
 
 X = np.random.default_rng(3).standard_normal((2, 4), dtype=np.float32)
 
@@ -26,7 +41,7 @@ X = np.random.default_rng(3).standard_normal((2, 4), dtype=np.float32)
 class Server:
     """Answers by `says`: an error, or None."""
 
-    is_local, transport = True, "http"
+    is_local, transport, is_closed = True, "http", False
 
     def __init__(self, url: str, told: ModelMetadata | None = None) -> None:
         self.url, self.calls, self.says = url, 0, list[Exception]()
@@ -34,6 +49,8 @@ class Server:
 
     def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
         yield from ()
+        if self.is_closed:
+            raise ExpertError("client: expected an open one, got a closed one")
         return self.told
 
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
@@ -42,8 +59,18 @@ class Server:
         if self.says:
             raise self.says.pop(0)
 
+    def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
+        yield from ()
+        if self.is_closed:
+            raise ExpertError("client: expected an open one, got a closed one")
+        return self.url
+
     def close(self) -> Steps[None]:
         yield from ()
+        self.is_closed = True
+
+    def break_off(self) -> None:
+        pass
 
 
 def pool_of(*servers: Server) -> ServerPool:
@@ -103,6 +130,62 @@ def test_a_full_pool_is_asked_again() -> None:
         server.says = [ServerBusyError("full", 503, 0.01) for _ in range(3)]
     with pytest.raises(ServerBusyError):
         infer(pool)
+
+
+def test_servers_that_leave_the_list_in_the_middle_of_a_call() -> None:
+    """While others are asked: they are closed, and not asked any more."""
+    servers = {url: Server(url) for url in ("http://a", "http://b", "http://c")}
+    urls = list(servers)[:2]
+    by_url: dict[str, Any] = servers
+
+    class Listed:
+        def urls(self) -> list[str]:
+            return urls
+
+    class Changing(Server):
+        def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
+            nonlocal urls
+            urls = ["http://c"]
+            pool.update()
+            yield from ()
+            raise ServerUnreachableError("gone")
+
+    servers["http://a"] = Changing("http://a")
+    pool = ServerPool(Listed(), by_url.__getitem__, 1.0)
+    infer(pool)
+    assert [server.calls for server in servers.values()] == [0, 0, 1]
+    assert run(pool.request("GET", "/v2", Deadline(10))) == "http://c"
+
+
+def test_a_call_without_time_says_little_of_a_server() -> None:
+    """It is not down, but gets fewer calls, and is asked whether it lives."""
+
+    class Slow(Server):
+        def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
+            if deadline.seconds < 1:
+                while True:
+                    yield Sleep(0.01, deadline)
+            return (yield from super().metadata(model, deadline))
+
+        def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+            while deadline.seconds < 1:
+                yield Sleep(0.01, deadline)
+            yield from super().infer(call, deadline)
+
+    slow, other = Slow("http://a"), Server("http://b")
+    pool = pool_of(slow, other)
+    member = pool.members[0]
+    call = layer_call("m", X)
+    for _ in range(2):  # it is asked for its layers, and for an output
+        with pytest.raises(DeadlineError):
+            run(pool.infer(call, Deadline(0.02)))
+        assert member.state == "up"
+        assert pool.waits(member, 10.0)
+        assert not pool.waits(member, 10.0)
+        if not other.calls:
+            run(pool.metadata("m", Deadline(10)))
+    run(pool.infer(call, Deadline(0.02)))
+    assert other.calls == 1
 
 
 def test_repeats_have_a_budget() -> None:
@@ -248,7 +331,9 @@ def test_all_tokens_go_to_the_part_with_shared_experts() -> None:
             pool.mark(pool.members[0], "up")
             return super().metadata(model, deadline)
 
-    first = Part("http://a", ModelMetadata("m", local_experts=frozenset({0}), shared_experts="included", **told))
+    first = Part(
+        "http://a", ModelMetadata("m", local_experts=frozenset({0}), shared_experts="included", **told)
+    )
     pool = pool_of(first, Away("http://b", ModelMetadata("m", local_experts=frozenset({1}), **told)))
     routing = np.array([[0], [1]], np.int32), np.ones((2, 1), np.float32)
     run(pool.infer(layer_call("m", X, *routing), Deadline(10)))
@@ -381,3 +466,71 @@ def test_a_file_of_servers(tmp_path: Path) -> None:
     file.write_text("http://a:1\n\n  unix:/b \n# http://c\nhttp://a:1\n")
     assert source.urls() == ["http://a:1", "unix:/b"]
     assert source_of("http://a:1") is None
+
+
+@pytest.mark.slow
+def test_a_list_that_takes_long_holds_nothing_up() -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def urls(self) -> list[str]:
+            if threading.current_thread() is not threading.main_thread():
+                asked.set()
+                goes_on.wait()
+            return ["http://a"]
+
+    servers: dict[str, Any] = {"http://a": Server("http://a")}
+    pool = ServerPool(Slow(), servers.__getitem__, 0.05)
+    (member,) = pool.members
+    Watch(pool, servers.__getitem__).wake()
+    try:
+        assert asked.wait(20)
+        pool.mark(member, "down")
+        wait_for(lambda: member.state == "up", "the server is asked")
+    finally:
+        goes_on.set()
+        run(pool.close())
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_dropped_is_looked_after_no_longer() -> None:
+    """While its servers, which hang, are asked."""
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        ports = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(4)
+        ]
+        client = ExpertClient([f"http://127.0.0.1:{port}" for port in ports], failover_seconds=0.5)
+        with pytest.raises(ServerUnreachableError):
+            client.infer("m", X)
+        del client
+        gc.collect()
+        wait_for(lambda: set(threading.enumerate()) <= before, "its threads end")
+
+
+@pytest.mark.slow
+def test_a_pool_is_looked_after_when_the_main_thread_has_ended(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_text("http://127.0.0.1:9")
+    program = f"""
+import threading, time
+from pathlib import Path
+from expertd_client import ExpertClient
+
+def work():
+    threading.main_thread().join()
+    Path({str(file)!r}).write_text("http://localhost:9")
+    end = time.monotonic() + 20
+    while client.servers()[0].url != "http://localhost:9" and time.monotonic() < end:
+        time.sleep(0.01)
+    print(client.servers()[0].url)
+
+client = ExpertClient("file:{file}")
+client.ready()
+threading.Thread(target=work).start()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "http://localhost:9\n"
+    assert "Traceback" not in done.stderr

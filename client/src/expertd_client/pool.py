@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
@@ -35,6 +35,7 @@ from expertd_client.transport import TransportName
 
 logger = logging.getLogger("expertd_client")
 
+T = TypeVar("T")
 State = Literal["up", "draining", "down"]
 _UNKNOWN_SECONDS = 5.0  # until a server is asked again for a model that it did not have
 _HALF_LIFE = 5.0  # seconds until half of what a server took is forgotten, so that it is tried again
@@ -55,6 +56,7 @@ class Member:
     state: State = "up"
     reason: str = ""
     is_gone: bool = False  # from the list: it is closed after its last call
+    is_late: bool = False  # a call's time passed here, so that it should say whether it lives
     begun: dict[object, float] = field(default_factory=dict)  # calls without an answer, by when they began
     layers: dict[str, tuple[ModelMetadata | None, float]] = field(default_factory=dict)  # and when it said so
     seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # of calls by size, and when
@@ -150,10 +152,11 @@ class ServerPool:
                 for member in self._members.values()
             ]
 
-    def oldest(self, member: Member) -> float | None:
-        """Since when the oldest call waits for this member; None: none does."""
+    def waits(self, member: Member, seconds: float) -> bool:
+        """Whether a call has waited for this member for so long, or until its time had passed; told once."""
         with self._lock:
-            return min(member.begun.values(), default=None)
+            was_late, member.is_late = member.is_late, False
+            return was_late or time.monotonic() - min(member.begun.values(), default=math.inf) > seconds
 
     def mark(self, member: Member, state: State, reason: str = "") -> None:
         """A member is up, draining or down from now on."""
@@ -189,15 +192,18 @@ class ServerPool:
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """See `Asker.request`: of the first server that can be reached; a channel, of one on this machine."""
         is_local = path.startswith(_CHANNELS)
-        members = [member for member in self.members if member.server.is_local or not is_local]
-        if not members:
-            raise ServerUnreachableError("pool: expected a server on this machine, got others", None, False)
 
         def ask() -> Steps[Any]:
+            members = [member for member in self.members if member.server.is_local or not is_local]
+            if not members:
+                raise ServerUnreachableError(
+                    "pool: expected a server on this machine, got others", None, False
+                )
             failed: ExpertError | None = None
             for member in sorted(members, key=lambda member: member.state != "up"):
                 try:
-                    return (yield from self._asked(member, method, path, deadline, body))
+                    steps = member.server.request(method, path, deadline.once(), body)
+                    return (yield from self._asked(member, steps))
                 except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
                     failed = self._failed(member, error)
             assert failed is not None
@@ -211,23 +217,27 @@ class ServerPool:
         failed: ExpertError | None = None
         for member in self.members:
             try:
-                found.append((yield from self._asked(member, method, path, deadline)))
+                steps = member.server.request(method, path, deadline.once())
+                found.append((yield from self._asked(member, steps)))
             except (ServerUnreachableError, ServerBusyError, DeadlineError, UnknownModelError) as error:
                 failed = error
         if not found and failed is not None:
             raise failed
         return found
 
-    def _asked(
-        self, member: Member, method: str, path: str, deadline: Deadline, body: object = None
-    ) -> Steps[Any]:
+    def _asked(self, member: Member, steps: Steps[T]) -> Steps[T]:
         """What a member answers; if it hangs, that is found out as of an infer call."""
         self.on_call()
         token = object()
         with self._lock:
+            if member.is_gone:
+                raise ServerUnreachableError(f"server {member.url}: expected it in the list, got it gone")
             member.begun[token] = time.monotonic()
         try:
-            return (yield from member.server.request(method, path, deadline.once(), body))
+            return (yield from steps)
+        except DeadlineError:
+            member.is_late = True
+            raise
         finally:
             self._end(member, token)
 
@@ -291,6 +301,12 @@ class ServerPool:
                         member.took(size, max(now - began, error.retry_after or 0.0), now)
                     if error.retry_after is None and is_late(error):
                         raise
+            except DeadlineError:
+                now = time.monotonic()
+                with self._lock:
+                    member.took(size, now - began, now)
+                    member.is_late = True
+                raise
             else:
                 now = time.monotonic()
                 with self._lock:
@@ -350,9 +366,13 @@ class ServerPool:
                     member.layers[model] = None, time.monotonic()
         elif isinstance(error, ServerUnreachableError):
             self.mark(member, "down", str(error))
-        elif isinstance(error, ServerBusyError) and error.status == 503 and error.retry_after is None:
-            if not is_late(error):
-                self.mark(member, "draining", str(error))
+        elif (
+            isinstance(error, ServerBusyError)
+            and error.status == 503
+            and error.retry_after is None
+            and not is_late(error)
+        ):
+            self.mark(member, "draining", str(error))
         return error
 
     def _known(self, model: str, deadline: Deadline) -> Steps[dict[Member, ModelMetadata]]:
@@ -366,10 +386,11 @@ class ServerPool:
             if not is_known and time.monotonic() - at > _UNKNOWN_SECONDS:
                 limit = Deadline(min(self.failover_seconds, deadline.check()))
                 try:
-                    told = yield from member.server.metadata(model, limit)
+                    told = yield from self._asked(member, member.server.metadata(model, limit))
                 except UnknownModelError as error:
                     failed = failed or error
                 except DeadlineError as error:
+                    deadline.check()  # else it is the call that has no time
                     self.mark(member, "down", str(error))
                     failed = ServerUnreachableError(f"server {member.url}: {error}")
                     continue
@@ -381,6 +402,8 @@ class ServerPool:
             if told is not None:
                 found[member] = told
         if not found:
+            if any(member.is_gone for member in members):
+                return (yield from self._known(model, deadline))
             raise failed or UnknownModelError(f"model {model}: expected a server that has it, got none")
         _check_same(model, found)
         return found

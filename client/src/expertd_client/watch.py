@@ -1,6 +1,5 @@
 """Looks after a pool's servers: who hangs, who is back, and whether there are others."""
 
-import asyncio
 import os
 import threading
 import time
@@ -8,15 +7,17 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, ServerBusyError
-from expertd_client.pool import Member, ServerPool
+from expertd_client.pool import Member, ServerPool, State
 from expertd_client.server import Server, ServerOptions
 from expertd_client.sources import Source
-from expertd_client.steps import run_async
+from expertd_client.steps import run
 
 _LOOKS = 10  # within `failover_seconds`
+_LOOK_SECONDS = 0.25  # between two looks, at most
 _PATIENCE = 0.25  # of `failover_seconds`: that a call may take before its server is asked whether it lives
 _HEARTBEAT = 0.5  # of `failover_seconds`: that the answer to that may take
 _BACK_SECONDS = 0.25  # until a server that is not up is asked again
@@ -33,7 +34,7 @@ def watched(source: Source, settings: ServerOptions, failover_seconds: float) ->
 
 
 class Watch:
-    """A thread while the pool has calls or servers that are not up; `wake` starts it.
+    """A thread from the pool's first call on, until that is closed or dropped; `wake` starts it.
 
     probe_of  connections to a member, for questions of the watch alone
     """
@@ -53,55 +54,66 @@ class Watch:
                     threading.Thread(target=self._run, name="expertd-pool", daemon=True).start()
 
     def _run(self) -> None:
-        asyncio.run(self._watch())
-
-    async def _watch(self) -> None:
-        tasks: dict[Member, asyncio.Task[None]] = {}
-        probes: dict[Member, Server] = {}
+        # Threads: an event loop has none for names to be looked up once the main thread has ended.
+        probes: dict[Member, tuple[Server, threading.Thread | None]] = {}
+        update: threading.Thread | None = None
         updated = time.monotonic()
         while (pool := self._pool()) is not None and not pool.is_closed:
-            seconds = pool.failover_seconds / _LOOKS
-            if time.monotonic() - updated > _UPDATE_SECONDS:
-                await asyncio.to_thread(pool.update)
+            if time.monotonic() - updated > _UPDATE_SECONDS and not _is_alive(update):
+                update = _begun(pool.update)
                 updated = time.monotonic()
             members = pool.members
             for member in members:
-                if (task := tasks.get(member)) is not None and not task.done():
-                    continue
-                if self._is_due(pool, member):
-                    if member not in probes:
-                        probes[member] = self._probe_of(member.url)
-                    tasks[member] = asyncio.create_task(_probe(pool, member, probes[member]))
+                probe, thread = probes.get(member, (None, None))
+                if not _is_alive(thread) and self._is_due(pool, member):
+                    probe = probe or self._probe_of(member.url)
+                    probes[member] = probe, _begun(_probe, self._pool, member, probe, pool.failover_seconds)
             for gone in [member for member in probes if member not in members]:
-                await run_async(probes.pop(gone).close())
+                run(probes.pop(gone)[0].close())
+            seconds = min(_LOOK_SECONDS, pool.failover_seconds / _LOOKS)
             del pool
-            await asyncio.sleep(seconds)
-        for probe in probes.values():
-            await run_async(probe.close())
+            time.sleep(seconds)
+        for probe, _ in probes.values():
+            run(probe.close())
 
     def _is_due(self, pool: ServerPool, member: Member) -> bool:
         """Whether a member should say how it is."""
-        if member.state != "up":
-            return True
-        oldest = pool.oldest(member)
-        return oldest is not None and time.monotonic() - oldest > _PATIENCE * pool.failover_seconds
+        return member.state != "up" or pool.waits(member, _PATIENCE * pool.failover_seconds)
 
 
-async def _probe(pool: ServerPool, member: Member, probe: Server) -> None:
+def _begun(work: Callable[..., None], *arguments: Any) -> threading.Thread | None:
+    """A thread that does something which may take a while; None: there can be none now."""
+    thread = threading.Thread(target=work, args=arguments, name="expertd-probe", daemon=True)
+    with suppress(RuntimeError):
+        thread.start()
+        return thread
+    return None
+
+
+def _is_alive(thread: threading.Thread | None) -> bool:
+    return thread is not None and thread.is_alive()
+
+
+def _probe(
+    pool_of: Callable[[], ServerPool | None], member: Member, probe: Server, failover_seconds: float
+) -> None:
     """Ask a member that is up whether it lives, and one that is not, whether it is ready."""
     was_up = member.state == "up"
     path = "/v2/health/live" if was_up else "/v2/health/ready"
-    seconds = _HEARTBEAT * pool.failover_seconds
+    seconds = _HEARTBEAT * failover_seconds
+    state: State = "up"
+    reason = ""
     try:
-        await run_async(probe.request("GET", path, Deadline(seconds)))
+        run(probe.request("GET", path, Deadline(seconds)))
     except ServerBusyError as error:
-        pool.mark(member, "draining", str(error))
+        state, reason = "draining", str(error)
     except ExpertError as error:
-        pool.mark(member, "down", f"no heartbeat within {seconds:g} s: {error}")
-        if pool.can_do_without(member):  # else calls had better wait
-            member.server.break_off()
-    else:
-        pool.mark(member, "up")
+        state, reason = "down", f"no heartbeat within {seconds:g} s: {error}"
+    pool = pool_of()
+    if pool is not None and not (was_up and state == "up"):
+        pool.mark(member, state, reason)
+    if pool is not None and state == "down" and pool.can_do_without(member):  # else calls had better wait
+        member.server.break_off()
+    del pool  # it may be dropped meanwhile
     if not was_up:
-        with suppress(asyncio.CancelledError):
-            await asyncio.sleep(_BACK_SECONDS)
+        time.sleep(_BACK_SECONDS)
