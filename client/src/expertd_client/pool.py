@@ -23,6 +23,7 @@ from expertd_client.errors import (
     InvalidRequestError,
     ServerBusyError,
     ServerUnreachableError,
+    TransportUnavailableError,
     UnknownModelError,
 )
 from expertd_client.metadata import ModelMetadata, ServerState
@@ -191,14 +192,11 @@ class ServerPool:
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """See `Asker.request`: of the first server that can be reached; a channel, of one on this machine."""
-        is_local = path.startswith(_CHANNELS)
 
         def ask() -> Steps[Any]:
-            members = [member for member in self.members if member.server.is_local or not is_local]
-            if not members:
-                raise ServerUnreachableError(
-                    "pool: expected a server on this machine, got others", None, False
-                )
+            members = self.members
+            if path.startswith(_CHANNELS):
+                members = yield from self._with_channels(body, deadline)
             failed: ExpertError | None = None
             for member in sorted(members, key=lambda member: member.state != "up"):
                 try:
@@ -210,6 +208,19 @@ class ServerPool:
             raise failed
 
         return with_retries(ask, self._max_retries, deadline)
+
+    def _with_channels(self, body: Any, deadline: Deadline) -> Steps[list[Member]]:
+        """Those on this machine that may have a channel as `body` wants: to all experts of its layers."""
+        members = [member for member in self.members if member.server.is_local]
+        if not members:
+            raise TransportUnavailableError("pool: expected a server on this machine, got others")
+        for model in body["models"] if "models" in body else [body["model"]]:
+            known = yield from self._known(model, deadline)
+            members = [each for each in members if each not in known or known[each].local_experts is None]
+            if not members:
+                text = f"expected all experts of {model} at a server on this machine, got parts of them"
+                raise TransportUnavailableError(f"pool: {text}")
+        return members
 
     def each(self, method: str, path: str, deadline: Deadline) -> Steps[list[Any]]:
         """What every server answers that can be reached. Raises what the last says if none can."""
