@@ -93,6 +93,23 @@ def test_a_table_has_columns() -> None:
     assert lines[2].endswith("3 channels of 2 processes")
 
 
+@pytest.mark.parametrize("later", [None, "", "ftp://a"])
+def test_a_list_that_is_lost_for_a_while(
+    later: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The servers of before are shown."""
+    file = tmp_path / "servers"
+    file.write_text("unix:/nowhere")
+
+    async def spoil(seconds: float) -> None:
+        file.unlink() if later is None else file.write_text(later)
+
+    monkeypatch.setattr("expertd_client.overview.asyncio.sleep", spoil)
+    assert main(["pool", "--json", "--count", "2", f"file:{file}"]) == 0
+    looks = [json.loads(line)["servers"] for line in capsys.readouterr().out.splitlines()]
+    assert [[row["server"] for row in rows] for rows in looks] == [["unix:/nowhere"]] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

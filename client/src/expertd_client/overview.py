@@ -87,14 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
 async def _look(source: Source, arguments: argparse.Namespace) -> None:
     servers: dict[str, Server] = {}
     before: dict[str, Seen] = {}
+    urls: list[str] = []
     number = 0
     try:
         while True:
             began, number = time.monotonic(), number + 1
-            urls = await asyncio.to_thread(source.urls)
-            for url in urls:
-                if url not in servers:
-                    servers[url] = _server(url, arguments.ca)
+            try:
+                found = await asyncio.to_thread(source.urls)
+                servers |= {url: _server(url, arguments.ca) for url in found if url not in servers}
+                urls = found
+            except (OSError, ValueError):  # as a pool does, it keeps those of before
+                if not urls:
+                    raise
             seen = await asyncio.gather(*(_ask(servers[url]) for url in urls))
             rows = [row_of(each, before.get(each.url)) for each in seen]
             _show(rows, arguments.json, is_screen=sys.stdout.isatty() and arguments.count != 1)
