@@ -245,7 +245,7 @@ def test_a_collector_that_is_not_there_delays_nothing(tmp_path: Path) -> None:
 def test_a_dead_collector_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.2")  # for all attempts of a batch
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.75")  # less than until a second attempt
     from expertd.service.tracing.spans import Spans
 
     caplog.set_level(logging.INFO)
