@@ -1,9 +1,6 @@
-"""Which servers a pool has, which of them gets a call, and how parts of a layer add up; without servers."""
+"""Which server of a pool gets a call, and what a pool makes of errors; without servers."""
 
 import gc
-import itertools
-import math
-import random
 import socket
 import subprocess
 import sys
@@ -14,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from expertd_client import (
     DeadlineError,
@@ -29,9 +25,8 @@ from expertd_client import (
 from expertd_client.calls import LayerCall, layer_call
 from expertd_client.deadline import Deadline
 from expertd_client.metadata import ModelMetadata
-from expertd_client.pool import Member, ServerPool, _cover
-from expertd_client.sources import Fixed, source_of
-from expertd_client.splitting import Owner, split
+from expertd_client.pool import Member, ServerPool
+from expertd_client.sources import Fixed
 from expertd_client.steps import Sleep, Steps, run
 from expertd_client.watch import Watch
 from tests.waiting import wait_for
@@ -307,31 +302,6 @@ def test_different_layers_of_one_name_are_refused(name: str, other: Any) -> None
         infer(pool_of(*servers))
 
 
-def test_parts_of_a_layer_are_found() -> None:
-    """By any division; with parts that overlap, those that fit; None without."""
-    for _ in range(200):
-        total = random.randint(1, 12)
-        cuts = sorted({0, total, *random.choices(range(total + 1), k=3)})
-        parts = [frozenset(range(first, last)) for first, last in itertools.pairwise(cuts)]
-        others = [frozenset(random.sample(range(total), random.randint(1, total))) for _ in range(3)]
-        found = _cover(total, random.sample([*parts, *others], len(parts) + 3))
-        assert found is not None
-        assert sorted(expert for part in found for expert in part) == list(range(total))
-        missing = random.choice(parts)
-        assert _cover(total + 1, parts) is None
-        if len(parts) > 1:
-            assert _cover(total, [part for part in parts if part != missing]) is None
-
-
-def experts_of(values: Any, ids: Any, weights: Any, held: frozenset[int]) -> Any:
-    """An expert multiplies by its number + 1."""
-    factors = [
-        sum((expert + 1) * weight for expert, weight in zip(row, weighting, strict=True) if expert in held)
-        for row, weighting in zip(ids.tolist(), weights.tolist(), strict=True)
-    ]
-    return values * np.array(factors, np.float32)[:, None]
-
-
 def test_all_tokens_go_to_the_part_with_shared_experts() -> None:
     """Also if a server is asked what it has because it was away, between two steps of a call."""
     told: dict[str, Any] = {"hidden_size": 4, "top_k": 1, "num_experts": 2, "datatype": "FP32"}
@@ -355,134 +325,6 @@ def test_all_tokens_go_to_the_part_with_shared_experts() -> None:
     routing = np.array([[0], [1]], np.int32), np.ones((2, 1), np.float32)
     run(pool.infer(layer_call("m", X, *routing), Deadline(10)))
     assert sizes == [2, 1]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16", "torch"])
-def test_the_sum_of_parts(dtype: str) -> None:
-    rng = np.random.default_rng()
-    parts = [frozenset({0, 1}), frozenset({2, 3, 4}), frozenset({5}), frozenset({6, 7})]
-    x = rng.standard_normal((7, 16), dtype=np.float32)
-    ids = np.argsort(rng.random((7, 6)), axis=1)[:, :2].astype(np.int32)  # none of the last part's
-    weights = rng.random((7, 2), dtype=np.float32)
-    asked: list[int] = []
-
-    def owner(held: frozenset[int]) -> Owner:
-        def answer(part: LayerCall) -> Steps[None]:
-            yield from ()
-            given = [np.asarray(tensor.value) for tensor in part.inputs]
-            asked.append(len(given[0]))
-            assert np.isin(given[1], sorted(held)).any(1).all()
-            out = experts_of(given[0], given[1], given[2], held)
-            part.output.store(np.ascontiguousarray(out.astype(np.float32)).view(np.uint8).reshape(-1))
-
-        return Owner(held, False, answer)
-
-    exact = experts_of(x.astype(np.float64), ids, weights, frozenset(range(8)))
-    if dtype == "torch":
-        tensors = (torch.from_numpy(x), torch.from_numpy(ids), torch.from_numpy(weights))
-        call = layer_call("m", *tensors, "bfloat16")
-    else:
-        call = layer_call("m", x, ids, weights, output_dtype=dtype)
-    run(split(call, [owner(held) for held in parts]))
-    out = call.output.result()
-    if dtype == "uint16":
-        out = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16).float().numpy()
-    elif dtype == "torch":
-        assert out.dtype == torch.bfloat16
-        out = out.float().numpy()
-    bits = {"float32": 22, "float16": 10}.get(dtype, 7)
-    np.testing.assert_allclose(out, exact, rtol=2.0**-bits, atol=1e-6)
-    assert len(asked) <= 3
-    assert sum(asked) == sum(np.isin(ids, sorted(held)).any(1).sum() for held in parts)
-
-
-@pytest.mark.parametrize("ids", [[[9, 9], [0, 1]], [[-1, 2**40], [9, -1]], [[], []]], ids=str)
-def test_no_token_is_left_out(ids: Any) -> None:
-    """Of those that name nobody's experts, a server judges."""
-    asked: list[int] = []
-
-    def refuse(part: LayerCall) -> Steps[None]:
-        yield from ()
-        asked.append(part.shape[0])
-        raise InvalidRequestError("topk_ids: wrong", 400)
-
-    owners = [Owner(frozenset(held), False, refuse) for held in ({0, 1}, {2, 3})]
-    given = np.array(ids, np.int64)
-    with pytest.raises(InvalidRequestError):
-        run(split(layer_call("m", X, given, np.ones(given.shape, np.float32)), owners))
-    assert asked == [2]
-
-
-def test_the_sum_of_parts_is_in_float32_whatever_torch_has_as_default() -> None:
-    def answer(part: LayerCall) -> Steps[None]:
-        yield from ()
-        part.output.store(np.full(part.shape, 1 + 2.0**-20, np.float32).view(np.uint8).reshape(-1))
-
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-        call = layer_call("m", torch.from_numpy(X), ids, torch.ones(2, 2, dtype=torch.float32))
-        run(split(call, [Owner(frozenset(held), False, answer) for held in ({0, 2}, {1})]))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert call.output.result().tolist() == [[2 + 2.0**-19] * 4, [1 + 2.0**-20] * 4]
-
-
-def test_bfloat16_is_rounded_as_torch_does() -> None:
-    from expertd_client.splitting import _encoded
-
-    values = np.random.default_rng().integers(0, 2**32, 100_000, np.uint64).astype(np.uint32).view(np.float32)
-    values = np.concatenate(
-        [values, np.array([0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38], np.float32)]
-    )
-    ours = torch.from_numpy(_encoded(values, "BF16").view(np.int16)).view(torch.bfloat16)
-    theirs = torch.from_numpy(values).bfloat16()
-    assert torch.equal(ours.isnan(), theirs.isnan())
-    assert torch.equal(ours[~ours.isnan()], theirs[~theirs.isnan()])
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ([], "url: expected http://host:port, https://host:port or unix:/path, or several, got none"),
-        (["http://a", 3], "url: expected http://host:port"),
-        (3, "url: expected http://host:port"),
-        ("dns:name", "url: expected dns:NAME:PORT, got 'dns:name'"),
-        ("dns:name:0", "url: expected dns:NAME:PORT, got 'dns:name:0'"),
-        ("dns:name:70000", "url: expected dns:NAME:PORT"),
-        ("file:servers", "url: expected file: with a path from /, got 'file:servers'"),
-    ],
-)
-def test_lists_that_are_none(given: Any, text: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        source_of(given)
-    assert str(caught.value).startswith(text)
-
-
-def test_the_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_up(host: str, port: int, type: int) -> list[Any]:
-        assert (host, port) == ("experts", 8000)
-        places = [("10.0.0.1", 8000), ("10.0.0.2", 8000), ("fd00::1", 8000, 0, 0), ("10.0.0.1", 8000)]
-        return [(socket.AF_INET, type, 6, "", place) for place in places]
-
-    monkeypatch.setattr("expertd_client.sources.socket.getaddrinfo", look_up)
-    source = source_of("dns:experts:8000")
-    assert source is not None
-    assert source.urls() == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::1]:8000"]
-
-
-def test_a_file_of_servers(tmp_path: Path) -> None:
-    file = tmp_path / "servers"
-    source = source_of(f"file:{file}")
-    assert source is not None
-    with pytest.raises(OSError, match="No such file"):
-        source.urls()
-    file.write_text("# none yet\n")
-    with pytest.raises(ValueError, match="expected a URL in each line, got none"):
-        source.urls()
-    file.write_text("http://a:1\n\n  unix:/b \n# http://c\nhttp://a:1\n")
-    assert source.urls() == ["http://a:1", "unix:/b"]
-    assert source_of("http://a:1") is None
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -30,8 +30,8 @@ from expertd_client.metadata import ModelMetadata, ServerState
 from expertd_client.retries import is_late, with_retries
 from expertd_client.server import Server
 from expertd_client.sources import Source
-from expertd_client.splitting import Owner, split
-from expertd_client.steps import Steps
+from expertd_client.splitting import Owner, check_same, owners_of, split
+from expertd_client.steps import Steps, run
 from expertd_client.transport import TransportName
 
 logger = logging.getLogger("expertd_client")
@@ -126,7 +126,7 @@ class ServerPool:
         for member in gone:
             logger.info("pool: server %s has gone from the list", member.url)
             if not member.begun:
-                _run_close(member.server)
+                run(member.server.close())
 
     @property
     def transport(self) -> TransportName:
@@ -247,7 +247,8 @@ class ServerPool:
         try:
             return (yield from steps)
         except DeadlineError:
-            member.is_late = True
+            with self._lock:
+                member.is_late = True
             raise
         finally:
             self._end(member, token)
@@ -275,7 +276,7 @@ class ServerPool:
 
     def _by_owners(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         known = yield from self._known(call.model, deadline)
-        owners = _owners(call.model, known)
+        owners = owners_of(call.model, known)
         if len(owners) == 1:
             ((experts, members),) = owners.items()
             return (yield from self._by_one(call, experts, members, deadline))
@@ -353,7 +354,7 @@ class ServerPool:
             member.begun.pop(token, None)
             is_last = member.is_gone and not member.begun
         if is_last:
-            _run_close(member.server)
+            run(member.server.close())
 
     def _best(
         self, layer: tuple[str, frozenset[int] | None], members: Sequence[Member], size: int, now: float
@@ -416,62 +417,8 @@ class ServerPool:
             if any(member.is_gone for member in members):
                 return (yield from self._known(model, deadline))
             raise failed or UnknownModelError(f"model {model}: expected a server that has it, got none")
-        _check_same(model, found)
+        check_same(model, found)
         return found
-
-
-def _owners(model: str, known: dict[Member, ModelMetadata]) -> dict[frozenset[int] | None, list[Member]]:
-    """Members by the experts that they hold (None: all), which together are all, each once."""
-    by_experts: dict[frozenset[int] | None, list[Member]] = {}
-    for member, told in known.items():
-        by_experts.setdefault(told.local_experts, []).append(member)
-    if None in by_experts:
-        return {None: by_experts[None]}
-    total = next(iter(known.values())).num_experts or 0
-    parts = _cover(total, [experts for experts in by_experts if experts is not None])
-    if not parts:
-        held = frozenset().union(*(experts for experts in by_experts if experts is not None))
-        text = f"expected servers with all {total} experts, each once, got {len(held)} of them"
-        raise ServerUnreachableError(f"pool: model {model}: {text}")
-    return {experts: by_experts[experts] for experts in parts}
-
-
-def _check_same(model: str, found: dict[Member, ModelMetadata]) -> None:
-    """Raise InvalidRequestError if servers have different layers of one name."""
-    first, told = next(iter(found.items()))
-    for member, other in found.items():
-        for name in ("hidden_size", "top_k", "num_experts", "weights_id"):
-            one, two = getattr(told, name), getattr(other, name)
-            if one != two and None not in (one, two):
-                got = f"{one} at {first.url}, {two} at {member.url}"
-                raise InvalidRequestError(f"{name} of {model}: expected the same at all servers, got {got}")
-    shared: dict[frozenset[int] | None, str | None] = {}
-    for member, other in found.items():
-        if shared.setdefault(other.local_experts, other.shared_experts) != other.shared_experts:
-            got = f"{shared[other.local_experts]} and {other.shared_experts}"
-            text = f"expected the same of servers with the same experts, got {got}, at {member.url}"
-            raise InvalidRequestError(f"shared_experts of {model}: {text}")
-    if list(shared.values()).count("included") > 1 and None not in shared:
-        text = "expected them to be included by one part of the layer, got several"
-        raise InvalidRequestError(f"shared_experts of {model}: {text}")
-
-
-def _cover(total: int, parts: Iterable[frozenset[int]]) -> list[frozenset[int]] | None:
-    """Disjoint parts that are all of `total` experts, by their first; None: there are none."""
-    ordered = sorted(parts, key=min)
-
-    def extend(held: frozenset[int], chosen: list[frozenset[int]]) -> list[frozenset[int]] | None:
-        if len(held) == total:
-            return chosen
-        first = next(expert for expert in range(total) if expert not in held)
-        for part in ordered:
-            if min(part) == first and not part & held:
-                found = extend(held | part, [*chosen, part])
-                if found is not None:
-                    return found
-        return None
-
-    return extend(frozenset(), [])
 
 
 _pools: "weakref.WeakSet[ServerPool]" = weakref.WeakSet()
@@ -486,9 +433,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _run_close(server: Server) -> None:
-    """Close a server's connections; nothing of it waits."""
-    for _ in server.close():
-        pass

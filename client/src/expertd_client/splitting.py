@@ -1,14 +1,83 @@
-"""One call to servers that hold different experts of a layer: their outputs are parts of a sum."""
+"""A layer whose experts are divided among servers: who has which, and a call to all, whose outputs add up."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from expertd_client.calls import LayerCall, layer_call
+from expertd_client.errors import InvalidRequestError, ServerUnreachableError
+from expertd_client.metadata import ModelMetadata
 from expertd_client.outputs import NumpyOutput, TorchOutput
 from expertd_client.steps import Begun, Steps
+
+
+class Named(Protocol):
+    """A server, as errors name it."""
+
+    @property
+    def url(self) -> str: ...
+
+
+M = TypeVar("M", bound=Named)
+
+
+def owners_of(model: str, known: dict[M, ModelMetadata]) -> dict[frozenset[int] | None, list[M]]:
+    """Servers by the experts that they hold (None: all), which together are all, each once.
+
+    Raises ServerUnreachableError without servers for some.
+    """
+    by_experts: dict[frozenset[int] | None, list[M]] = {}
+    for member, told in known.items():
+        by_experts.setdefault(told.local_experts, []).append(member)
+    if None in by_experts:
+        return {None: by_experts[None]}
+    total = next(iter(known.values())).num_experts or 0
+    parts = _cover(total, [experts for experts in by_experts if experts is not None])
+    if not parts:
+        held = frozenset().union(*(experts for experts in by_experts if experts is not None))
+        text = f"expected servers with all {total} experts, each once, got {len(held)} of them"
+        raise ServerUnreachableError(f"pool: model {model}: {text}")
+    return {experts: by_experts[experts] for experts in parts}
+
+
+def check_same(model: str, found: dict[M, ModelMetadata]) -> None:
+    """Raise InvalidRequestError if servers have different layers of one name."""
+    first, told = next(iter(found.items()))
+    for member, other in found.items():
+        for name in ("hidden_size", "top_k", "num_experts", "weights_id"):
+            one, two = getattr(told, name), getattr(other, name)
+            if one != two and None not in (one, two):
+                got = f"{one} at {first.url}, {two} at {member.url}"
+                raise InvalidRequestError(f"{name} of {model}: expected the same at all servers, got {got}")
+    shared: dict[frozenset[int] | None, str | None] = {}
+    for member, other in found.items():
+        if shared.setdefault(other.local_experts, other.shared_experts) != other.shared_experts:
+            got = f"{shared[other.local_experts]} and {other.shared_experts}"
+            text = f"expected the same of servers with the same experts, got {got}, at {member.url}"
+            raise InvalidRequestError(f"shared_experts of {model}: {text}")
+    if list(shared.values()).count("included") > 1 and None not in shared:
+        text = "expected them to be included by one part of the layer, got several"
+        raise InvalidRequestError(f"shared_experts of {model}: {text}")
+
+
+def _cover(total: int, parts: Iterable[frozenset[int]]) -> list[frozenset[int]] | None:
+    """Disjoint parts that are all of `total` experts, by their first; None: there are none."""
+    ordered = sorted(parts, key=min)
+
+    def extend(held: frozenset[int], chosen: list[frozenset[int]]) -> list[frozenset[int]] | None:
+        if len(held) == total:
+            return chosen
+        first = next(expert for expert in range(total) if expert not in held)
+        for part in ordered:
+            if min(part) == first and not part & held:
+                found = extend(held | part, [*chosen, part])
+                if found is not None:
+                    return found
+        return None
+
+    return extend(frozenset(), [])
 
 
 class Owner(NamedTuple):
