@@ -3,6 +3,7 @@
 A process has one client, and one channel for all its layers.
 """
 
+import argparse
 import logging
 import os
 import re
@@ -268,6 +269,17 @@ class DeviceCall:
 
 
 Call = HttpCall | ChannelCall | DeviceCall
+
+
+def command_parser(command: str, engine: str, epilog: str) -> argparse.ArgumentParser:
+    """Of a plugin's `COMMAND serve MODEL --expertd URL`; what it does not know are the engine's flags."""
+    parser = argparse.ArgumentParser(prog=command, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = f"serve a model by {engine}, with its routed experts on an expertd server"
+    serve = commands.add_parser("serve", help=text, description=text, allow_abbrev=False, epilog=epilog)
+    serve.add_argument("model", help="directory of the checkpoint, or its name on the Hugging Face hub")
+    serve.add_argument("--expertd", required=True, metavar="URL", help="of the server that has the experts")
+    return parser
 
 
 def end_process(error: Exception) -> None:

@@ -1,31 +1,20 @@
 """`expertd-sglang serve MODEL --expertd URL [flags of SGLang]`: `sglang serve`, with the plugin."""
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from expertd_client.engine import expect, make_settings
+from expertd_client.engine import command_parser, expect, make_settings
 
 _NAMED, _NUMBERS = "--expertd.", ("max_tokens", "retry_seconds")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; ends with SGLang's exit code."""
-    parser = argparse.ArgumentParser(prog="expertd-sglang", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    text = "serve a model by SGLang, with its routed experts on an expertd server"
-    serve = commands.add_parser(
-        "serve",
-        help=text,
-        description=text,
-        allow_abbrev=False,
-        epilog="--expertd.NAME=VALUE is a setting more. All other flags are those of `sglang serve`.",
-    )
-    serve.add_argument("model", help="directory of the checkpoint, or its name on the Hugging Face hub")
-    serve.add_argument("--expertd", required=True, metavar="URL", help="of the server that has the experts")
+    epilog = "--expertd.NAME=VALUE is a setting more. All other flags are those of `sglang serve`."
+    parser = command_parser("expertd-sglang", "SGLang", epilog)
     given, others = parser.parse_known_args(arguments)
     first = (sys.argv[1:] if arguments is None else arguments)[1]
     try:

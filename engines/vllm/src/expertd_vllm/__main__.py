@@ -1,6 +1,5 @@
 """`expertd-vllm serve MODEL --expertd URL [flags of vLLM]`: `vllm serve`, with the plugin's flags."""
 
-import argparse
 import os
 import sys
 import tempfile
@@ -9,23 +8,13 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from expertd_client.engine import expect
+from expertd_client.engine import command_parser, expect
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; ends with vLLM's exit code."""
-    parser = argparse.ArgumentParser(prog="expertd-vllm", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    text = "serve a model by vLLM, with its routed experts on an expertd server"
-    serve = commands.add_parser(
-        "serve",
-        help=text,
-        description=text,
-        allow_abbrev=False,
-        epilog="All other flags are those of `vllm serve`.",
-    )
-    serve.add_argument("model", help="directory of the checkpoint, or its name on the Hugging Face hub")
-    serve.add_argument("--expertd", required=True, metavar="URL", help="of the server that has the experts")
+    epilog = "All other flags are those of `vllm serve`."
+    parser = command_parser("expertd-vllm", "vLLM", epilog)
     given, others = parser.parse_known_args(arguments)
     first = (sys.argv[1:] if arguments is None else arguments)[1]
     try:
