@@ -89,7 +89,7 @@ class Callers:
             client.close()
 
     def go_on(self, calls: int = 60) -> None:
-        """Until so many more calls are answered."""
+        """Wait until this many more calls are answered."""
         end = self.answers + calls
         wait_for(lambda: self.answers >= end or bool(self.failures), "calls are answered")
         assert not self.failures

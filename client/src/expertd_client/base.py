@@ -70,7 +70,7 @@ class BaseClient:
         return self._to.transport
 
     def servers(self) -> list[ServerState]:
-        """What is known of each server of a pool; it asks nobody."""
+        """What is known of each server of a pool, without asking them."""
         return self._to.states()
 
     def _infer(self, call: LayerCall, timeout: float | None) -> Steps[None]:

@@ -69,7 +69,7 @@ class Server:
 
 
 def inputs(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden_states, topk_ids and topk_weights of so many tokens."""
+    """Random hidden_states, topk_ids and topk_weights of `count` tokens."""
     x = torch.randn(count, H, device=CALLER).bfloat16()
     ids = torch.rand(count, EXPERTS, device=CALLER).argsort(1)[:, :TOP_K].int()
     return x, ids, torch.rand(count, TOP_K, device=CALLER)
