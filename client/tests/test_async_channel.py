@@ -141,6 +141,9 @@ def test_a_channel_may_be_left_open_when_its_event_loop_ends(sharing_server: Run
             left.append(await client.open_channel(MODEL, max_tokens=8))
 
     asyncio.run(leave())
-    wait_for(lambda: len(sharing_server.channels()) == 1, "this one is still open, and those of other tests are closed")
+    wait_for(
+        lambda: len(sharing_server.channels()) == 1,
+        "this one is still open, and those of other tests are closed",
+    )
     left.clear()
     wait_for(lambda: not sharing_server.channels(), "the server has closed it")

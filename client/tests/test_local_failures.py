@@ -37,7 +37,9 @@ def test_many_threads_get_their_own_answers(sharing_server: RunningServer) -> No
         expected = [client.infer(MODEL, batch(number)) for number in range(35)]
     with ExpertClient(sharing_server.url, transport="channel") as client, ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda number: client.infer(MODEL, batch(number % 35)), range(700)))
-        wait_for(lambda: len(sharing_server.channels()) == 1, "they share one channel, and smaller ones are closed")
+        wait_for(
+            lambda: len(sharing_server.channels()) == 1, "they share one channel, and smaller ones are closed"
+        )
     for number, answer in enumerate(answers):
         assert_rounded(answer, expected[number % 35])
 

@@ -213,7 +213,9 @@ def test_a_layer_whose_experts_are_divided(tmp_path: Path, expected: Array) -> N
         np.testing.assert_array_equal(client.infer(MODEL, X[:1], ids, WEIGHTS[:1]), halves[0][0])
         np.testing.assert_array_equal(client.infer(MODEL, X), halves[0][1] + halves[1][1])
         assert client.metadata(MODEL).local_experts is None
+        assert client.ready(MODEL)
         found[1].end()
+        assert not client.ready(MODEL)
         with pytest.raises(ServerUnreachableError):
             client.infer(MODEL, X)
         with pytest.raises(
@@ -275,6 +277,21 @@ def test_a_channel_moves_to_another_server(tmp_path: Path, pair: list[RunningSer
         pair[0].end()
         np.testing.assert_array_equal(channel.wait(channel.submit(slot, 9)), first)
         pair[0].start_again()
+
+
+def test_a_channel_leaves_a_server_that_hangs(pair: list[RunningServer]) -> None:
+    urls = [server.url for server in pair]
+    with (
+        ExpertClient(urls, retry_seconds=20, failover_seconds=0.4) as client,
+        client.open_channel(MODEL, max_tokens=16) as channel,
+    ):
+        slot = channel.slots[0]
+        slot.hidden_states[:9] = X
+        first = np.array(channel.wait(channel.submit(slot, 9)))
+        (holder,) = (server for server in pair if server.channels())
+        with holder.stopped():
+            np.testing.assert_array_equal(channel.wait(channel.submit(slot, 9)), first)
+        wait_for(lambda: not holder.channels(), "its channel has ended")
 
 
 @pytest.mark.parametrize("transport", ["channel", "http"])

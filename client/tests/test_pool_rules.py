@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from expertd_client import (
+    AccessDeniedError,
     DeadlineError,
     ExpertClient,
     ExpertError,
@@ -111,6 +112,15 @@ def test_nothing_wrong_is_repeated() -> None:
             infer(pool)
         assert second.calls == 0
         assert [state.state for state in pool.states()] == ["up", "up"]  # it is the call that has no time
+
+
+def test_who_denies_access_is_named() -> None:
+    first, second = Server("http://a"), Server("http://b")
+    pool = pool_of(first, second)
+    first.says = [AccessDeniedError("key: expected a known one", 401)]
+    with pytest.raises(AccessDeniedError, match=r"^server http://a: key: expected a known one$"):
+        infer(pool)
+    assert second.calls == 0
 
 
 def test_a_full_pool_is_asked_again() -> None:

@@ -13,7 +13,6 @@ from expertd_client.errors import (
     ServerUnreachableError,
     UnknownModelError,
 )
-from expertd_client.http.requests import model_path
 from expertd_client.metadata import (
     ModelMetadata,
     ModelStatus,
@@ -94,15 +93,15 @@ class BaseClient:
 
     def _ready(self, model: str | None, timeout: float | None) -> Steps[bool]:
         if model is None:
-            return (yield from self._is_ok("/v2/health/ready", timeout))
+            return (yield from _is_true(self._to.request("GET", "/v2/health/ready", self._once(timeout))))
         check_model(model)
         try:
-            return (yield from self._is_ok(f"{model_path(model)}/ready", timeout))
+            return (yield from _is_true(self._to.check_ready(model, self._once(timeout))))
         except UnknownModelError:
             return False
 
     def _live(self, timeout: float | None) -> Steps[bool]:
-        return self._is_ok("/v2/health/live", timeout)
+        return _is_true(self._to.request("GET", "/v2/health/live", self._once(timeout)))
 
     def _open_channel(self, kind: type[C], options: ChannelOptions) -> Steps[C]:
         return make_channel(self._to, kind, options)
@@ -110,12 +109,17 @@ class BaseClient:
     def _close(self) -> Steps[None]:
         return self._to.close()
 
-    def _is_ok(self, path: str, timeout: float | None) -> Steps[bool]:
-        try:
-            yield from self._to.request("GET", path, Deadline(self._timeout if timeout is None else timeout))
-        except (ServerBusyError, ServerUnreachableError, DeadlineError):
-            return False
-        return True
+    def _once(self, timeout: float | None) -> Deadline:
+        return Deadline(self._timeout if timeout is None else timeout)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._timeout if timeout is None else timeout, self._retry_seconds)
+
+
+def _is_true(steps: Steps[object]) -> Steps[bool]:
+    """Whether a question is answered with anything but no."""
+    try:
+        yield from steps
+    except (ServerBusyError, ServerUnreachableError, DeadlineError):
+        return False
+    return True

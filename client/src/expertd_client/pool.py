@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from expertd_client.calls import LayerCall
+from expertd_client.channel.link import Link
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
+    AccessDeniedError,
     DeadlineError,
     ExpertError,
     InvalidRequestError,
@@ -59,6 +61,11 @@ class Member:
     is_gone: bool = False  # from the list: it is closed after its last call
     is_late: bool = False  # a call's time passed here, so that it should say whether it lives
     begun: dict[object, float] = field(default_factory=dict)  # calls without an answer, by when they began
+    socket: str | None = None  # of its channels
+    # Open ones, by the first request without an answer, and since when it is that.
+    links: "weakref.WeakKeyDictionary[Link, tuple[int, float]]" = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     layers: dict[str, tuple[ModelMetadata | None, float]] = field(default_factory=dict)  # and when it said so
     seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # of calls by size, and when
 
@@ -70,6 +77,23 @@ class Member:
         """Seconds until a further call of this size is done; 0: unknown."""
         taken, at = self.seconds.get(size, (0.0, now))
         return taken * math.exp2((at - now) / _HALF_LIFE) * (1 + len(self.begun))
+
+    def waits_since(self, now: float) -> float:
+        """When the oldest call or request of a channel began that has no answer; inf: there is none."""
+        oldest = min(self.begun.values(), default=math.inf)
+        for link in [link for link in self.links if link.is_open]:
+            sequence, since = link.oldest(), now
+            if sequence and self.links[link][0] == sequence:
+                since = self.links[link][1]
+            self.links[link] = sequence, since
+            oldest = min(oldest, since if sequence else math.inf)
+        return oldest
+
+    def break_off(self) -> None:
+        """End all of its calls, which then go elsewhere."""
+        self.server.break_off()
+        for link in list(self.links):
+            link.hang_up()
 
     def took(self, size: int, seconds: float, now: float) -> None:
         """A call has taken so long. Slow ones count at once, and are forgotten slowly."""
@@ -157,7 +181,8 @@ class ServerPool:
         """Whether a call has waited for this member for so long, or until its time had passed; told once."""
         with self._lock:
             was_late, member.is_late = member.is_late, False
-            return was_late or time.monotonic() - min(member.begun.values(), default=math.inf) > seconds
+            now = time.monotonic()
+            return was_late or now - member.waits_since(now) > seconds
 
     def mark(self, member: Member, state: State, reason: str = "") -> None:
         """A member is up, draining or down from now on."""
@@ -201,13 +226,24 @@ class ServerPool:
             for member in sorted(members, key=lambda member: member.state != "up"):
                 try:
                     steps = member.server.request(method, path, deadline.once(), body)
-                    return (yield from self._asked(member, steps))
+                    answer = yield from self._asked(member, steps)
                 except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
                     failed = self._failed(member, error)
+                else:
+                    if path.startswith(_CHANNELS) and isinstance(answer, dict):
+                        member.socket = answer.get("socket")
+                    return answer
             assert failed is not None
             raise failed
 
         return with_retries(ask, self._max_retries, deadline)
+
+    def channel_opened(self, opened: Any, link: Link) -> None:
+        """See `Asker.channel_opened`: it ends when its server hangs."""
+        with self._lock:
+            for member in self._members.values():
+                if member.socket == opened["socket"]:
+                    member.links[link] = 0, 0.0
 
     def _with_channels(self, body: Any, deadline: Deadline) -> Steps[list[Member]]:
         """Those on this machine that may have a channel as `body` wants: to all experts of its layers."""
@@ -250,8 +286,25 @@ class ServerPool:
             with self._lock:
                 member.is_late = True
             raise
+        except AccessDeniedError as error:
+            raise _denied(member, error) from error
         finally:
             self._end(member, token)
+
+    def check_ready(self, model: str, deadline: Deadline) -> Steps[None]:
+        """Raises what servers say if a layer, or a part of its experts, is ready at none of them."""
+        known = yield from self._known(model, deadline)
+        for members in owners_of(model, known).values():
+            failed: ExpertError | None = None
+            for member in members:
+                try:
+                    yield from self._asked(member, member.server.check_ready(model, deadline))
+                    break
+                except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
+                    failed = self._failed(member, error, model)
+            else:
+                assert failed is not None
+                raise failed
 
     def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
         """Of a layer, as all servers that have it say. Raises UnknownModelError, InvalidRequestError."""
@@ -319,6 +372,8 @@ class ServerPool:
                     member.took(size, now - began, now)
                     member.is_late = True
                 raise
+            except AccessDeniedError as error:
+                raise _denied(member, error) from error
             else:
                 now = time.monotonic()
                 with self._lock:
@@ -419,6 +474,11 @@ class ServerPool:
             raise failed or UnknownModelError(f"model {model}: expected a server that has it, got none")
         check_same(model, found)
         return found
+
+
+def _denied(member: Member, error: AccessDeniedError) -> AccessDeniedError:
+    """Keys may differ from server to server."""
+    return AccessDeniedError(f"server {member.url}: {error}", error.status)
 
 
 _pools: "weakref.WeakSet[ServerPool]" = weakref.WeakSet()

@@ -5,6 +5,7 @@ from typing import Any
 
 from expertd_client.address import parse_address
 from expertd_client.calls import LayerCall
+from expertd_client.channel.link import Link
 from expertd_client.channel.transport import ChannelTransport
 from expertd_client.deadline import Deadline
 from expertd_client.errors import InvalidRequestError, TransportUnavailableError
@@ -54,6 +55,10 @@ class Server:
         """See `Asker.request`."""
         return self._http.request(method, path, deadline, body)
 
+    def channel_opened(self, opened: Any, link: Link) -> None:
+        """See `Asker.channel_opened`."""
+        self._http.channel_opened(opened, link)
+
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have a call answered, in parts if it is larger than the server takes."""
         if call.shape[0] <= self._max_tokens.get(call.model, call.shape[0]):
@@ -65,6 +70,10 @@ class Server:
         for part in call.parts(self._max_tokens[call.model]):
             yield from self.infer(part, deadline)
             part.output.result()
+
+    def check_ready(self, model: str, deadline: Deadline) -> Steps[None]:
+        """Raises what its server says if a layer is not ready."""
+        yield from self._http.request("GET", f"{model_path(model)}/ready", deadline)
 
     def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
         """Of a layer."""

@@ -113,7 +113,7 @@ def _probe(
     if pool is not None and not (was_up and state == "up"):
         pool.mark(member, state, reason)
     if pool is not None and state == "down" and pool.can_do_without(member):  # else calls had better wait
-        member.server.break_off()
+        member.break_off()
     del pool  # it may be dropped meanwhile
     if not was_up:
         time.sleep(_BACK_SECONDS)

@@ -126,6 +126,14 @@ class Link:
         start = HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
         return bool(self.words[(start + ANSWER_OFFSET) // WORD_BYTES] == sequence)
 
+    def oldest(self) -> int:
+        """The first request without an answer, for any thread; 0: none."""
+        first = max(1, self.sequence - self.num_slots + 1)
+        for sequence in range(first, self.sequence + 1):
+            if self._is_taken[(sequence - 1) % self.num_slots] and not self.is_answered(sequence):
+                return sequence
+        return 0
+
     def take_answer(self, sequence: int) -> None:
         """End a request whose answer is there. Raises ExpertError.
 

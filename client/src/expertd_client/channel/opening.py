@@ -82,6 +82,8 @@ def open_channel(
         opened = yield from post(http, models, body, deadline)
         try:
             link = Link((yield Work(partial(claim, opened, deadline, place))), spin_seconds)
+            if exported is None:  # a server that hangs could write to a GPU's memory later
+                http.channel_opened(opened, link)
             break
         except TransportUnavailableError:  # it may have ended since it answered
             if is_tried or not deadline.may_repeat():
