@@ -17,7 +17,7 @@ import yaml
 from tests.paths import ROOT
 
 CHART = ROOT / "deploy" / "helm" / "expertd"
-RELEASE = "experts"
+RELEASE, NAMESPACE = "experts", "moe"
 BESIDE = Path(sys.prefix) / "beside"
 _DEFINITIONS = "https://kubernetes.io/api/_definitions.json"
 Object = dict[str, Any]
@@ -56,17 +56,72 @@ class Helm:
             check=False,
         )
 
-    def render(self, values: Mapping[str, Any], chart: Path = CHART) -> list[Object]:
+    def render(self, values: Mapping[str, Any], release: str = RELEASE) -> list[Object]:
         """The objects that an installation with these values creates."""
-        done = self.run("template", RELEASE, chart, "--namespace=moe", values=values)
+        done = self.run("template", release, CHART, f"--namespace={NAMESPACE}", values=values)
         assert done.returncode == 0, done.stderr
         return [each for each in yaml.safe_load_all(done.stdout) if each is not None]
+
+    def notes(self, values: Mapping[str, Any]) -> str:
+        """What an installation with these values says at its end."""
+        options = "--dry-run=client", f"--namespace={NAMESPACE}"
+        done = self.run("install", RELEASE, CHART, *options, values=values)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("\nNOTES:\n")[2]
 
     def refusal(self, values: Mapping[str, Any]) -> str:
         """What helm says of values that it is expected to refuse."""
         done = self.run("template", RELEASE, CHART, values=values)
         assert done.returncode != 0, done.stdout
         return done.stderr
+
+
+def one(objects: list[Object], kind: str) -> Object:
+    """The only object of a kind."""
+    (found,) = [each for each in objects if each["kind"] == kind]
+    return found
+
+
+def headless(objects: list[Object]) -> Object:
+    """The Service of callers with a pool."""
+    (found,) = [each for each in objects if each["kind"] == "Service" and _is_headless(each)]
+    return found
+
+
+def service(objects: list[Object]) -> Object:
+    """The Service of other callers."""
+    (found,) = [each for each in objects if each["kind"] == "Service" and not _is_headless(each)]
+    return found
+
+
+def _is_headless(service: Object) -> bool:
+    return bool(service["spec"].get("clusterIP") == "None")
+
+
+def data(objects: list[Object], name: str) -> str:
+    """A file in one of the ConfigMaps."""
+    (text,) = [each["data"][name] for each in objects if name in each.get("data", {})]
+    return str(text)
+
+
+def templates(objects: list[Object]) -> list[Object]:
+    """The pods, that with the port first."""
+    if any(each["kind"] == "StatefulSet" for each in objects):
+        return [one(objects, "StatefulSet")["spec"]["template"]]
+    group = one(objects, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    return [group["leaderTemplate"], group["workerTemplate"]]
+
+
+def container(template: Object) -> Object:
+    """The server of a pod."""
+    (found,) = template["spec"]["containers"]
+    result: Object = found
+    return result
+
+
+def environment(template: Object) -> dict[str, str]:
+    """The variables of its server."""
+    return {each["name"]: each["value"] for each in container(template)["env"]}
 
 
 def mistakes(rendered: Object) -> list[str]:

@@ -12,7 +12,20 @@ from expertd.service.engine.metrics.table import FAMILIES
 from expertd.service.http.rights import CALLS
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
-from tests.chart.rendering import CHART, Helm, Object, mistakes, unpack_helm
+from tests.chart.rendering import (
+    CHART,
+    NAMESPACE,
+    Helm,
+    Object,
+    container,
+    data,
+    environment,
+    headless,
+    mistakes,
+    one,
+    service,
+    templates,
+)
 from tests.paths import ROOT
 from tests.prometheus.processes import rules
 from tests.test_container import arguments_of, image_environment
@@ -89,44 +102,9 @@ CASES: dict[str, Values] = {
 
 
 @pytest.fixture(scope="session")
-def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    folder = tmp_path_factory.mktemp("helm")
-    return Helm(unpack_helm(folder), folder)
-
-
-@pytest.fixture(scope="session")
 def rendered(helm: Helm) -> dict[str, list[Object]]:
     """Each case's objects."""
     return {case: helm.render(values) for case, values in CASES.items()}
-
-
-def one(objects: list[Object], kind: str) -> Object:
-    (found,) = [each for each in objects if each["kind"] == kind]
-    return found
-
-
-def data(objects: list[Object], name: str) -> str:
-    """A file in one of the ConfigMaps."""
-    (text,) = [each["data"][name] for each in objects if name in each.get("data", {})]
-    return str(text)
-
-
-def templates(objects: list[Object]) -> list[Object]:
-    """The pods, that with the port first."""
-    if any(each["kind"] == "Deployment" for each in objects):
-        return [one(objects, "Deployment")["spec"]["template"]]
-    group = one(objects, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
-    return [group["leaderTemplate"], group["workerTemplate"]]
-
-
-def container(template: Object) -> Object:
-    (found,) = template["spec"]["containers"]
-    result: Object = found
-    return result
-
-
-def environment(template: Object) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container(template)["env"]}
 
 
 def is_matched(labels: dict[str, str], selector: dict[str, str]) -> bool:
@@ -265,16 +243,20 @@ def test_selectors_find_the_pods(case: str, rendered: dict[str, list[Object]]) -
         pods = [
             {**labels, "leaderworkerset.sigs.k8s.io/worker-index": str(n)} for n, labels in enumerate(pods)
         ]
-    service = one(objects, "Service")["spec"]["selector"]
-    assert [is_matched(labels, service) for labels in pods] == [True, False][: len(pods)]
+    for each in (service(objects), headless(objects)):
+        found = [is_matched(labels, each["spec"]["selector"]) for labels in pods]
+        assert found == [True, False][: len(pods)]
     for each in objects:
-        if each["kind"] in ("PodDisruptionBudget", "Deployment"):
+        if each["kind"] in ("PodDisruptionBudget", "StatefulSet"):
             assert all(is_matched(labels, each["spec"]["selector"]["matchLabels"]) for labels in pods)
         if each["kind"] == "NetworkPolicy":
             assert all(is_matched(labels, each["spec"]["podSelector"]["matchLabels"]) for labels in pods)
         if each["kind"] == "ServiceMonitor":
-            labels = one(objects, "Service")["metadata"]["labels"]
-            assert is_matched(labels, each["spec"]["selector"]["matchLabels"])
+            selector = each["spec"]["selector"]["matchLabels"]
+            monitored = [
+                is_matched(of["metadata"]["labels"], selector) for of in (service(objects), headless(objects))
+            ]
+            assert monitored == [False, True], "each pod is scraped once"
         if each["kind"] == "HorizontalPodAutoscaler":
             target = each["spec"]["scaleTargetRef"]
             scaled = one(objects, target["kind"])
@@ -283,6 +265,50 @@ def test_selectors_find_the_pods(case: str, rendered: dict[str, list[Object]]) -
                 target["name"],
             )
             assert "replicas" not in scaled["spec"], "it would undo the autoscaler at each upgrade"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pool_finds_the_servers(case: str, rendered: dict[str, list[Object]]) -> None:
+    objects = rendered[case]
+    of_pool = headless(objects)
+    (port,), (of_server,) = of_pool["spec"]["ports"], container(templates(objects)[0])["ports"]
+    assert port["targetPort"] == of_server["name"]
+    assert port["port"] == of_server["containerPort"], "callers have the pods' addresses"
+    assert of_pool["spec"]["publishNotReadyAddresses"] is True
+    for each in objects:
+        if each["kind"] == "StatefulSet":
+            assert each["spec"]["serviceName"] == of_pool["metadata"]["name"]
+        if each["kind"] == "LeaderWorkerSet":  # else its controller makes no headless one for itself
+            names = {of["metadata"]["name"] for of in (service(objects), of_pool)}
+            assert each["metadata"]["name"] not in names
+
+
+@pytest.mark.parametrize("case", ["one GPU", "everything", "several nodes"])
+def test_an_installation_says_what_callers_need(
+    case: str, helm: Helm, rendered: dict[str, list[Object]]
+) -> None:
+    said, objects = helm.notes(CASES[case]), rendered[case]
+    of_pool, others = (each["metadata"]["name"] for each in (headless(objects), service(objects)))
+    if "tls" in CASES[case]:  # which needs names that a certificate has, of pods
+        name = one(objects, "StatefulSet")["metadata"]["name"]
+        assert f"\n  https://{name}-0.{of_pool}.{NAMESPACE}.svc:8000\n" in said
+        assert f"https://{others}.{NAMESPACE}.svc:8000\n" in said
+    else:
+        assert f"\n  dns:{of_pool}.{NAMESPACE}.svc:8000\n" in said
+        assert f"http://{others}.{NAMESPACE}.svc:8000\n" in said
+    ((_, status),) = re.findall(r"rollout status (\w+)/(\S+)", said)
+    assert status in {each["metadata"]["name"] for each in objects if each["kind"].endswith("Set")}
+
+
+@pytest.mark.parametrize("case", ["one GPU", "several nodes"])
+def test_names_have_room_for_what_kubernetes_appends(case: str, helm: Helm) -> None:
+    objects = helm.render(CASES[case], release=53 * "r")
+    for each in (service(objects), headless(objects)):
+        assert len(each["metadata"]["name"]) <= 63
+    (name,) = [each["metadata"]["name"] for each in objects if each["kind"].endswith("Set")]
+    if case == "several nodes":  # the set of a group's workers
+        name += "-999"
+    assert len(f"{name}-{10 * 'h'}") <= 63, "the label of its revision"
 
 
 def test_gpus_are_asked_for(rendered: dict[str, list[Object]]) -> None:
@@ -327,7 +353,7 @@ def test_the_autoscaler_and_the_monitor_read_real_metrics(rendered: dict[str, li
     assert metric["pods"]["metric"]["name"] in gauges
     (endpoint,) = one(rendered["everything"], "ServiceMonitor")["spec"]["endpoints"]
     assert CALLS[f"GET {endpoint['path']}"] == ("metrics",)
-    assert endpoint["port"] == one(rendered["everything"], "Service")["spec"]["ports"][0]["name"]
+    assert endpoint["port"] == headless(rendered["everything"])["spec"]["ports"][0]["name"]
     config = yaml.safe_load((ROOT / "configs" / "prometheus" / "prometheus.yml").read_text())
     jobs = [job["job_name"] for job in config["scrape_configs"]]
     assert [each["replacement"] for each in endpoint["relabelings"]] == jobs, "alerts ask for this name"

@@ -3,6 +3,20 @@
 {{- ternary $given (printf "%s-%s" $given .Chart.Name) (contains .Chart.Name $given) | trunc 52 | trimSuffix "-" }}
 {{- end }}
 
+{{- /* The Service with the addresses of all servers. */ -}}
+{{- define "expertd.headless" -}}
+{{ include "expertd.name" . }}-headless
+{{- end }}
+
+{{- /* The set of pods. A LeaderWorkerSet makes a Service of its own name, and would take the one of callers for it. */ -}}
+{{- define "expertd.workload" -}}
+{{- if gt (int .Values.nodes) 1 }}
+{{- include "expertd.name" . | trunc 40 | trimSuffix "-" }}-nodes
+{{- else }}
+{{- include "expertd.name" . }}
+{{- end }}
+{{- end }}
+
 {{- define "expertd.selector" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -15,6 +29,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
+{{- /* Apart from those of the other Service, so that a monitor finds one of them. */ -}}
+{{- define "expertd.headlessSelector" -}}
+{{ include "expertd.selector" . }}
+app.kubernetes.io/component: pool
+{{- end }}
+
 {{- /* The pods with the port: of several nodes, the first. */ -}}
 {{- define "expertd.frontSelector" -}}
 {{ include "expertd.selector" . }}
@@ -23,7 +43,8 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{- end }}
 {{- end }}
 
-{{- /* Seconds between SIGTERM and SIGKILL: all that the server may take, and 15 to end its processes. */ -}}
+{{- /* Seconds between SIGTERM and SIGKILL: all that the server may take, and 15 to end its processes. There is no preStop:
+the server itself accepts requests for a while after SIGTERM, and is not ready from then on. */ -}}
 {{- define "expertd.graceSeconds" -}}
 {{ addf .Values.settings.shutdown_delay_seconds .Values.settings.drain_timeout_seconds 15 | ceil | int }}
 {{- end }}
