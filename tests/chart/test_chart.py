@@ -348,9 +348,9 @@ def test_new_settings_replace_the_pods(helm: Helm) -> None:
 
 
 def test_the_autoscaler_and_the_monitor_read_real_metrics(rendered: dict[str, list[Object]]) -> None:
-    gauges = {family.shown_name for family in FAMILIES if family.kind == "gauge"}
+    histograms = {family.shown_name for family in FAMILIES if family.kind == "histogram"}
     (metric,) = one(rendered["everything"], "HorizontalPodAutoscaler")["spec"]["metrics"]
-    assert metric["pods"]["metric"]["name"] in gauges
+    assert metric["pods"]["metric"]["name"] in histograms, "their sum over their count, by an adapter"
     (endpoint,) = one(rendered["everything"], "ServiceMonitor")["spec"]["endpoints"]
     assert CALLS[f"GET {endpoint['path']}"] == ("metrics",)
     assert endpoint["port"] == headless(rendered["everything"])["spec"]["ports"][0]["name"]

@@ -114,6 +114,14 @@ def gpu_exporter() -> Iterator[str]:
             thread.join()
 
 
+def promtool(*arguments: object) -> str:
+    """What promtool says."""
+    command = ["promtool", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
 def rules(name: str) -> list[dict[str, Any]]:
     """The rules of a file in configs/prometheus/."""
     groups = yaml.safe_load((CONFIGS / name).read_text())["groups"]

@@ -1,7 +1,6 @@
 """The rules and the dashboard as files: promtool accepts them, every alert is tested and documented."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,17 @@ import yaml
 from deploy import dashboard
 from expertd.service.engine.metrics.table import FAMILIES
 from tests.paths import ROOT
-from tests.prometheus.processes import CONFIGS, needs_prometheus, panel_expressions, rules, selectors
+from tests.prometheus.processes import (
+    CONFIGS,
+    needs_prometheus,
+    panel_expressions,
+    promtool,
+    rules,
+    selectors,
+)
 
 TESTS = Path(__file__).with_name("alerts.test.yml")
 ALERTS = [rule["alert"] for rule in rules("alerts.yml")]
-
-
-def promtool(*arguments: object) -> str:
-    """What promtool says."""
-    command = ["promtool", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
 
 
 @needs_prometheus
