@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from expertd_client import (
     AsyncExpertClient,
@@ -306,6 +307,9 @@ def test_an_engine_calls_a_pool(
         remote = RemoteServer(Settings(f"file:{file}", "m", transport=transport)).layer(0)
         x, ids, weights = (torch.from_numpy(value) for value in (X, IDS, WEIGHTS))
         out = torch.empty(X.shape)
+        for each in found:
+            labels = {"server": each.url, "state": "up"}
+            assert REGISTRY.get_sample_value("expertd_pool_servers", labels) == 1
         for server in (None, *found):
             if server is not None:
                 server.end()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -99,6 +100,8 @@ class RemoteServer:
         self.client = ExpertClient(
             settings.url, transport="http", timeout=60 + seconds, retry_seconds=seconds
         )
+        if self.client.servers():
+            _expose_pools()
         self.settings = settings
         self._layers: dict[str, RemoteLayer] = {}
         self._channel: Any = None
@@ -152,6 +155,14 @@ class RemoteServer:
                 logger.warning("expertd: calls go over HTTP: %s", error)
                 self._has_channels = False
         return self._channel
+
+
+def _expose_pools() -> None:
+    """Among the engine's metrics, if it has any."""
+    with suppress(ImportError):
+        from expertd_client.metrics import expose
+
+        expose()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 """What a server says about its models."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class ServerState(NamedTuple):
     reason   why it is not up
     calls    of this client that it computes now
     seconds  that a call is expected to take there; 0 while that is unknown
+    ended    this client's infer calls there, by how they ended (docs/pool.md)
     """
 
     url: str
@@ -66,6 +68,7 @@ class ServerState(NamedTuple):
     reason: str
     calls: int
     seconds: float
+    ended: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from expertd_client.calls import LayerCall
 from expertd_client.channel.link import Link
@@ -29,6 +30,7 @@ from expertd_client.errors import (
     UnknownModelError,
 )
 from expertd_client.metadata import ModelMetadata, ServerState
+from expertd_client.outcomes import Outcome, outcome_of
 from expertd_client.retries import is_late, with_retries
 from expertd_client.server import Server
 from expertd_client.sources import Source
@@ -40,6 +42,7 @@ logger = logging.getLogger("expertd_client")
 
 T = TypeVar("T")
 State = Literal["up", "draining", "down"]
+STATES: tuple[State, ...] = get_args(State)
 _UNKNOWN_SECONDS = 5.0  # until a server is asked again for a model that it did not have
 _HALF_LIFE = 5.0  # seconds until half of what a server took is forgotten, so that it is tried again
 _STAYS = 0.75  # of the last server's expected time: a call leaves it for another one that has less
@@ -61,6 +64,7 @@ class Member:
     is_gone: bool = False  # from the list: it is closed after its last call
     is_late: bool = False  # a call's time passed here, so that it should say whether it lives
     begun: dict[object, float] = field(default_factory=dict)  # calls without an answer, by when they began
+    ended: Counter[str] = field(default_factory=Counter)  # infer calls, but for those that were given up
     socket: str | None = None  # of its channels
     # Open ones, by the first request without an answer, and since when it is that.
     links: "weakref.WeakKeyDictionary[Link, tuple[int, float]]" = field(
@@ -122,9 +126,11 @@ class ServerPool:
         self._members: dict[str, Member] = {}
         self._last: dict[tuple[str, frozenset[int] | None], Member] = {}  # that a layer's calls went to
         self._repeats = _FIRST_REPEATS
+        self._failures: Counter[str] = Counter()
         self.is_closed = False
         self.update()
-        _pools.add(self)
+        with _pools_lock:
+            _pools.add(self)
 
     # Members.
 
@@ -173,9 +179,15 @@ class ServerPool:
                     member.reason,
                     len(member.begun),
                     max((member.expected(size, now) for size in member.seconds), default=0.0),
+                    dict(member.ended),
                 )
                 for member in self._members.values()
             ]
+
+    def failures(self) -> dict[str, int]:
+        """Infer calls that no server has answered, by what the last one said."""
+        with self._lock:
+            return dict(self._failures)
 
     def waits(self, member: Member, seconds: float) -> bool:
         """Whether a call has waited for this member for so long, or until its time had passed; told once."""
@@ -213,7 +225,14 @@ class ServerPool:
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have a call answered by those who have its layer's experts."""
         self.on_call()
-        return with_retries(lambda: self._by_present_owners(call, deadline), self._max_retries, deadline)
+        try:
+            yield from with_retries(
+                lambda: self._by_present_owners(call, deadline), self._max_retries, deadline
+            )
+        except ExpertError as error:
+            with self._lock:
+                self._failures[outcome_of(error)] += 1
+            raise
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """See `Asker.request`: of the first server that can be reached; a channel, of one on this machine."""
@@ -356,9 +375,11 @@ class ServerPool:
             member, token = self._choose((call.model, experts), left, size)
             left.remove(member)
             began = time.monotonic()
+            outcome: Outcome | None = None
             try:
                 yield from member.server.infer(call, deadline.once())
             except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
+                outcome = outcome_of(error)
                 failed = self._failed(member, error, call.model)
                 if isinstance(error, ServerBusyError):
                     now = time.monotonic()
@@ -367,20 +388,26 @@ class ServerPool:
                     if error.retry_after is None and is_late(error):
                         raise
             except DeadlineError:
+                outcome = "timeout"
                 now = time.monotonic()
                 with self._lock:
                     member.took(size, now - began, now)
                     member.is_late = True
                 raise
             except AccessDeniedError as error:
+                outcome = "error"
                 raise _denied(member, error) from error
+            except ExpertError:
+                outcome = "error"
+                raise
             else:
+                outcome = "answered"
                 now = time.monotonic()
                 with self._lock:
                     member.took(size, now - began, now)
                 return
             finally:
-                self._end(member, token)
+                self._end(member, token, outcome)
             if left and isinstance(failed, ServerBusyError) and failed.retry_after is not None:
                 self._repeats -= 1
                 if self._repeats < 0:
@@ -403,10 +430,12 @@ class ServerPool:
             self._last[layer] = member
         return member, token
 
-    def _end(self, member: Member, token: object) -> None:
-        """A call has ended, however."""
+    def _end(self, member: Member, token: object, outcome: Outcome | None = None) -> None:
+        """A call has ended; None: it counts nowhere."""
         with self._lock:
             member.begun.pop(token, None)
+            if outcome is not None:
+                member.ended[outcome] += 1
             is_last = member.is_gone and not member.begun
         if is_last:
             run(member.server.close())
@@ -427,18 +456,13 @@ class ServerPool:
 
     def _failed(self, member: Member, error: ExpertError, model: str | None = None) -> ExpertError:
         """What a member's error says of it."""
-        if isinstance(error, UnknownModelError):
-            if model is not None:
-                with self._lock:
-                    member.layers[model] = None, time.monotonic()
-        elif isinstance(error, ServerUnreachableError):
+        outcome = outcome_of(error)
+        if outcome == "unknown_model" and model is not None:
+            with self._lock:
+                member.layers[model] = None, time.monotonic()
+        elif outcome == "unreachable":
             self.mark(member, "down", str(error))
-        elif (
-            isinstance(error, ServerBusyError)
-            and error.status == 503
-            and error.retry_after is None
-            and not is_late(error)
-        ):
+        elif outcome == "draining":
             self.mark(member, "draining", str(error))
         return error
 
@@ -482,14 +506,25 @@ def _denied(member: Member, error: AccessDeniedError) -> AccessDeniedError:
 
 
 _pools: "weakref.WeakSet[ServerPool]" = weakref.WeakSet()
+_pools_lock = threading.Lock()
+
+
+def pools() -> list[ServerPool]:
+    """Those of this process that are open."""
+    with _pools_lock:
+        return [pool for pool in _pools if not pool.is_closed]
 
 
 def _forget_in_child() -> None:
     """A lock may have been held by another thread, and calls are the parent's."""
+    global _pools_lock
+    _pools_lock = threading.Lock()
     for pool in list(_pools):
         pool._lock = threading.Lock()
+        pool._failures.clear()
         for member in pool.members:
             member.begun = {}
+            member.ended.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -45,15 +46,16 @@ def test_tokens_and_requests(
     """Each token is asked for once, also while other data parallel ranks run dummy batches; none is lost."""
     model, expected = checkpoints["qwen3_moe"], plain("qwen3_moe")
     bound = expected.distance(plain("qwen3_moe", dtype="float32"))
-    with (
-        running_expertd(tmp_path, model) as expertd,
-        running_vllm(tmp_path, model, expertd.url, *flags) as vllm,
-    ):
+    with running_expertd(tmp_path, model) as expertd, ExitStack() as stack:
+        pool = tmp_path / "servers"  # of one server
+        pool.write_text(expertd.url)
+        vllm = stack.enter_context(running_vllm(tmp_path, model, f"file:{pool}", *flags))
         texts = [complete(vllm, prompt) for prompt in PROMPTS]
         asked = LAYERS * sum(len(prompt) + NEW_TOKENS - 1 for prompt in PROMPTS)
         calls = LAYERS * NEW_TOKENS * len(PROMPTS)
         assert expertd.total("expertd_batch_tokens_sum", asked) == asked
         assert vllm.total("expertd_vllm_wait_seconds_count", calls) >= calls
+        assert vllm.total("expertd_pool_servers", processes) == processes
         assert len(json.loads(expertd.ask("/v1/channels"))["channels"]) == processes
 
         answered = threading.Semaphore(0)

@@ -45,7 +45,7 @@ def vllm_flags(url: str, others: Sequence[str]) -> list[str]:
 @contextmanager
 def _metrics() -> Iterator[None]:
     """Have vLLM's /metrics show those of its other processes, where the plugin runs."""
-    with tempfile.TemporaryDirectory(prefix="expertd-vllm-") as directory:
+    with tempfile.TemporaryDirectory(prefix="expertd-vllm-", ignore_cleanup_errors=True) as directory:
         os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", directory)
         yield
 
