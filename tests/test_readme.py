@@ -97,6 +97,23 @@ def test_the_routing_of_tokens(server: ServerProcess) -> None:
     assert [len(row.split(",")) for text in (ids, weights) for row in text.split("], [")] == [4] * 6
 
 
+@pytest.mark.slow
+def test_a_caller_shows_its_pools() -> None:
+    text = block("docs/pool.md", "python", "expose()")
+    listens = "prometheus_client.start_http_server(9000)"
+    assert listens in text
+    program = text.replace(listens, "server, _ = prometheus_client.start_http_server(0, '127.0.0.1')")
+    program += """
+from urllib.request import urlopen
+from expertd_client import ExpertClient
+
+client = ExpertClient(["http://experts-0:8000"])
+print(urlopen(f"http://127.0.0.1:{server.server_port}/metrics").read().decode())
+"""
+    shown = 'expertd_pool_servers{server="http://experts-0:8000",state="up"} 1.0'
+    assert shown in run(sys.executable, "-c", program).splitlines()
+
+
 @needs_curl
 @pytest.mark.slow
 def test_two_ranks_on_a_laptop(tmp_path: Path) -> None:

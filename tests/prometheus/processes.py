@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,15 @@ import httpx
 import numpy as np
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from expertd.layout import Layout
 from expertd.service.moe.request import StepResult
+from expertd_client import ExpertClient
+from expertd_client.metrics import PoolCollector
 from tests.paths import ROOT
+from tests.service.apps import rows
 from tests.service.engine.all_metrics import everything
 from tests.service.waiting import wait_for
 
@@ -88,18 +92,16 @@ def prometheus(targets: Sequence[str], directory: Path) -> Iterator[Prometheus]:
 
 
 @contextmanager
-def gpu_exporter() -> Iterator[str]:
-    """The address of /metrics as of a server on a GPU: a step ends before each scrape."""
-    metrics = everything()
+def exporter(registry: CollectorRegistry, before_scrape: Callable[[], object]) -> Iterator[str]:
+    """The address of a registry's /metrics."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            step = StepResult([], Layout.CONTIGUOUS, 8, partial(np.array, [4, 4, 8, 0]), 100e-6)
-            metrics.step_done("tiny", step, [20e-6])
+            before_scrape()
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
-            self.wfile.write(generate_latest(metrics.registry))
+            self.wfile.write(generate_latest(registry))
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -112,6 +114,30 @@ def gpu_exporter() -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def gpu_exporter() -> Iterator[str]:
+    """The address of /metrics as of a server on a GPU: a step ends before each scrape."""
+    metrics = everything()
+
+    def end_a_step() -> None:
+        step = StepResult([], Layout.CONTIGUOUS, 8, partial(np.array, [4, 4, 8, 0]), 100e-6)
+        metrics.step_done("tiny", step, [20e-6])
+
+    with exporter(metrics.registry, end_a_step) as address:
+        yield address
+
+
+@contextmanager
+def caller_exporter(urls: Sequence[str]) -> Iterator[str]:
+    """The address of /metrics of a pool's caller: a call ends before each scrape."""
+    registry = CollectorRegistry()
+    registry.register(PoolCollector())
+    with ExpertClient(urls) as client:
+        call = partial(client.infer, "tiny", rows(2))
+        with exporter(registry, call) as address:
+            yield address
 
 
 def promtool(*arguments: object) -> str:

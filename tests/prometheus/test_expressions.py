@@ -1,4 +1,4 @@
-"""Every expression of rules and dashboards, on a real Prometheus that has scraped real servers under load.
+"""Every expression of rules and dashboards, on a real Prometheus that has scraped servers and a caller.
 
 What only a GPU has is asked of series that are made up, in the same Prometheus.
 """
@@ -13,6 +13,7 @@ import pytest
 from expertd.service.engine.metrics.table import FAMILIES
 from tests.prometheus.processes import (
     Prometheus,
+    caller_exporter,
     gpu_exporter,
     needs_prometheus,
     panel_expressions,
@@ -69,7 +70,8 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
             stack.enter_context(server_process(each, tmp_path_factory.mktemp("server"))) for each in settings
         ]
         gpu = stack.enter_context(gpu_exporter())
-        targets = [*(server.url for server in servers), gpu]
+        caller = stack.enter_context(caller_exporter([f"http://{server.url}" for server in servers]))
+        targets = [*(server.url for server in servers), gpu, caller]
         running = stack.enter_context(prometheus(targets, tmp_path_factory.mktemp("prometheus")))
         stack.enter_context(Load(servers))
         of_all = "count(expertd:request_seconds:p99 > 0)"

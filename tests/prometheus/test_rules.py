@@ -8,6 +8,8 @@ import yaml
 
 from deploy import dashboard
 from expertd.service.engine.metrics.table import FAMILIES
+from expertd_client.metrics import FAMILIES as POOL_FAMILIES
+from expertd_client.outcomes import OUTCOMES
 from tests.paths import ROOT
 from tests.prometheus.processes import (
     CONFIGS,
@@ -60,7 +62,7 @@ def test_every_alert_has_a_section_that_says_what_to_do() -> None:
 
 def test_expressions_read_known_series() -> None:
     names = {family.shown_name for family in FAMILIES} | {rule["record"] for rule in rules("recording.yml")}
-    names |= {
+    names |= {family.shown_name for family in POOL_FAMILIES} | {
         "up",
         "process_start_time_seconds",
         "process_resident_memory_bytes",
@@ -73,6 +75,17 @@ def test_expressions_read_known_series() -> None:
         for selector in read:
             name = re.sub(r"_(bucket|sum|count)$", "", selector.partition("{")[0])
             assert name in names, expression
+
+
+def test_the_metrics_of_pools_are_documented() -> None:
+    text = (ROOT / "docs" / "pool.md").read_text()
+    rows = re.findall(r"^\| `(expertd_pool_\w+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.M)
+    assert rows == [
+        (family.shown_name, family.kind, ", ".join(family.labels), family.text) for family in POOL_FAMILIES
+    ]
+    assert re.findall(r"^\| `(\w+)` \| .* \| .* \|$", text.partition("| outcome |")[2], re.M) == list(
+        OUTCOMES
+    )
 
 
 def test_the_dashboard_is_what_its_panels_say(monkeypatch: pytest.MonkeyPatch) -> None:
