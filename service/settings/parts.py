@@ -239,6 +239,9 @@ class MetricsSettings(Frozen):
     )
 
 
+_URL = r"https?://([^/?#\s\[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)([/?#]\S*)?"
+
+
 class PageSettings(Frozen):
     """The page at `/` (docs/monitoring.md)."""
 
@@ -250,21 +253,17 @@ class PageSettings(Frozen):
     max_viewers: int = Field(
         default=16, ge=1, description="maximum open streams of `/v1/live`; a further one is answered 503"
     )
-
-
-_Url = Annotated[
-    str,
-    matching(
-        r"https?://([^/?#\s\[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)([/?#]\S*)?",
-        "a URL such as http://127.0.0.1:4318/v1/traces",
-    ),
-]
+    peers: tuple[Annotated[str, matching(_URL, "a URL such as http://experts-1:8000/")], ...] = Field(
+        default=(),
+        description="URLs of the pages of a pool's servers (docs/pool.md), as a browser reaches them, to "
+        "which the page links; the server asks them nothing",
+    )
 
 
 class TracingSettings(Frozen):
     """Spans of infer requests, for an OpenTelemetry collector (docs/operating.md)."""
 
-    endpoint: _Url | None = Field(
+    endpoint: Annotated[str, matching(_URL, "a URL such as http://127.0.0.1:4318/v1/traces")] | None = Field(
         default=None,
         description="URL to which spans are sent, by OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; "
         "null: no spans",

@@ -84,7 +84,21 @@ function reconnect() {
   wake();
 }
 
+// Links to the pages of a pool's servers; this one is marked.
+function showPeers(urls) {
+  const links = urls.map((url) => {
+    const link = document.createElement("a");
+    link.href = url;
+    link.textContent = link.host + (link.pathname === "/" ? "" : link.pathname);
+    if (link.href === location.href) link.setAttribute("aria-current", "page");
+    return link;
+  });
+  byId("peers").hidden = !links.length;
+  byId("peers").replaceChildren("pool:", ...links);
+}
+
 function begin(event) {
+  showPeers(event.peers);
   if (server !== null && JSON.stringify(event.models) === JSON.stringify(server.models)) {
     server = event;
     return;

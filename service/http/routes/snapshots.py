@@ -46,6 +46,7 @@ class Snapshots:
                 "bounds_seconds": SECONDS,
                 "num_lanes": len(lanes_of(self._engine.settings)),
                 "max_request_tokens": self._engine.settings.limits.max_request_tokens,
+                "peers": self._engine.settings.page.peers,
                 "models": models,
             },
         )

@@ -53,6 +53,11 @@ from tests.service.settings.refusals import MODEL, check_refused
             r"tracing\.endpoint: expected a URL such as http://.*/v1/traces, got 'localhost:4318'",
         ),
         (
+            "page: {peers: ['http://a:8000', 'javascript:alert(1)']}",
+            r"page\.peers\.1: expected a URL such as http://experts-1:8000/, got 'javascript:alert\(1\)'",
+        ),
+        ("page: {peers: http://a:8000}", r"page\.peers: expected a list, got 'http://a:8000'"),
+        (
             "shared_memory: {key_prefix: a/b}",
             r"shared_memory\.key_prefix: expected a text without '/', got 'a/b'",
         ),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -35,7 +36,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with server_process(tiny_settings(models=TWO), tmp_path_factory.mktemp("page")) as process:
+    settings = tiny_settings(models=TWO, page={"peers": [f"http://experts-{n}:8000" for n in range(8)]})
+    with server_process(settings, tmp_path_factory.mktemp("page")) as process:
         yield process
 
 
@@ -67,6 +69,41 @@ def test_an_unloaded_layer_is_shown_as_that(browser: Browser, tmp_path: Path) ->
         row = seen.wait_text("#layers tbody tr:nth-child(3)", "loaded|ready").split("\t")
         assert row[:2] == ["other", "unloaded"]
         assert seen.text("#layers tbody tr:nth-child(2)").split("\t")[:2] == ["tiny", "ready"]
+
+
+def test_the_page_links_to_its_peers(browser: Browser) -> None:
+    """As they are written, and fetches nothing from them before somebody follows a link."""
+    loader = serving_runner(EchoRunner())
+    with serving_in_thread(tiny_settings(), loader) as other:
+        peers = [other, "https://proxy/experts-1/<b>x</b>?a=\"'&b"]
+        with (
+            serving_in_thread(tiny_settings(page={"peers": peers}), loader) as url,
+            visit(browser, url) as seen,
+        ):
+            host = other.removeprefix("http://").removesuffix("/")
+            seen.wait_text("#peers", f"^pool:\\s*{host}\\s*proxy/experts-1/%3Cb%3Ex%3C/b%3E$")
+            links = seen.page.locator("#peers a")
+            assert links.nth(1).get_attribute("href") == peers[1]
+            assert [links.nth(place).get_attribute("aria-current") for place in range(2)] == [None, None]
+            assert seen.hosts == {url.removeprefix("http://").removesuffix("/")}
+            assert seen.errors == []
+            links.first.click()
+            seen.page.wait_for_url(other)
+            seen.wait_text("#state", "^ready$")
+            assert not seen.page.locator("#peers").is_visible()
+
+
+def test_the_page_marks_itself_among_its_peers(browser: Browser) -> None:
+    with serving_in_thread(tiny_settings(), serving_runner(EchoRunner())) as url:
+        events = httpx.get(f"{url}v1/live?events=1").text
+        assert '"peers":[]' in events
+        events = events.replace('"peers":[]', f'"peers":["http://a:8000","{url}"]')
+        with visit(browser, url) as seen:
+            seen.page.route("**/v1/live*", lambda route: route.fulfill(body=events))
+            seen.page.reload()
+            seen.wait_text("#peers", "a:8000")
+            links = seen.page.locator("#peers a")
+            assert [links.nth(place).get_attribute("aria-current") for place in range(2)] == [None, "page"]
 
 
 def test_a_request_is_sent_and_its_routing_drawn(browser: Browser, server: ServerProcess) -> None:

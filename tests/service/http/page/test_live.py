@@ -121,13 +121,15 @@ async def live(server: Serving, query: str = "?events=1") -> dict[str, Any]:
 
 
 async def test_the_first_event_says_what_does_not_change() -> None:
-    async with serving(tiny_settings()) as server:
+    peers = ["http://experts-0:8000", "https://proxy/experts-1/"]
+    async with serving(tiny_settings(page={"peers": peers})) as server:
         answer = await server.http.get("/v1/live?events=2")
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     events = parsed(answer.text)
     assert [name for name, _ in events] == ["server", "snapshot", "snapshot"]
     first = events[0][1]
     sizes = {key: value for key, value in MODEL.items() if key != "name"}
+    assert first["peers"] == peers
     assert first["models"] == {"tiny": {**sizes, "partition": None}}
     assert len(events[1][1]["models"]["tiny"]["requests"]["by_seconds"]) == len(first["bounds_seconds"]) + 1
 
