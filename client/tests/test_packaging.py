@@ -32,7 +32,7 @@ def test_importing_it_imports_neither_the_server_nor_torch() -> None:
     path = ":".join(entry for entry in sys.path if entry)
     loaded = run(sys.executable, "-c", program, cwd=ROOT, path=path).split()
     assert "expertd_client" in loaded
-    assert not {"expertd", "torch", "ml_dtypes", "tqdm", "httpx", "uvloop"} & set(loaded)
+    assert not {"expertd", "torch", "ml_dtypes", "tqdm", "httpx", "uvloop", "prometheus_client"} & set(loaded)
 
 
 def test_neither_it_nor_its_tests_import_the_server() -> None:

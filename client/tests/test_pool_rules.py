@@ -288,6 +288,32 @@ def test_who_can_be_done_without(parts: list[str | None], state: Any, expected: 
     assert pool.can_do_without(first) is expected
 
 
+def test_a_call_that_is_garbage_ends_in_any_thread_at_any_time() -> None:
+    """Also in one that holds the pool's lock, as for its states."""
+
+    class Slow(Server):
+        def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+            yield Sleep(10, deadline)
+
+    pool = pool_of(Slow("http://a"))
+    call = pool.infer(layer_call("m", X), Deadline(20))
+    next(call)
+    cycle: list[Any] = [call]
+    cycle.append(cycle)
+    assert pool.states()[0].calls == 1
+    del call, cycle
+
+    def collect() -> None:
+        with pool._lock:
+            gc.collect()
+
+    collecting = threading.Thread(target=collect, daemon=True)
+    collecting.start()
+    collecting.join(30)
+    assert not collecting.is_alive()
+    assert pool.states()[0].calls == 0
+
+
 def test_what_waits_counts() -> None:
     members = [Member(Server(f"http://{name}")) for name in "ab"]  # type: ignore[arg-type]
     for member in members:

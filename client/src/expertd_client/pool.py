@@ -122,7 +122,7 @@ class ServerPool:
     ) -> None:
         self._source, self._make = source, make
         self.failover_seconds, self._max_retries = failover_seconds, max_retries
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # while it is held, the garbage of calls may be collected: see _end
         self._members: dict[str, Member] = {}
         self._last: dict[tuple[str, frozenset[int] | None], Member] = {}  # that a layer's calls went to
         self._repeats = _FIRST_REPEATS
@@ -520,7 +520,7 @@ def _forget_in_child() -> None:
     global _pools_lock
     _pools_lock = threading.Lock()
     for pool in list(_pools):
-        pool._lock = threading.Lock()
+        pool._lock = threading.RLock()
         pool._failures.clear()
         for member in pool.members:
             member.begun = {}
