@@ -17,7 +17,7 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.registry import Collector
 
 from expertd_client.outcomes import OUTCOMES
-from expertd_client.pool import STATES, pools
+from expertd_client.pool import STATES, failures, pools
 
 _DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 _WRITE_SECONDS = 1.0
@@ -146,7 +146,7 @@ def _values() -> dict[Family, Values]:
                 found[CALLS][url, outcome] += server.ended.get(outcome, 0)
             found[IN_FLIGHT][url,] += server.calls
             found[EXPECTED][url,] = max(found[EXPECTED][url,], server.seconds)
-        failures = pool.failures()
-        for reason in OUTCOMES[1:]:
-            found[FAILED][reason,] += failures.get(reason, 0)
+    failed = failures()
+    for reason in OUTCOMES[1:]:
+        found[FAILED][reason,] = failed.get(reason, 0)
     return found

@@ -126,10 +126,9 @@ class ServerPool:
         self._members: dict[str, Member] = {}
         self._last: dict[tuple[str, frozenset[int] | None], Member] = {}  # that a layer's calls went to
         self._repeats = _FIRST_REPEATS
-        self._failures: Counter[str] = Counter()
         self.is_closed = False
         self.update()
-        with _pools_lock:
+        with _all_lock:
             _pools.add(self)
 
     # Members.
@@ -184,11 +183,6 @@ class ServerPool:
                 for member in self._members.values()
             ]
 
-    def failures(self) -> dict[str, int]:
-        """Infer calls that no server has answered, by what the last one said."""
-        with self._lock:
-            return dict(self._failures)
-
     def waits(self, member: Member, seconds: float) -> bool:
         """Whether a call has waited for this member for so long, or until its time had passed; told once."""
         with self._lock:
@@ -230,8 +224,8 @@ class ServerPool:
                 lambda: self._by_present_owners(call, deadline), self._max_retries, deadline
             )
         except ExpertError as error:
-            with self._lock:
-                self._failures[outcome_of(error)] += 1
+            with _all_lock:
+                _failures[outcome_of(error)] += 1
             raise
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
@@ -506,22 +500,29 @@ def _denied(member: Member, error: AccessDeniedError) -> AccessDeniedError:
 
 
 _pools: "weakref.WeakSet[ServerPool]" = weakref.WeakSet()
-_pools_lock = threading.Lock()
+_failures: Counter[str] = Counter()
+_all_lock = threading.RLock()  # of both; for its kind, see ServerPool
 
 
 def pools() -> list[ServerPool]:
     """Those of this process that are open."""
-    with _pools_lock:
+    with _all_lock:
         return [pool for pool in _pools if not pool.is_closed]
+
+
+def failures() -> dict[str, int]:
+    """Infer calls that no server of a pool has answered, by what the last one said; of closed pools, too."""
+    with _all_lock:
+        return dict(_failures)
 
 
 def _forget_in_child() -> None:
     """A lock may have been held by another thread, and calls are the parent's."""
-    global _pools_lock
-    _pools_lock = threading.Lock()
+    global _all_lock
+    _all_lock = threading.RLock()
+    _failures.clear()
     for pool in list(_pools):
         pool._lock = threading.RLock()
-        pool._failures.clear()
         for member in pool.members:
             member.begun = {}
             member.ended.clear()
