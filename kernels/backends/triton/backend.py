@@ -1,0 +1,235 @@
+"""The Triton backend: grouped GEMMs and a layer's experts as kernels for any NVIDIA GPU from Ampere on."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from expertd.backends import BACKENDS
+from expertd.kernels.backends.base import Backend, Progress
+from expertd.kernels.backends.triton import plans
+from expertd.kernels.backends.triton.build import build_all
+from expertd.kernels.backends.triton.launch import Kernels
+from expertd.kernels.backends.triton.targets import Target, target_of
+from expertd.kernels.backends.triton.variants import variants_for
+from expertd.kernels.checks import refusal
+from expertd.kernels.ops.activation import Activation, OtherGlu
+from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
+from expertd.kernels.stages import Stages
+from expertd.layout import Layout
+from expertd.limits import SCALE_BLOCK
+
+_MAX_K = 2**24  # offsets within a tile of 128 rows have 32 bits
+_TOKEN_COLUMNS = 1024  # of a token, by a program
+
+
+class TritonBackend(Backend):
+    """Grouped FP8 GEMMs in Triton; kernels are compiled by `warm_up`, else on first use.
+
+    target  what to compile for; None: the current GPU
+    """
+
+    name: ClassVar[str] = "triton"
+    capabilities = BACKENDS["triton"]
+
+    def __init__(self, target: Target | None = None) -> None:
+        target = target or target_of(torch.cuda.get_device_capability())
+        assert target is not None  # see `why_not`
+        self._kernels = Kernels(target)
+        self._variants = variants_for(target)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Compile (or fetch) every variant, in parallel, and load it on the current device."""
+        device, variants = torch.cuda.current_device(), list(self._variants)
+        for done, (variant, binary) in enumerate(build_all(variants, self._kernels.target), start=1):
+            self._kernels.load(device, variant, binary)
+            if progress is not None:
+                progress(done, len(variants), variant.name)
+
+    def contiguous(
+        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
+    ) -> None:
+        """Write out [M, N]; see `grouped_gemm_contiguous`."""
+        expected_m = a.data.shape[0] / b.data.shape[0]
+        self._multiply_into(Layout.CONTIGUOUS, a, b, offsets, out, expected_m, num_sms)
+
+    def masked(
+        self,
+        a: Quantized,
+        b: Quantized,
+        counts: Tensor,
+        expected_m: int | None,
+        out: Tensor,
+        num_sms: int | None,
+    ) -> None:
+        """Write the first counts[g] rows of each out[g]; see `grouped_gemm_masked`."""
+        self._multiply_into(Layout.MASKED, a, b, counts, out, expected_m or a.data.shape[1], num_sms)
+
+    @torch.no_grad()
+    def experts(
+        self,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Quantized,
+        down: Quantized,
+        out: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+        offsets: Tensor | None = None,
+        biases: ExpertBiases | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        """See `fused_experts`: five launches, with the activation and its quantization in the first GEMM."""
+
+        def mark(stage: str) -> None:
+            if stages is not None:
+                stages.mark(stage)
+
+        _check_device("hidden_states", values_of(hidden_states))
+        own_offsets, inverse = self._permutation(topk_ids, down.data.shape[0])
+        if offsets is not None:
+            offsets.copy_(own_offsets, non_blocking=True)
+        mark("sort")
+        a = self._permute(hidden_states, inverse)
+        mark("quantize")
+        activated = self._activate(a, gate_up, own_offsets, activation, num_sms, biases)
+        mark("gate_up")
+        rows = torch.empty((inverse.numel(), down.data.shape[1]), dtype=torch.bfloat16, device=out.device)
+        expected_m = rows.shape[0] / down.data.shape[0]
+        bias = None if biases is None else biases.down
+        self._multiply_into(
+            Layout.CONTIGUOUS, activated, down, own_offsets, rows, expected_m, num_sms, bias
+        )
+        mark("down")
+        self._combine(rows, inverse, topk_weights, out)
+        mark("combine")
+
+    def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+        """See `Backend.unpermute`; one launch for bf16 rows [R, H], H a multiple of 16."""
+        fits = rows.dtype == torch.bfloat16 and rows.shape[1] % 16 == 0 and out.dtype in self._variants.combine
+        if not fits or not inverse.numel() or not all(map(_is_aligned, (rows, out))):
+            super().unpermute(rows, inverse, topk_weights, out)
+            return
+        _check_device("rows", rows)
+        self._combine(rows, inverse, topk_weights, out)
+
+    def _multiply_into(
+        self,
+        layout: Layout,
+        a: Quantized,
+        b: Quantized,
+        extents: Tensor,
+        out: Tensor,
+        expected_m: float,
+        num_sms: int | None,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Write out bf16: each group's rows of a times its b, plus bias bf16 [G, N]."""
+        _check_device("a", a.data)
+        (num_groups, n, k), rows = b.data.shape, a.data.shape[-2]
+        if k > _MAX_K:
+            raise refusal("K", f"at most {_MAX_K}", k)
+        device = out.device
+        tile = plans.choose(expected_m, num_groups, n, num_sms or _sms(device))
+        variant = self._variants.multiply[layout, tile]
+        programs = self._kernels.programs(variant, device, num_sms)
+        is_masked = layout is Layout.MASKED
+        strides = a.scales.stride() if is_masked else (0, *a.scales.stride())
+        self._kernels.launch(
+            variant, device, (min(programs, plans.max_tiles(layout, rows, num_groups, n, tile)),),
+            self._codes(a.data), a.scales, self._codes(b.data), b.scales, extents, out,
+            out if bias is None else bias,
+            num_groups, n, k, rows if is_masked else 0, *strides, int(bias is not None),
+        )  # fmt: skip
+
+    def _activate(
+        self,
+        a: Quantized,
+        b: Quantized,
+        offsets: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+        biases: ExpertBiases | None,
+    ) -> Quantized:
+        """Permuted rows e4m3 [R, I], activated: a [R, K] times b [G, 2I, K], gates first."""
+        (num_groups, n2, k), num_rows = b.data.shape, a.data.shape[0]
+        n, device = n2 // 2, a.data.device
+        tile = plans.choose(num_rows / num_groups, num_groups, n, num_sms or _sms(device))
+        variant = self._variants.multiply_gated[tile]
+        programs = self._kernels.programs(variant, device, num_sms)
+        data = torch.empty((num_rows, n), dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty((n // SCALE_BLOCK, num_rows), dtype=torch.float32, device=device)
+        up_offset, after = 0.0, False
+        if isinstance(activation, OtherGlu):
+            up_offset, after = activation.up_offset, activation.clamp_after
+        self._kernels.launch(
+            variant, device,
+            (min(programs, plans.max_tiles(Layout.CONTIGUOUS, num_rows, num_groups, n, tile)),),
+            self._codes(a.data), a.scales, self._codes(b.data), b.scales, offsets, data.view(torch.uint8),
+            scales, a.scales if biases is None else biases.gate_up,
+            num_groups, num_rows, n, k, *a.scales.stride(), int(biases is not None),
+            activation.alpha, activation.limit, up_offset, int(after),
+        )  # fmt: skip
+        return Quantized(data, scales.t())
+
+    def _permutation(self, topk_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+        """(offsets int32 [G + 1], inverse int32 [T, top_k]): where each pair's row is, -1: nowhere."""
+        inverse = torch.empty_like(topk_ids)
+        offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=topk_ids.device)
+        self._kernels.launch(
+            self._variants.permutation, topk_ids.device, (num_groups + 1,),
+            topk_ids, inverse, offsets, topk_ids.numel(), num_groups,
+        )  # fmt: skip
+        return offsets, inverse
+
+    def _permute(self, hidden_states: HiddenStates, inverse: Tensor) -> Quantized:
+        """Permuted rows e4m3 [T * top_k, K]; the last of a row's scales may stand for fewer than 128 columns."""
+        tokens, (num_tokens, top_k) = _with_aligned_rows(values_of(hidden_states)), inverse.shape
+        k, num_rows = tokens.shape[1], inverse.numel()
+        data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)
+        scales = torch.empty((-(-k // SCALE_BLOCK), num_rows), dtype=torch.float32, device=inverse.device)
+        given = hidden_states.scales if isinstance(hidden_states, Quantized) else scales
+        codes = isinstance(hidden_states, Quantized)
+        self._kernels.launch(
+            self._variants.permute[tokens.dtype], inverse.device, (num_tokens, -(-k // _TOKEN_COLUMNS)),
+            tokens.view(torch.uint8) if codes else tokens, given, inverse, data.view(torch.uint8), scales,
+            top_k, k, num_rows, tokens.stride(0), *given.stride(),
+        )  # fmt: skip
+        return Quantized(data, scales.t())
+
+    def _combine(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+        (num_tokens, top_k), n = inverse.shape, rows.shape[1]
+        self._kernels.launch(
+            self._variants.combine[out.dtype], out.device, (num_tokens, -(-n // _TOKEN_COLUMNS)),
+            rows, inverse, topk_weights, out, top_k, n,
+        )  # fmt: skip
+
+    def _codes(self, data: Tensor) -> Tensor:
+        return data if self._kernels.target.fp8 else data.view(torch.uint8)
+
+
+def _sms(device: torch.device) -> int:
+    """SMs of the device."""
+    if device.type == "cpu":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _with_aligned_rows(tokens: Tensor) -> Tensor:
+    """Rows of consecutive elements that begin at multiples of 16 bytes and elements; copied if necessary."""
+    is_aligned = tokens.stride(1) == 1 and tokens.stride(0) % 16 == 0 and tokens.data_ptr() % 16 == 0
+    return tokens if is_aligned else tokens.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def _check_device(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless the tensor is on the current device: launches go to torch's current stream."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        expected = f"the current one, cuda:{torch.cuda.current_device()}"
+        raise refusal(f"{name} device", expected, tensor.device)
