@@ -11,6 +11,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+# Read when kernels in Triton are imported: without a GPU, tests have them interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import expertd.service.grpc  # noqa: F401 - before a test imports grpc: it turns its handlers of fork() off
 
 

@@ -55,7 +55,9 @@ BACKENDS = {
         hidden_step=16,  # TMA copies 16 bytes at a time, and FP8 has one for each column
         max_n=2**23,  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
     ),
-    "triton": Capabilities(device_type="cuda", weight_bytes=1, captures=True, compiles=True),
+    "triton": Capabilities(
+        device_type="cuda", weight_bytes=1, captures=True, request_table=True, compiles=True
+    ),
     "reference": Capabilities(),
 }
 """By name, which is also that of a folder of `kernels/backends`; "auto" tries them in this order."""

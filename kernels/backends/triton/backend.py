@@ -11,11 +11,12 @@ from expertd.kernels.backends.triton import plans
 from expertd.kernels.backends.triton.build import build_all
 from expertd.kernels.backends.triton.launch import Kernels
 from expertd.kernels.backends.triton.targets import Target, target_of
-from expertd.kernels.backends.triton.variants import variants_for
+from expertd.kernels.backends.triton.variants import HEIGHTS, variants_for
 from expertd.kernels.checks import refusal
 from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
+from expertd.kernels.request_table import MAX_GIVEN_TOP_K, RequestTable
 from expertd.kernels.stages import Stages
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
@@ -115,6 +116,34 @@ class TritonBackend(Backend):
         _check_device("rows", rows)
         self._combine(rows, inverse, topk_weights, out)
 
+    def gather_rows(
+        self,
+        table: RequestTable,
+        hidden_states: Tensor,
+        topk_ids: Tensor | None,
+        topk_weights: Tensor | None,
+        num_experts: int = 2**31 - 1,
+    ) -> None:
+        """See `Backend.gather_rows`; one launch."""
+        _check_device("hidden_states", hidden_states)
+        (num_tokens, h), top_k = hidden_states.shape, 0 if topk_ids is None else topk_ids.shape[1]
+        if top_k > MAX_GIVEN_TOP_K:
+            raise refusal("topk_ids top_k", f"at most {MAX_GIVEN_TOP_K}", top_k)
+        ids = hidden_states.view(torch.int32) if topk_ids is None else topk_ids
+        weights = hidden_states.view(torch.float32) if topk_weights is None else topk_weights
+        self._kernels.launch(
+            self._variants.gather_rows, hidden_states.device, (num_tokens,),
+            table.address, hidden_states, ids, weights, h, top_k, num_experts,
+        )  # fmt: skip
+
+    def scatter_rows(self, rows: Tensor, table: RequestTable) -> None:
+        """See `Backend.scatter_rows`; one launch."""
+        _check_device("rows", rows)
+        num_tokens, h = rows.shape
+        self._kernels.launch(
+            self._variants.scatter_rows, rows.device, (num_tokens,), table.address, rows, h
+        )
+
     def _multiply_into(
         self,
         layout: Layout,
@@ -132,13 +161,13 @@ class TritonBackend(Backend):
         if k > _MAX_K:
             raise refusal("K", f"at most {_MAX_K}", k)
         device = out.device
-        tile = plans.choose(expected_m, num_groups, n, num_sms or _sms(device))
-        variant = self._variants.multiply[layout, tile]
+        height = plans.choose(HEIGHTS, expected_m, num_groups, n, num_sms or _sms(device))
+        variant = self._variants.multiply[layout, height]
         programs = self._kernels.programs(variant, device, num_sms)
         is_masked = layout is Layout.MASKED
         strides = a.scales.stride() if is_masked else (0, *a.scales.stride())
         self._kernels.launch(
-            variant, device, (min(programs, plans.max_tiles(layout, rows, num_groups, n, tile)),),
+            variant, device, (min(programs, plans.max_tiles(layout, rows, num_groups, n, height)),),
             self._codes(a.data), a.scales, self._codes(b.data), b.scales, extents, out,
             out if bias is None else bias,
             num_groups, n, k, rows if is_masked else 0, *strides, int(bias is not None),
@@ -156,8 +185,9 @@ class TritonBackend(Backend):
         """Permuted rows e4m3 [R, I], activated: a [R, K] times b [G, 2I, K], gates first."""
         (num_groups, n2, k), num_rows = b.data.shape, a.data.shape[0]
         n, device = n2 // 2, a.data.device
-        tile = plans.choose(num_rows / num_groups, num_groups, n, num_sms or _sms(device))
-        variant = self._variants.multiply_gated[tile]
+        gated, expected_m = self._variants.multiply_gated, num_rows / num_groups
+        height = plans.choose(gated, expected_m, num_groups, n, num_sms or _sms(device))
+        variant = gated[height]
         programs = self._kernels.programs(variant, device, num_sms)
         data = torch.empty((num_rows, n), dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty((n // SCALE_BLOCK, num_rows), dtype=torch.float32, device=device)
@@ -166,7 +196,7 @@ class TritonBackend(Backend):
             up_offset, after = activation.up_offset, activation.clamp_after
         self._kernels.launch(
             variant, device,
-            (min(programs, plans.max_tiles(Layout.CONTIGUOUS, num_rows, num_groups, n, tile)),),
+            (min(programs, plans.max_tiles(Layout.CONTIGUOUS, num_rows, num_groups, n, height)),),
             self._codes(a.data), a.scales, self._codes(b.data), b.scales, offsets, data.view(torch.uint8),
             scales, a.scales if biases is None else biases.gate_up,
             num_groups, num_rows, n, k, *a.scales.stride(), int(biases is not None),

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from expertd.kernels.backends.triton.targets import Target
+from expertd.kernels.request_table import MAX_GIVEN_TOP_K
 from expertd.layout import Layout
 
 Constant = int | bool
@@ -36,26 +37,21 @@ class Variant:
     stages: int = 1
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Rows of a GEMM's tile, and the warps that compute it."""
-
-    rows: int
-    warps: int
-
-
-TILES = (Tile(16, 4), Tile(32, 4), Tile(64, 8), Tile(128, 8))
+HEIGHTS = (16, 32, 64, 128)
+"""Rows of a GEMM's tile."""
 
 
 @dataclass(frozen=True)
 class Variants:
-    """All that are compiled for a target."""
+    """All that are compiled for a target; of GEMMs by the tile's height."""
 
-    multiply: dict[tuple[Layout, Tile], Variant]
-    multiply_gated: dict[Tile, Variant]
+    multiply: dict[tuple[Layout, int], Variant]
+    multiply_gated: dict[int, Variant]
     permutation: Variant
     permute: dict[torch.dtype, Variant]
     combine: dict[torch.dtype, Variant]
+    gather_rows: Variant
+    scatter_rows: Variant
 
     def __iter__(self) -> Iterator[Variant]:
         yield from self.multiply.values()
@@ -63,20 +59,24 @@ class Variants:
         yield self.permutation
         yield from self.permute.values()
         yield from self.combine.values()
+        yield self.gather_rows
+        yield self.scatter_rows
 
 
 @cache
 def variants_for(target: Target) -> Variants:
     """The variants for a target."""
     return Variants(
-        {(layout, tile): _multiply(target, layout, tile) for layout in Layout for tile in TILES},
-        {tile: _multiply_gated(target, tile) for tile in TILES},
+        {(layout, height): _multiply(target, layout, height) for layout in Layout for height in HEIGHTS},
+        {height: _multiply_gated(target, height) for height in HEIGHTS if height < 128 or target.wide},
         _permutation(),
         {
             **{dtype: _permute(name, f"*{name}", False) for dtype, name in _FLOATS.items()},
             torch.float8_e4m3fn: _permute("e4m3", "*u8", True),
         },
         {dtype: _combine(name) for dtype, name in _FLOATS.items()},
+        _gather_rows(),
+        _scatter_rows(),
     )
 
 
@@ -84,17 +84,17 @@ def _codes(target: Target) -> str:
     return "*fp8e4nv" if target.fp8 else "*u8"
 
 
-def _of_tile(target: Target, tile: Tile, stages: int) -> tuple[tuple[str, Constant], ...]:
+def _of_tile(target: Target, height: int, stages: int) -> tuple[tuple[str, Constant], ...]:
     return (
-        ("SWAP", target.wide and tile.rows < 64),
+        ("SWAP", target.wide and height < 64),
         ("FP8", target.fp8),
-        ("BLOCK_M", tile.rows),
+        ("BLOCK_M", height),
         ("BLOCK_N", COLUMNS),
         ("STAGES", stages),
     )
 
 
-def _multiply(target: Target, layout: Layout, tile: Tile) -> Variant:
+def _multiply(target: Target, layout: Layout, height: int) -> Variant:
     stages = 4 if target.large else 3
     types = {
         "a": _codes(target), "a_scales": "*fp32", "b": _codes(target), "b_scales": "*fp32",
@@ -103,17 +103,17 @@ def _multiply(target: Target, layout: Layout, tile: Tile) -> Variant:
         "scale_group_stride": "i64", "scale_row_stride": "i64", "scale_column_stride": "i64", "has_bias": "i32",
     }  # fmt: skip
     return Variant(
-        f"{layout.value}_m{tile.rows}",
+        f"{layout.value}_m{height}",
         ("gemm", "multiply"),
         tuple(types.items()),
-        (("MASKED", layout is Layout.MASKED), *_of_tile(target, tile, stages)),
+        (("MASKED", layout is Layout.MASKED), *_of_tile(target, height, stages)),
         (("a", 16), ("b", 16), ("out", 16), ("bias", 16), ("n", 8), ("k", 16)),
-        tile.warps,
+        4 if height <= 32 else 8,
         stages,
     )
 
 
-def _multiply_gated(target: Target, tile: Tile) -> Variant:
+def _multiply_gated(target: Target, height: int) -> Variant:
     stages = 3
     types = {
         "a": _codes(target), "a_scales": "*fp32", "b": _codes(target), "b_scales": "*fp32",
@@ -123,12 +123,12 @@ def _multiply_gated(target: Target, tile: Tile) -> Variant:
         "alpha": "fp32", "limit": "fp32", "up_offset": "fp32", "clamp_after": "i32",
     }  # fmt: skip
     return Variant(
-        f"gated_m{tile.rows}",
+        f"gated_m{height}",
         ("gemm", "multiply_gated"),
         tuple(types.items()),
-        _of_tile(target, tile, stages),
+        _of_tile(target, height, stages),
         (("a", 16), ("b", 16), ("out", 16), ("bias", 16), ("n", 16), ("k", 16)),
-        tile.warps,
+        4 if height == 16 and target.wide else 8,
         stages,
     )
 
@@ -157,3 +157,18 @@ def _combine(name: str) -> Variant:
     multiples = (("rows", 16), ("out", 16), ("n", 16))
     constants = (("BLOCK", 1024),)
     return Variant(f"combine_{name}", ("rows", "combine"), tuple(types.items()), constants, multiples, 4)
+
+
+def _gather_rows() -> Variant:
+    types = {
+        "table": "i64", "hidden_states": "*bf16", "topk_ids": "*i32", "topk_weights": "*fp32",
+        "h": "i32", "top_k": "i32", "num_experts": "i32",
+    }  # fmt: skip
+    constants, multiples = (("BLOCK", 2048), ("SLOTS", MAX_GIVEN_TOP_K)), (("hidden_states", 16), ("h", 16))
+    return Variant("gather_rows", ("table", "gather_rows"), tuple(types.items()), constants, multiples, 4)
+
+
+def _scatter_rows() -> Variant:
+    types = {"table": "i64", "rows": "*fp32", "h": "i32"}
+    constants, multiples = (("BLOCK", 2048),), (("rows", 16), ("h", 16))
+    return Variant("scatter_rows", ("table", "scatter_rows"), tuple(types.items()), constants, multiples, 4)
