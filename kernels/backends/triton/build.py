@@ -81,11 +81,21 @@ def build_all(variants: Sequence[Variant], target: Target) -> Iterator[tuple[Var
 
 
 def compile_variant(variant: Variant, target: Target) -> Binary:
-    """Compile, without a cache of ours. Raises CompileError with Triton's message."""
+    """Compile, without the cache. Raises CompileError with Triton's message."""
+    compiled = run_compiler(variant, target)
+    entry = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.S)
+    assert entry is not None
+    unused = entry[1].count(".param") - len(variant.types)
+    return Binary(compiled.asm["cubin"], compiled.metadata.shared, unused)
+
+
+def run_compiler(variant: Variant, target: Target) -> Any:
+    """What Triton makes of a variant, with its intermediate code. Raises CompileError."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    triton.knobs.cache.dir = str(cache_directory() / "triton")  # which it always writes
     function, types, constants = function_of(variant), dict(variant.types), dict(variant.constants)
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
     attributes = {
@@ -95,18 +105,13 @@ def compile_variant(variant: Variant, target: Target) -> Binary:
     # Kernels say where a product and a sum are rounded once, so that all variants of a target agree.
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": False}
     try:
-        compiled = triton.compile(
+        return triton.compile(
             ASTSource(function, signature, constants, attributes),
             target=GPUTarget("cuda", target.capability, 32),
             options=options,
         )
     except Exception as error:  # Triton's own, of its passes, and of the assembler
         raise CompileError(f"{variant.name} for {target.capability}: {error}") from error
-    entry = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.S)
-    assert entry is not None
-    assert compiled.metadata.name == function.__name__
-    unused = entry[1].count(".param") - len(types)
-    return Binary(compiled.asm["cubin"], compiled.metadata.shared, unused)
 
 
 def _key(variant: Variant, target: Target) -> str:
