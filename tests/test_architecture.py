@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from expertd.backends import BACKENDS
 from tests.paths import ROOT
 
 SERVICE = "expertd.service"
@@ -147,7 +148,8 @@ def test_packages_of_the_service_import_only_those_below(package: str) -> None:
 def test_nothing_but_a_backend_or_a_device_assumes_a_gpu() -> None:
     """Others ask `Capabilities` and `service.device`, so that a further backend or device is one folder."""
     for module, tree in TREES.items():
-        if module.startswith((f"{SERVICE}.device", "expertd.kernels.backends.hopper", "expertd.backends")):
+        backends = (f"expertd.kernels.backends.{name}" for name, can in BACKENDS.items() if can.on_gpu)
+        if module.startswith((f"{SERVICE}.device", "expertd.backends", *backends)):
             continue
         found = [node for node in ast.walk(tree) if _names_a_backend(node)]
         if module.startswith(SERVICE):

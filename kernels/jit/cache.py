@@ -1,5 +1,6 @@
 """Compiled binaries on disk, shared by processes. An entry that fails its checksum is rebuilt."""
 
+import functools
 import hashlib
 import logging
 import os
@@ -47,6 +48,12 @@ def check_writable(directory: Path) -> None:
     except OSError as error:
         expected = "a folder that can be written to"
         raise OSError(f"kernel cache: expected {expected}, got {directory}: {error.strerror}") from error
+
+
+@functools.cache
+def scratch_directory() -> "tempfile.TemporaryDirectory[str]":
+    """A folder for what a compiler writes on its way, which is removed with the process."""
+    return tempfile.TemporaryDirectory(prefix="expertd-compiler-")
 
 
 class DiskCache:

@@ -7,7 +7,8 @@ import torch
 
 from expertd.backends import Capabilities
 from expertd.kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked
-from expertd.kernels.backends import backend_names, resolve_backend
+from expertd.kernels.backends import backend_names, resolve_backend, why_not
+from expertd.kernels.backends import triton as of_triton
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 
 G, M, N, K = 3, 6, 136, 256
@@ -80,7 +81,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
     ({"num_sms": "a"}, "num_sms: expected None or at least 1, got a"),
     ({"b": _meta(G, 2**23 + 8, K, dtype=torch.float8_e4m3fn)}, "N: expected at most 8388608, got 8388616"),
-    ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'reference'.*, got 'metal'"),
+    ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'triton', 'reference'.*, got 'metal'"),
 ]
 
 CONTIGUOUS: list[tuple[dict[str, Any], str]] = [
@@ -208,7 +209,7 @@ def test_a_backend_for_another_device_is_refused() -> None:
 
 
 def test_backends_are_found_by_name_and_shared() -> None:
-    assert set(backend_names()) == {"hopper", "reference"}
+    assert set(backend_names()) == {"hopper", "triton", "reference"}
     reference = resolve_backend("reference")
     assert isinstance(reference, Backend)
     assert resolve_backend("auto", "cpu") is reference
@@ -216,6 +217,43 @@ def test_backends_are_found_by_name_and_shared() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_hopper_by_name_without_a_gpu_raises_with_the_reason() -> None:
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_a_backend_by_name_without_its_gpu_raises_with_the_reason(name: str) -> None:
     with pytest.raises(RuntimeError, match="expected a device that it can run on, got no CUDA device"):
-        resolve_backend("hopper")
+        resolve_backend(name)
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "hopper", "triton"),
+    [
+        ((9, 0), ("triton", "cuda.core"), None, None),
+        ((8, 9), ("triton", "cuda.core"), "a GPU of compute capability 8.9 instead of 9.0", None),
+        ((12, 0), ("triton", "cuda.core"), "a GPU of compute capability 12.0 instead of 9.0", None),
+        (
+            (7, 5),
+            ("triton", "cuda.core"),
+            "a GPU of compute capability 7.5 instead of 9.0",
+            "a GPU of compute capability 7.5 instead of 8.x, 9.0 or 12.x",
+        ),
+        (
+            (10, 0),
+            ("triton", "cuda.core"),
+            "a GPU of compute capability 10.0 instead of 9.0",
+            "a GPU of compute capability 10.0 instead of 8.x, 9.0 or 12.x",
+        ),
+        ((8, 0), ("cuda.core",), "a GPU of compute capability 8.0 instead of 9.0", "no triton installed"),
+        ((8, 0), ("triton",), "a GPU of compute capability 8.0 instead of 9.0", "no cuda.core installed"),
+    ],
+)
+def test_which_gpus_backends_run_on(
+    capability: tuple[int, int],
+    packages: tuple[str, ...],
+    hopper: str | None,
+    triton: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(of_triton, "find_spec", lambda name: name if name in packages else None)
+    device = torch.device("cuda", 0)
+    assert (why_not("hopper", device), why_not("triton", device)) == (hopper, triton)

@@ -26,6 +26,7 @@ from expertd.kernels.ops.activation import SILU, Activation
 from tests.kernels.helpers import diff, expected_experts, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu
+on_both = pytest.mark.parametrize("backend", ["hopper", "triton"])
 
 
 def _kernels() -> tuple[Kernels, OnStream]:
@@ -141,22 +142,24 @@ def _layer(h: int, i: int, num_experts: int, top_k: int, tokens: int, *, spread:
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300, 2000])
 @pytest.mark.parametrize("sizes", [(1024, 384, 24, 4), (2048, 768, 128, 8), (7168, 2048, 16, 8)])
-def test_experts(sizes: tuple[int, int, int, int], tokens: int) -> None:
+@on_both
+def test_experts(sizes: tuple[int, int, int, int], tokens: int, backend: str) -> None:
     layer = _layer(*sizes, tokens)
-    out = layer.run()
+    out = layer.run(backend=backend)
     assert diff(out, layer.expected()) < (2e-3 if tokens >= 16 else 1e-2)
     with forbid_host_sync():
-        again = layer.run()
+        again = layer.run(backend=backend)
     assert torch.equal(out, again)
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(layer.run(dtype), out.to(dtype))
+        assert torch.equal(layer.run(dtype, backend=backend), out.to(dtype))
 
 
-def test_an_expert_with_far_more_rows_than_expected() -> None:
+@on_both
+def test_an_expert_with_far_more_rows_than_expected(backend: str) -> None:
     """The plan expects five rows; its tiles have 64."""
     layer = _layer(1024, 384, 256, 4, 300)
     layer.topk_ids[:, 0] = 7
-    assert diff(layer.run(), layer.expected()) < 2e-3
+    assert diff(layer.run(backend=backend), layer.expected()) < 2e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 300])
@@ -199,7 +202,8 @@ def test_slots_computed_alone_are_summed_to_the_same_bits(tokens: int, dtype: to
     assert torch.equal(out, layer.run(dtype))
 
 
-def test_experts_that_are_not_local_add_nothing() -> None:
+@on_both
+def test_experts_that_are_not_local_add_nothing(backend: str) -> None:
     """They cost no rows either. The hidden states are unaligned."""
     layer = _layer(512, 256, 8, 3, 100)
     memory = torch.cat([layer.hidden_states.new_zeros(1), layer.hidden_states.flatten()])
@@ -212,14 +216,14 @@ def test_experts_that_are_not_local_add_nothing() -> None:
         topk_ids=ids,
         topk_weights=layer.topk_weights.masked_fill(absent, torch.nan),
     )
-    out = layer.run()
+    out = layer.run(backend=backend)
     zeros = layer._replace(
         topk_ids=ids.masked_fill(absent, 0), topk_weights=layer.topk_weights.masked_fill(absent, 0)
     )
-    assert diff(out, zeros.run().double()) < 1e-6
+    assert diff(out, zeros.run(backend=backend).double()) < 1e-6
     assert (out[absent.all(1)] == 0).all()
     strided = layer._replace(hidden_states=layer.hidden_states.t().contiguous().t())
-    assert torch.equal(strided.run(), out)
+    assert torch.equal(strided.run(backend=backend), out)
 
 
 @pytest.mark.parametrize("num_sms", [None, 1, 8])
@@ -253,12 +257,13 @@ def test_slots_without_an_expert_add_nothing(kind: str, tokens: int, num_sms: in
 
 
 @pytest.mark.parametrize("tokens", [20, 200])
-def test_other_activations(tokens: int) -> None:
+@on_both
+def test_other_activations(tokens: int, backend: str) -> None:
     """With many gates and ups beyond the limit."""
     layer, activation = _layer(512, 256, 4, 2, tokens, spread=2.0), Swiglu(alpha=1.702, limit=1.5)
-    out = layer.run(activation=activation)
+    out = layer.run(activation=activation, backend=backend)
     assert diff(out, layer.expected(activation)) < 3e-3
-    assert diff(out, layer.run().double()) > 1e-2
+    assert diff(out, layer.run(backend=backend).double()) > 1e-2
 
 
 GLUS = [OtherGlu(1.702, 1.5, 1.0), OtherGlu(1.0, 1.5, 0.0, True), Swiglu(), OtherGlu(up_offset=1.0)]
@@ -276,44 +281,51 @@ def _biases(layer: Layer) -> ExpertBiases:
 @pytest.mark.parametrize("tokens", [1, 20, 200, 2000])
 @pytest.mark.parametrize("sizes", [(512, 256, 4, 2), (2880, 2944, 16, 4), (192, 128, 8, 3), (144, 384, 3, 2)])
 @pytest.mark.parametrize("activation", GLUS, ids=str)
+@on_both
 def test_biases_other_activations_and_odd_hidden_sizes(
-    activation: Activation, sizes: tuple[int, int, int, int], tokens: int
+    activation: Activation, sizes: tuple[int, int, int, int], tokens: int, backend: str
 ) -> None:
     """In five launches that wait nowhere for the host, with short tiles and with tall ones."""
     layer = _layer(*sizes, tokens, spread=2.0)
     biases = _biases(layer)
-    out = layer.run(activation=activation, biases=biases)
+    out = layer.run(activation=activation, biases=biases, backend=backend)
     bound = 4e-3 if tokens >= 16 else 2e-2
     assert diff(out, layer.expected(activation, biases)) < bound
     assert diff(out, layer.expected(activation)) > 2 * bound
     with forbid_host_sync():
-        again = layer.run(activation=activation, biases=biases)
+        again = layer.run(activation=activation, biases=biases, backend=backend)
     assert torch.equal(out, again)
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(layer.run(dtype, activation=activation, biases=biases), out.to(dtype))
-    none = layer.run(activation=activation)
+        assert torch.equal(
+            layer.run(dtype, activation=activation, biases=biases, backend=backend), out.to(dtype)
+        )
+    none = layer.run(activation=activation, backend=backend)
     assert diff(none, layer.expected(activation)) < bound
-    ones = layer.run(activation=activation, biases=biases, num_sms=1)
+    ones = layer.run(activation=activation, biases=biases, num_sms=1, backend=backend)
     assert diff(ones, out.double()) < bound
 
 
-def test_biases_of_absent_experts_are_not_read() -> None:
+@on_both
+def test_biases_of_absent_experts_are_not_read(backend: str) -> None:
     layer = _layer(512, 256, 8, 3, 100)
     ids = torch.randint(-(2**31), 2**31, (100, 3), generator=fresh_generator("cuda"), device="cuda")
     ids = torch.where(torch.rand(100, 3, device="cuda") < 0.5, ids, ids.remainder(8)).to(torch.int32)
     layer = layer._replace(topk_ids=ids)
     biases = _biases(layer)
-    out = layer.run(biases=biases)
+    out = layer.run(biases=biases, backend=backend)
     assert diff(out, layer.expected(SILU, biases)) < 4e-3
     assert not out[((ids < 0) | (ids >= 8)).all(1)].any()
 
 
-def test_biases_are_batch_invariant() -> None:
+@on_both
+def test_biases_are_batch_invariant(backend: str) -> None:
     layer, activation = _layer(2880, 384, 16, 4, 500), GLUS[0]
     biases = _biases(layer)
-    out = layer.run(activation=activation, biases=biases)
+    out = layer.run(activation=activation, biases=biases, backend=backend)
     for part in (slice(0, 1), slice(13, 20), slice(100, 400)):
-        assert torch.equal(layer.of(part).run(activation=activation, biases=biases), out[part])
+        assert torch.equal(
+            layer.of(part).run(activation=activation, biases=biases, backend=backend), out[part]
+        )
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 20])
@@ -326,30 +338,32 @@ def test_any_sm_count(num_sms: int) -> None:
         assert torch.equal(out, everywhere)
 
 
-def test_experts_are_deterministic_and_batch_invariant() -> None:
+@on_both
+def test_experts_are_deterministic_and_batch_invariant(backend: str) -> None:
     """A token's output depends only on the token, its routing and the weights."""
     layer = _layer(1024, 512, 16, 4, 700)
-    out = layer.run()
+    out = layer.run(backend=backend)
     for _ in range(10):
-        assert torch.equal(layer.run(), out)
+        assert torch.equal(layer.run(backend=backend), out)
     for part in (slice(0, 1), slice(13, 20), slice(100, 400), slice(699, 700)):
-        assert torch.equal(layer.of(part).run(), out[part])
+        assert torch.equal(layer.of(part).run(backend=backend), out[part])
 
 
 @pytest.mark.parametrize("tokens", [3, 100, 2000])
 @pytest.mark.parametrize("num_sms", [None, 8, 1])
-def test_offsets_reach_the_host_or_stay_on_the_device(tokens: int, num_sms: int | None) -> None:
+@on_both
+def test_offsets_reach_the_host_or_stay_on_the_device(tokens: int, num_sms: int | None, backend: str) -> None:
     layer = _layer(256, 128, 24, 4, tokens)
     layer.topk_ids[0, 0] = -1
     there = layer.topk_ids[layer.topk_ids >= 0]
     counts = there.flatten().bincount(minlength=24).cpu()
     on_host = torch.full((25,), 9, dtype=torch.int32).pin_memory()
-    layer.run(num_sms=num_sms, offsets=on_host)
+    layer.run(num_sms=num_sms, offsets=on_host, backend=backend)
     torch.cuda.synchronize()
     assert torch.equal(on_host.diff().long(), counts)
     assert on_host[0] == 0
     on_device = torch.full((25,), 9, dtype=torch.int32, device="cuda")
-    layer.run(num_sms=num_sms, offsets=on_device)
+    layer.run(num_sms=num_sms, offsets=on_device, backend=backend)
     assert torch.equal(on_device.cpu(), on_host)
     with pytest.raises(ValueError, match="offsets device: expected cuda:0"):
-        layer.run(offsets=torch.zeros(25, dtype=torch.int32))
+        layer.run(offsets=torch.zeros(25, dtype=torch.int32), backend=backend)

@@ -1,4 +1,4 @@
-"""The Hopper kernels against float64 on fresh random data: awkward shapes, poisoned outputs, guard rows."""
+"""The GEMMs of both GPU backends against float64 on fresh random data: awkward shapes, poisoned outputs."""
 
 import math
 import secrets
@@ -20,6 +20,7 @@ from tests.kernels.helpers import (
 )
 
 pytestmark = pytest.mark.gpu
+on_both = pytest.mark.parametrize("backend", ["hopper", "triton"])
 
 
 def skewed(num_groups: int, total: int) -> list[int]:
@@ -61,56 +62,65 @@ def run_masked(
 
 @pytest.mark.parametrize("n", [8, 576, 1536, 7168])
 @pytest.mark.parametrize("k", [128, 7168])
-def test_contiguous_sizes(n: int, k: int) -> None:
-    run_contiguous([3, 0, 130, 77, 1], n, k)
-    run_contiguous([900, 300], n, k)
+@on_both
+def test_contiguous_sizes(n: int, k: int, backend: str) -> None:
+    run_contiguous([3, 0, 130, 77, 1], n, k, backend=backend)
+    run_contiguous([900, 300], n, k, backend=backend)
 
 
 @pytest.mark.parametrize("n", [8, 576, 1536, 7168])
 @pytest.mark.parametrize("k", [128, 7168])
-def test_masked_sizes(n: int, k: int) -> None:
-    run_masked([3, 0, 130, 77, 1], 130, n, k, expected_m=20)
-    run_masked([3, 0, 130, 77, 1], 130, n, k)
+@on_both
+def test_masked_sizes(n: int, k: int, backend: str) -> None:
+    run_masked([3, 0, 130, 77, 1], 130, n, k, expected_m=20, backend=backend)
+    run_masked([3, 0, 130, 77, 1], 130, n, k, backend=backend)
 
 
-def test_all_groups_empty() -> None:
-    run_contiguous([0] * 7, 256, 256)
-    run_masked([0] * 7, 5, 256, 256)
+@on_both
+def test_all_groups_empty(backend: str) -> None:
+    run_contiguous([0] * 7, 256, 256, backend=backend)
+    run_masked([0] * 7, 5, 256, 256, backend=backend)
 
 
-def test_one_group_of_one_row() -> None:
-    run_contiguous([1], 512, 512)
-    run_masked([1], 1, 512, 512)
+@on_both
+def test_one_group_of_one_row(backend: str) -> None:
+    run_contiguous([1], 512, 512, backend=backend)
+    run_masked([1], 1, 512, 512, backend=backend)
 
 
 @pytest.mark.parametrize("total", [300, 5000, 60000])
-def test_many_skewed_groups(total: int) -> None:
-    run_contiguous(skewed(256, total), 256, 256)
+@on_both
+def test_many_skewed_groups(total: int, backend: str) -> None:
+    run_contiguous(skewed(256, total), 256, 256, backend=backend)
 
 
-def test_1024_groups() -> None:
-    run_contiguous(skewed(1024, 9000), 128, 128)
-    run_masked([i % 3 for i in range(1024)], 2, 128, 128)
+@on_both
+def test_1024_groups(backend: str) -> None:
+    run_contiguous(skewed(1024, 9000), 128, 128, backend=backend)
+    run_masked([i % 3 for i in range(1024)], 2, 128, 128, backend=backend)
 
 
 @pytest.mark.parametrize("first", range(1, 258, 32))
-def test_every_height(first: int) -> None:
+@on_both
+def test_every_height(first: int, backend: str) -> None:
     """Heights 1 to 257; the groups before put starts on arbitrary rows, odd ones included."""
     heights = list(range(first, min(first + 32, 258)))
-    run_contiguous(heights, 264, 256)
-    run_contiguous([*heights, 5000], 264, 256)
-    run_masked(heights, max(heights), 136, 256)
-    run_masked(heights, max(heights), 136, 256, expected_m=8)
+    run_contiguous(heights, 264, 256, backend=backend)
+    run_contiguous([*heights, 5000], 264, 256, backend=backend)
+    run_masked(heights, max(heights), 136, 256, backend=backend)
+    run_masked(heights, max(heights), 136, 256, expected_m=8, backend=backend)
 
 
-def test_groups_start_at_odd_rows() -> None:
-    run_contiguous([1, 3, 5, 191, 193, 7, 63, 65], 384, 384)
+@on_both
+def test_groups_start_at_odd_rows(backend: str) -> None:
+    run_contiguous([1, 3, 5, 191, 193, 7, 63, 65], 384, 384, backend=backend)
 
 
 @pytest.mark.parametrize("max_m", [1, 63, 65])
-def test_max_m(max_m: int) -> None:
-    run_masked([max_m, 0, max_m // 2, 1], max_m, 512, 384)
-    run_masked([max_m] * 5, max_m, 512, 384)
+@on_both
+def test_max_m(max_m: int, backend: str) -> None:
+    run_masked([max_m, 0, max_m // 2, 1], max_m, 512, 384, backend=backend)
+    run_masked([max_m] * 5, max_m, 512, 384, backend=backend)
 
 
 @pytest.mark.parametrize("k", [512, 640])
@@ -138,15 +148,17 @@ def test_one_k_block_per_tile(config: TileConfig) -> None:
         run_contiguous([1, 300, 0, 7000, 64], 2048, 128, num_sms, backend)
 
 
-def test_more_outputs_than_an_int_can_index() -> None:
+@on_both
+def test_more_outputs_than_an_int_can_index(backend: str) -> None:
     """M * N exceeds 2**31: a 32-bit offset would write somewhere else."""
     n, k = 16384, 128
     rows = [70_000, 1, 62_000]
     assert sum(rows) * n > 2**31
-    run_contiguous(rows, n, k)
+    run_contiguous(rows, n, k, backend=backend)
 
 
-def test_a_group_of_more_tiles_than_floats_can_count() -> None:
+@on_both
+def test_a_group_of_more_tiles_than_floats_can_count(backend: str) -> None:
     """From 2**26 rows on, one tile of 64 rows too many was counted: an empty one, with which its CTA left."""
     rows, n, k = (2**20 + 6) * 64 + 1, 136, 128
     ones = partial(torch.full, fill_value=0x38, dtype=torch.uint8, device="cuda")  # 1.0 in e4m3
@@ -154,41 +166,42 @@ def test_a_group_of_more_tiles_than_floats_can_count() -> None:
     b = Quantized(ones((1, n, k)).view(torch.float8_e4m3fn), torch.ones(1, 2, 1, device="cuda"))
     counts = torch.tensor([rows], dtype=torch.int32, device="cuda")
     out = torch.full((1, rows, n), math.nan, dtype=torch.bfloat16, device="cuda")
-    grouped_gemm_masked(a, b, counts, expected_m=60, out=out, backend="hopper", num_sms=1)
+    grouped_gemm_masked(a, b, counts, expected_m=60, out=out, backend=backend, num_sms=1)
     parts = (out[0, first : first + 2**22] for first in range(0, rows, 2**22))  # a mask of all takes 9 GB
     assert sum(int((part != k).sum()) for part in parts) == 0
 
 
-def test_row_major_scales() -> None:
+@on_both
+def test_row_major_scales(backend: str) -> None:
     case = random_contiguous([40, 300, 5], 512, 1024, "cuda")
-    column_major = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
+    column_major = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
     scales = case.a.scales.contiguous()
     assert scales.stride() != case.a.scales.stride()
-    row_major = grouped_gemm_contiguous(
-        Quantized(case.a.data, scales), case.b, case.offsets, backend="hopper"
-    )
+    row_major = grouped_gemm_contiguous(Quantized(case.a.data, scales), case.b, case.offsets, backend=backend)
     assert torch.equal(column_major, row_major)
 
 
 @pytest.mark.parametrize("num_sms", [1, 2, 3, 20, 66, 131, 132, 1000])
-def test_any_sm_count_gives_the_same_bits(num_sms: int) -> None:
+@on_both
+def test_any_sm_count_gives_the_same_bits(num_sms: int, backend: str) -> None:
     case = random_contiguous([40, 300, 0, 5, 700], 640, 512, "cuda", seed=num_sms)
-    every = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
-    some = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper", num_sms=num_sms)
+    every = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
+    some = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend, num_sms=num_sms)
     assert torch.equal(every, some)
 
 
-def test_layouts_and_tiles_give_the_same_bits() -> None:
+@on_both
+def test_layouts_and_tiles_give_the_same_bits(backend: str) -> None:
     """A row's result depends only on the row and the weight, not on layout, tile or neighbors."""
     counts, max_m = [17, 64, 33], 64
     case = random_masked(counts, max_m, 512, 1024, "cuda")
-    short = grouped_gemm_masked(case.a, case.b, case.counts, expected_m=8, backend="hopper")
-    tall = grouped_gemm_masked(case.a, case.b, case.counts, expected_m=max_m, backend="hopper")
+    short = grouped_gemm_masked(case.a, case.b, case.counts, expected_m=8, backend=backend)
+    tall = grouped_gemm_masked(case.a, case.b, case.counts, expected_m=max_m, backend=backend)
     data = torch.cat([case.a.data.view(torch.uint8)[g, :c] for g, c in enumerate(counts)])
     scales = torch.cat([case.a.scales[g, :c] for g, c in enumerate(counts)])
     offsets = torch.tensor([0, 17, 81, 114], dtype=torch.int32, device="cuda")
     packed = grouped_gemm_contiguous(
-        Quantized(data.view(torch.float8_e4m3fn), scales), case.b, offsets, backend="hopper"
+        Quantized(data.view(torch.float8_e4m3fn), scales), case.b, offsets, backend=backend
     )
     for g, count in enumerate(counts):
         assert torch.equal(short[g, :count], tall[g, :count])
@@ -196,34 +209,37 @@ def test_layouts_and_tiles_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("rows", [[700, 1300, 2], [9, 0, 30, 4]])
-def test_ten_runs_give_the_same_bits(rows: list[int]) -> None:
+@on_both
+def test_ten_runs_give_the_same_bits(rows: list[int], backend: str) -> None:
     case = random_contiguous(rows, 1536, 2048, "cuda")
-    first = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
+    first = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
     for _ in range(10):
         _, out = poisoned(sum(rows), 1536, device="cuda")
-        grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend="hopper")
+        grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend=backend)
         assert torch.equal(first, out)
 
 
-def test_nan_stays_in_its_row() -> None:
+@on_both
+def test_nan_stays_in_its_row(backend: str) -> None:
     case = random_contiguous([40, 300], 512, 512, "cuda")
-    clean = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
+    clean = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
     spoiled = case.a.scales.clone(memory_format=torch.preserve_format)
     spoiled[39] = math.nan
-    out = grouped_gemm_contiguous(Quantized(case.a.data, spoiled), case.b, case.offsets, backend="hopper")
+    out = grouped_gemm_contiguous(Quantized(case.a.data, spoiled), case.b, case.offsets, backend=backend)
     assert out[39].isnan().all()
     keep = torch.arange(340, device="cuda") != 39
     assert torch.equal(out[keep], clean[keep])
 
 
-def test_captured_in_a_cuda_graph_with_counts_changed_later() -> None:
+@on_both
+def test_captured_in_a_cuda_graph_with_counts_changed_later(backend: str) -> None:
     case = random_masked([20, 3, 0, 64], 64, 512, 512, "cuda")
     _, out = poisoned(4, 64, 512, device="cuda")
     counts = torch.zeros_like(case.counts)
-    grouped_gemm_masked(case.a, case.b, counts, out=out, backend="hopper")  # compiles, makes descriptors
+    grouped_gemm_masked(case.a, case.b, counts, out=out, backend=backend)  # compiles, makes descriptors
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grouped_gemm_masked(case.a, case.b, counts, out=out, backend="hopper")
+        grouped_gemm_masked(case.a, case.b, counts, out=out, backend=backend)
     counts.copy_(case.counts)
     buffer, fresh = poisoned(4, 64, 512, device="cuda")
     out.copy_(fresh)
@@ -232,18 +248,20 @@ def test_captured_in_a_cuda_graph_with_counts_changed_later() -> None:
     expect_masked(case, buffer, fresh)
 
 
-def test_other_streams() -> None:
+@on_both
+def test_other_streams(backend: str) -> None:
     case = random_contiguous([40, 300], 512, 512, "cuda")
-    expected = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
+    expected = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        out = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
+        out = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
     stream.synchronize()
     assert torch.equal(expected, out)
 
 
-def test_random_problems() -> None:
+@on_both
+def test_random_problems(backend: str) -> None:
     """Twenty problems of random sizes."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")
@@ -255,8 +273,8 @@ def test_random_problems() -> None:
     for _ in range(20):
         groups, n, k = draw(1, 40), 8 * draw(1, 100), 128 * draw(1, 12)
         rows = [draw(0, draw(1, 400)) for _ in range(groups)]
-        run_contiguous(rows, n, k)
-        run_masked(rows, max(1, *rows), n, k, expected_m=draw(1, 300))
+        run_contiguous(rows, n, k, backend=backend)
+        run_masked(rows, max(1, *rows), n, k, expected_m=draw(1, 300), backend=backend)
 
 
 def test_every_compilation_reports_its_resources() -> None:

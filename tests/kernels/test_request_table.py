@@ -49,11 +49,12 @@ def test_more_requests_than_there_is_room_for_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hopper", "triton"])
 @pytest.mark.parametrize("sizes", [[1], [3, 1, 40], [1] * MAX_REQUESTS, []])
-def test_rows_are_gathered_and_scattered(sizes: list[int]) -> None:
+def test_rows_are_gathered_and_scattered(sizes: list[int], name: str) -> None:
     """Rows of requests follow each other, padding stays as it was, and nothing else is written."""
     h, top_k, num_experts, most = 256, 5, 1 << 19, MAX_REQUESTS + 3
-    backend, table, generator = resolve_backend("hopper"), RequestTable(), fresh_generator()
+    backend, table, generator = resolve_backend(name), RequestTable(), fresh_generator()
     dtypes = [torch.bfloat16, torch.float16, torch.float32]
     requests, outs = [], []
     for index, size in enumerate(sizes):

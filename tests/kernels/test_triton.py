@@ -1,4 +1,4 @@
-"""The Triton backend against float64 and PyTorch: on a GPU, or by Triton's interpreter where there is none."""
+"""The Triton backend against float64 and PyTorch: on a GPU, or interpreted where there is none."""
 
 import struct
 from collections.abc import Sequence
@@ -285,7 +285,8 @@ def test_a_token_does_not_depend_on_its_batch(backend: TritonBackend) -> None:
     layer = _layer([3, 18, 1])
     together = layer.run(backend, num_sms=3)
     part = slice(7, 8)
-    alone = Layer(*(each[part].clone() for each in layer[:3]), *layer[3:])
+    ids, weights = (each[part].clone() for each in (layer.topk_ids, layer.topk_weights))
+    alone = Layer(layer.hidden_states[part], ids, weights, layer.gate_up, layer.down)
     expect_same(alone.run(backend)[0], together[7])
 
 
@@ -310,7 +311,9 @@ def test_rows_are_quantized_to_the_same_bits(dtype: torch.dtype, any_backend: Tr
     with np.errstate(invalid="ignore"):  # of the interpreter
         out = any_backend._permute(x, inverse)
     expected = permute_rows(quantize_rows(x), inverse.flatten().argsort())
-    assert torch.equal(out.scales.contiguous().view(torch.int32), expected.scales.contiguous().view(torch.int32))
+    assert torch.equal(
+        out.scales.contiguous().view(torch.int32), expected.scales.contiguous().view(torch.int32)
+    )
     assert torch.equal(out.data.float().nan_to_num(9999), expected.data.float().nan_to_num(9999))
 
 
@@ -335,10 +338,10 @@ def test_unpermute_adds_up_in_the_order_of_slots(dtype: torch.dtype, any_backend
     """2**30 and -2**30 times one row cancel, and lose whatever was added between them; -1 adds nothing."""
     rows = random_rows((3, 1152), fresh_generator(DEVICE))
     big = float(2**30)
-    inverse = torch.tensor([[0, 0, 1], [0, 1, 0], [2, -1, -1], [-1, -1, -1]], dtype=torch.int32, device=DEVICE)
-    weights = torch.tensor(
-        [[big, -big, 1], [big, 1, -big], [0.5, torch.nan, 1], [1, 1, 1]], device=DEVICE
+    inverse = torch.tensor(
+        [[0, 0, 1], [0, 1, 0], [2, -1, -1], [-1, -1, -1]], dtype=torch.int32, device=DEVICE
     )
+    weights = torch.tensor([[big, -big, 1], [big, 1, -big], [0.5, torch.nan, 1], [1, 1, 1]], device=DEVICE)
     out = torch.full((4, 1152), torch.nan, dtype=dtype, device=DEVICE)
     any_backend.unpermute(rows, inverse, weights, out)
     expected = unpermute_rows(rows, inverse.clamp(min=0), weights, inverse < 0).to(dtype)

@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]  # compiling takes
 
 REGISTERS_OF_AN_SM = 65_536
 CAPABILITIES = (80, 86, 89, 90, 120)
-STACK_BYTES = 128  # a thread's, at most: some of the tallest tiles keep a few values there, by Triton's version
+STACK_BYTES = (
+    128  # a thread's, at most: some of the tallest tiles keep a few values there, by Triton's version
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> "list[Compiled]":
 
     def compile_for(*capabilities: int) -> str:
         command = [sys.executable, "-m", "tests.kernels.triton_compilations", *map(str, capabilities)]
-        made = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
+        made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert made.returncode == 0, made.stderr
         return made.stdout
 

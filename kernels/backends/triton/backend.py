@@ -100,16 +100,16 @@ class TritonBackend(Backend):
         rows = torch.empty((inverse.numel(), down.data.shape[1]), dtype=torch.bfloat16, device=out.device)
         expected_m = rows.shape[0] / down.data.shape[0]
         bias = None if biases is None else biases.down
-        self._multiply_into(
-            Layout.CONTIGUOUS, activated, down, own_offsets, rows, expected_m, num_sms, bias
-        )
+        self._multiply_into(Layout.CONTIGUOUS, activated, down, own_offsets, rows, expected_m, num_sms, bias)
         mark("down")
         self._combine(rows, inverse, topk_weights, out)
         mark("combine")
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
         """See `Backend.unpermute`; one launch for bf16 rows [R, H], H a multiple of 16."""
-        fits = rows.dtype == torch.bfloat16 and rows.shape[1] % 16 == 0 and out.dtype in self._variants.combine
+        fits = (
+            rows.dtype == torch.bfloat16 and rows.shape[1] % 16 == 0 and out.dtype in self._variants.combine
+        )
         if not fits or not inverse.numel() or not all(map(_is_aligned, (rows, out))):
             super().unpermute(rows, inverse, topk_weights, out)
             return
@@ -140,9 +140,7 @@ class TritonBackend(Backend):
         """See `Backend.scatter_rows`; one launch."""
         _check_device("rows", rows)
         num_tokens, h = rows.shape
-        self._kernels.launch(
-            self._variants.scatter_rows, rows.device, (num_tokens,), table.address, rows, h
-        )
+        self._kernels.launch(self._variants.scatter_rows, rows.device, (num_tokens,), table.address, rows, h)
 
     def _multiply_into(
         self,
@@ -215,7 +213,7 @@ class TritonBackend(Backend):
         return offsets, inverse
 
     def _permute(self, hidden_states: HiddenStates, inverse: Tensor) -> Quantized:
-        """Permuted rows e4m3 [T * top_k, K]; the last of a row's scales may stand for fewer than 128 columns."""
+        """Permuted rows e4m3 [T * top_k, K]; a row's last scale may stand for fewer than 128 columns."""
         tokens, (num_tokens, top_k) = _with_aligned_rows(values_of(hidden_states)), inverse.shape
         k, num_rows = tokens.shape[1], inverse.numel()
         data = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=inverse.device)

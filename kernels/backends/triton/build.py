@@ -13,7 +13,7 @@ from expertd.cpus import cpus
 from expertd.kernels.backends.triton.targets import Target
 from expertd.kernels.backends.triton.variants import Variant
 from expertd.kernels.jit import BUNDLE, CompileError, cache_directory
-from expertd.kernels.jit.cache import DiskCache
+from expertd.kernels.jit.cache import DiskCache, scratch_directory
 from expertd.kernels.jit.statistics import record_compilation, record_hit
 
 _FORMAT = "1"  # of cache entries; a new format hides entries of the old one
@@ -95,7 +95,7 @@ def run_compiler(variant: Variant, target: Target) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    triton.knobs.cache.dir = str(cache_directory() / "triton")  # which it always writes
+    triton.knobs.cache.dir = scratch_directory().name  # its own cache, without which it does not compile
     function, types, constants = function_of(variant), dict(variant.types), dict(variant.constants)
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
     attributes = {

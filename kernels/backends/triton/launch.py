@@ -79,7 +79,9 @@ def _load(device: int, variant: Variant, binary: Binary) -> Any:
     if binary.shared_bytes > 0:
         (status,) = driver.cuKernelSetAttribute(attribute, binary.shared_bytes, kernel.handle, device)
         if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"shared memory: expected {binary.shared_bytes} bytes per CTA, got {status.name}")
+            raise RuntimeError(
+                f"shared memory: expected {binary.shared_bytes} bytes per CTA, got {status.name}"
+            )
     return kernel
 
 

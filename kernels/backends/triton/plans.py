@@ -9,9 +9,10 @@ _UNEVEN = 1.5  # groups with this many times the expected rows should need one t
 
 
 def choose(heights: Collection[int], expected_m: float, num_groups: int, n: int, num_sms: int) -> int:
-    """The tile's height for num_groups groups of about expected_m rows times n columns; all give the same bits.
+    """The tile's height for num_groups groups of about expected_m rows times n columns.
 
-    heights: those that there are. Among those for many rows, one with which every SM has work is preferred.
+    heights: those that there are, which all give the same bits. Of those for many rows, one with which every
+    SM has work is preferred.
     """
     fitting = [height for height in heights if height >= _UNEVEN * expected_m]
     if fitting:

@@ -39,6 +39,8 @@ class Variant:
 
 HEIGHTS = (16, 32, 64, 128)
 """Rows of a GEMM's tile."""
+GATED_HEIGHTS = HEIGHTS[:-1]
+"""The same with two sums, of gates and of what they gate, for which the tallest tile lacks registers."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def variants_for(target: Target) -> Variants:
     """The variants for a target."""
     return Variants(
         {(layout, height): _multiply(target, layout, height) for layout in Layout for height in HEIGHTS},
-        {height: _multiply_gated(target, height) for height in HEIGHTS if height < 128 or target.wide},
+        {height: _multiply_gated(target, height) for height in GATED_HEIGHTS},
         _permutation(),
         {
             **{dtype: _permute(name, f"*{name}", False) for dtype, name in _FLOATS.items()},
@@ -100,7 +102,8 @@ def _multiply(target: Target, layout: Layout, height: int) -> Variant:
         "a": _codes(target), "a_scales": "*fp32", "b": _codes(target), "b_scales": "*fp32",
         "extents": "*i32", "out": "*bf16", "bias": "*bf16",
         "num_groups": "i32", "n": "i32", "k": "i32", "stride": "i32",
-        "scale_group_stride": "i64", "scale_row_stride": "i64", "scale_column_stride": "i64", "has_bias": "i32",
+        "scale_group_stride": "i64", "scale_row_stride": "i64", "scale_column_stride": "i64",
+        "has_bias": "i32",
     }  # fmt: skip
     return Variant(
         f"{layout.value}_m{height}",

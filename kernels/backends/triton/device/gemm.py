@@ -1,8 +1,8 @@
 """Device code: the grouped GEMM of FP8 rows and weights, and the same with a gated activation behind it.
 
-A group's rows are cut into tiles of BLOCK_M, and each program makes the work list, all tiles of rows times all
-of columns, from the groups' extents. Every variant adds up a row's products in the same order: 128 of K in the
-tensor cores, then these sums, scaled, in fp32. So a row's bits depend on it and on the weights alone.
+A group's rows are cut into tiles of BLOCK_M, and each program makes the work list, all tiles of rows times
+all of columns, from the groups' extents. Every variant adds up a row's products in the same order: 128 of K
+in the tensor cores, then these sums, scaled, in fp32. So a row's bits depend on it and on the weights alone.
 """
 
 import triton
@@ -56,8 +56,7 @@ def first_scale(a_scales, group, start, first, group_stride, row_stride, MASKED:
     """Where the scales of a tile's first row are."""
     if MASKED:
         return a_scales + group * group_stride + first * row_stride
-    else:
-        return a_scales + (start + first) * row_stride
+    return a_scales + (start + first) * row_stride
 
 
 @triton.jit
@@ -83,13 +82,11 @@ def multiply(
     MASKED: tl.constexpr, SWAP: tl.constexpr, FP8: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write out bf16 [rows, n]: rows of a [rows, k] times b [num_groups, n, k], plus bias bf16 [groups, n]."""
+    """Write out bf16 [rows, n]: a [rows, k] times b [num_groups, n, k], plus bias bf16 [num_groups, n]."""
     columns, blocks = tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K)
     ends = tiles_to_end(extents, num_groups, MASKED, BLOCK_M)
     for tile in range(tl.program_id(0), tl.max(ends, 0) * columns, tl.num_programs(0)):
-        group, start, first, height, column = find_tile(
-            tile, ends, columns, extents, stride, MASKED, BLOCK_M
-        )
+        group, start, first, height, column = find_tile(tile, ends, columns, extents, stride, MASKED, BLOCK_M)
         of_row, of_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
         of_column = column * BLOCK_N + tl.arange(0, BLOCK_N)
         row = tl.where(of_row < height, of_row, 0)
@@ -142,7 +139,10 @@ def multiply_gated(
         of_row, of_k, of_column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
         row = tl.where(of_row < height, of_row, 0)
         a_tile, a_places = a + (start + first) * k, row[:, None] * k + of_k[None, :]
-        gate_tile, b_places = b + (group * 2 * n + column * BLOCK_N) * k, of_column[:, None] * k + of_k[None, :]
+        gate_tile, b_places = (
+            b + (group * 2 * n + column * BLOCK_N) * k,
+            of_column[:, None] * k + of_k[None, :],
+        )
         up_tile = gate_tile + n.to(tl.int64) * k
         a_scale = a_scales + (start + first) * scale_row_stride
         gate_scale = b_scales + (group * 2 * columns + column) * blocks
@@ -167,5 +167,7 @@ def multiply_gated(
         is_row = of_row < height
         tl.store(out_scales + column.to(tl.int64) * num_rows + start + first + of_row, scales, mask=is_row)
         codes = encode(tl.div_rn(values, tl.broadcast_to(scales[:, None], values.shape)))
-        places = (start + first) * n + of_row[:, None].to(tl.int64) * n + column * BLOCK_N + of_column[None, :]
+        places = (
+            (start + first) * n + of_row[:, None].to(tl.int64) * n + column * BLOCK_N + of_column[None, :]
+        )
         tl.store(out + places, codes, mask=is_row[:, None])

@@ -39,8 +39,8 @@ def permute(
 ):  # fmt: skip
     """Write codes [num_rows, k] and scales [ceil(k / 128), num_rows] of tokens [T, k] at inverse [T, top_k].
 
-    QUANTIZED: the tokens are codes with token_scales; else they are quantized as by `quantize_rows`. A program
-    has BLOCKS blocks of 128 columns of a token.
+    QUANTIZED: the tokens are codes with token_scales; else they are quantized as by `quantize_rows`. A
+    program has BLOCKS blocks of 128 columns of a token.
     """
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]

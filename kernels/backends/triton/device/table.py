@@ -56,7 +56,9 @@ def gather_rows(
         if top_k > 0:
             given = row * top_k + slot
             if tl.load(request + HAS_INT64_IDS) != 0:
-                wide = tl.load(address(request, IDS).to(tl.pointer_type(tl.int64)) + given, mask=is_slot, other=-1)
+                wide = tl.load(
+                    address(request, IDS).to(tl.pointer_type(tl.int64)) + given, mask=is_slot, other=-1
+                )
             else:
                 narrow = address(request, IDS).to(tl.pointer_type(tl.int32)) + given
                 wide = tl.load(narrow, mask=is_slot, other=-1).to(tl.int64)
