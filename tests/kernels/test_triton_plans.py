@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from expertd.kernels.backends.triton.plans import choose, max_tiles
-from expertd.kernels.backends.triton.targets import TARGETS, target_of
+from expertd.kernels.backends.triton.targets import TARGETS, Target, target_of
 from expertd.kernels.backends.triton.variants import GATED_HEIGHTS, HEIGHTS, variants_for
 from expertd.layout import Layout
 
@@ -22,8 +22,8 @@ def test_a_gpu_gets_what_it_can_run(capability: tuple[int, int], target: int | N
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=str)
-def test_a_target_s_variants_have_unique_names(target: object) -> None:
-    names = [variant.name for variant in variants_for(target)]  # type: ignore[arg-type]
+def test_a_target_s_variants_have_unique_names(target: Target) -> None:
+    names = [variant.name for variant in variants_for(target)]
     assert len(set(names)) == len(names)
 
 
