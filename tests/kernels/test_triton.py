@@ -27,8 +27,9 @@ from expertd.kernels import (
 )
 from expertd.kernels.backends.triton import plans
 from expertd.kernels.backends.triton.backend import TritonBackend
+from expertd.kernels.backends.triton.build import function_of
 from expertd.kernels.backends.triton.targets import TARGETS, target_of
-from expertd.kernels.backends.triton.variants import HEIGHTS
+from expertd.kernels.backends.triton.variants import HEIGHTS, variants_for
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.request_table import DATATYPES, MAX_REQUESTS
 from tests.kernels.helpers import (
@@ -72,6 +73,14 @@ def backend(request: pytest.FixtureRequest) -> TritonBackend:
 def any_backend() -> TritonBackend:
     """For what does not depend on the target."""
     return OnAnyDevice(TARGETS[KINDS[-1]])
+
+
+def test_variants_list_their_functions_arguments_in_order() -> None:
+    """Launches pass them by position, and the compiler takes their types by name."""
+    for target in TARGETS.values():
+        for variant in variants_for(target):
+            names = [name for name, _ in (*variant.types, *variant.constants)]
+            assert names == list(function_of(variant).arg_names), variant.name
 
 
 def expect_same(out: Tensor, expected: Tensor) -> None:

@@ -83,7 +83,7 @@ def build_all(variants: Sequence[Variant], target: Target) -> Iterator[tuple[Var
 def compile_variant(variant: Variant, target: Target) -> Binary:
     """Compile, without the cache. Raises CompileError with Triton's message."""
     compiled = run_compiler(variant, target)
-    entry = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.S)
+    entry = re.search(rf"\.entry {variant.place[1]}\((.*?)\)", compiled.asm["ptx"], re.S)
     assert entry is not None
     unused = entry[1].count(".param") - len(variant.types)
     return Binary(compiled.asm["cubin"], compiled.metadata.shared, unused)
