@@ -10,7 +10,7 @@ from expertd.kernels.checks import check_activation
 from expertd.kernels.ops.checks import check_gate_up
 from expertd.kernels.ops.chunks import row_chunks
 
-__all__ = ["SILU", "Activation", "OtherGlu", "Swiglu", "gated", "swiglu"]
+__all__ = ["SILU", "Activation", "OtherGlu", "Swiglu", "gated", "rounded_swiglu", "swiglu"]
 
 
 @torch.no_grad()
@@ -27,6 +27,16 @@ def swiglu(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
         gate, up = gate_up_part.to(torch.float32).chunk(2, dim=-1)
         torch.mul(*gated(gate, up, activation), out=out_part)
     return out
+
+
+def rounded_swiglu(gate_up: Tensor, activation: Activation) -> Tensor:
+    """The activation of bf16 [rows, 2I]; silu(gate) * up in bf16, as float32 makes a layer 5 to 10% slower.
+
+    In bf16, the many steps of others would add a third to a layer's error.
+    """
+    gate, up = (gate_up if activation.alpha == 1 else gate_up.float()).chunk(2, dim=1)
+    gate, up = gated(gate, up, activation)
+    return gate.mul_(up).to(gate_up.dtype)
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:

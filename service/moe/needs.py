@@ -54,10 +54,10 @@ def needs_of(
     staging       bytes by which memory for all layers grows
     has_biases    whether the experts have some
     weighs_input  whether routing weights multiply the experts' input, see `ExpertRule`
-    keeps_fp8     whether a backend that multiplies in bf16 needs the matrices also in FP8: experts move
+    keeps_fp8     whether a backend that packs needs the matrices also as they are: experts move
     graph_tokens  of the largest captured step, those of all ranks; 0: none is captured
     """
-    in_bf16 = capabilities.weight_bytes == 2
+    in_bf16, weight_bytes = capabilities.packs, capabilities.weight_bytes
 
     def step_bytes(num_tokens: int) -> int:
         return _step_bytes(shape, num_tokens, in_bf16) + weighs_input * _weighing_bytes(shape, num_tokens)
@@ -66,9 +66,9 @@ def needs_of(
     matrices = 3 * shape.num_groups * shape.hidden_size * shape.intermediate_size
     weights = weights_bytes(shape, has_biases) + router
     reading = 0
-    if in_bf16:  # FP8 is freed matrix by matrix, the larger one first
-        reading = 0 if keeps_fp8 else matrices // 3
-        weights += (2 if keeps_fp8 else 1) * matrices
+    if capabilities.packs:  # FP8 is freed matrix by matrix, the larger one first
+        reading = 0 if keeps_fp8 else (3 - weight_bytes) * matrices // 3
+        weights += (weight_bytes - 1 + keeps_fp8) * matrices
     if capabilities.on_gpu:
         a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
         reading = max(reading, a_value * shape.hidden_size * shape.intermediate_size)

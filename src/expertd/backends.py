@@ -7,11 +7,12 @@ from expertd.limits import HIDDEN_STEP
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What callers ask about a backend instead of its name; the defaults are those of plain PyTorch.
+    """What callers ask about a backend instead of its name; the defaults are the least.
 
     device_type     the only device type ("cpu", "cuda") whose tensors it accepts, and where a server's layers
                     are; None: any, and a server's are on a CPU
-    weight_bytes    memory of a weight in calls: 1 if they read FP8, 2 if they read a copy in bf16
+    packs           calls read a copy of the weights, see `Backend.packed`, and activations stay bf16
+    weight_bytes    memory of a weight in calls: 1 in FP8, 2 in bf16
     captures        calls can be captured in graphs
     request_table   has `gather_rows` and `scatter_rows`: with `captures`, small steps are one graph each
     device_calls    has `call_graph`: with `request_table`, GPUs of callers make calls by themselves
@@ -24,7 +25,8 @@ class Capabilities:
     """
 
     device_type: str | None = None
-    weight_bytes: int = 2
+    packs: bool = False
+    weight_bytes: int = 1
     captures: bool = False
     request_table: bool = False
     device_calls: bool = False
@@ -44,7 +46,6 @@ class Capabilities:
 BACKENDS = {
     "hopper": Capabilities(
         device_type="cuda",
-        weight_bytes=1,
         captures=True,
         request_table=True,
         device_calls=True,
@@ -55,10 +56,9 @@ BACKENDS = {
         hidden_step=16,  # TMA copies 16 bytes at a time, and FP8 has one for each column
         max_n=2**23,  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
     ),
-    "triton": Capabilities(
-        device_type="cuda", weight_bytes=1, captures=True, request_table=True, compiles=True
-    ),
-    "reference": Capabilities(),
+    "triton": Capabilities(device_type="cuda", captures=True, request_table=True, compiles=True),
+    "cpu": Capabilities(device_type="cpu", packs=True),
+    "reference": Capabilities(packs=True, weight_bytes=2),
 }
 """By name, which is also that of a folder of `kernels/backends`; "auto" tries them in this order."""
 

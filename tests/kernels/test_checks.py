@@ -81,7 +81,10 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
     ({"num_sms": "a"}, "num_sms: expected None or at least 1, got a"),
     ({"b": _meta(G, 2**23 + 8, K, dtype=torch.float8_e4m3fn)}, "N: expected at most 8388608, got 8388616"),
-    ({"backend": "metal"}, r"backend: expected one of .*'hopper', 'triton', 'reference'.*, got 'metal'"),
+    (
+        {"backend": "metal"},
+        r"backend: expected one of .*'hopper', 'triton', 'cpu', 'reference'.*, got 'metal'",
+    ),
 ]
 
 CONTIGUOUS: list[tuple[dict[str, Any], str]] = [
@@ -209,11 +212,11 @@ def test_a_backend_for_another_device_is_refused() -> None:
 
 
 def test_backends_are_found_by_name_and_shared() -> None:
-    assert set(backend_names()) == {"hopper", "triton", "reference"}
-    reference = resolve_backend("reference")
-    assert isinstance(reference, Backend)
-    assert resolve_backend("auto", "cpu") is reference
-    assert resolve_backend("auto", torch.device("cpu")) is reference
+    assert set(backend_names()) == {"hopper", "triton", "cpu", "reference"}
+    assert isinstance(resolve_backend("reference"), Backend)
+    of_cpu = resolve_backend("cpu")
+    assert resolve_backend("auto", "cpu") is of_cpu
+    assert resolve_backend("auto", torch.device("cpu")) is of_cpu
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

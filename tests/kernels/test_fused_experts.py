@@ -17,9 +17,10 @@ from expertd.kernels import (
     quantize_blocks,
     quantize_rows,
 )
-from expertd.kernels.backends.reference import cpu_ffn, matrices
+from expertd.kernels.backends.cpu.backend import CpuBackend
+from expertd.kernels.backends.reference import matrices
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu, swiglu
+from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu, rounded_swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
 from tests.kernels.helpers import diff, expected_experts, fresh_generator, random_rows, random_weights
 
@@ -119,7 +120,8 @@ ROWS = [
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
-    ("backend", "tolerance"), [(ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)]
+    ("backend", "tolerance"),
+    [(CpuBackend, BF16_TOLERANCE), (ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)],
 )
 def test_experts_match_float64(rows: list[int], backend: type[Backend], tolerance: float) -> None:
     case = _case(rows, slots=_slots(sum(rows)))
@@ -138,7 +140,8 @@ def _biased(case: Case) -> Case:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(
-    ("backend", "tolerance"), [(ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)]
+    ("backend", "tolerance"),
+    [(CpuBackend, BF16_TOLERANCE), (ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)],
 )
 def test_biases_are_added_to_both_products(rows: list[int], backend: type[Backend], tolerance: float) -> None:
     case, activation = _case(rows, slots=_slots(sum(rows))), OtherGlu(1.702, 1.5, 1.0)
@@ -148,7 +151,7 @@ def test_biases_are_added_to_both_products(rows: list[int], backend: type[Backen
     assert diff(out, case.expected(activation)) > 2e-2
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
+@pytest.mark.parametrize("backend", [CpuBackend, ReferenceBackend, Composed])
 def test_biases_of_no_expert_add_nothing(backend: type[Backend]) -> None:
     case = _biased(_case([4, 20], slots=2, outside=24))
     out, outside = case.run(backend()), (case.topk_ids < 0) | (case.topk_ids >= 2)
@@ -157,7 +160,8 @@ def test_biases_of_no_expert_add_nothing(backend: type[Backend]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "tolerance"), [(ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)]
+    ("backend", "tolerance"),
+    [(CpuBackend, BF16_TOLERANCE), (ReferenceBackend, BF16_TOLERANCE), (Composed, FP8_TOLERANCE)],
 )
 @pytest.mark.parametrize("h", [144, 192, 336])
 def test_hidden_sizes_that_are_no_multiple_of_a_scales_columns(
@@ -193,7 +197,7 @@ def test_out_is_written_in_place(dtype: torch.dtype) -> None:
     assert torch.equal(out, case.run().to(dtype))
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
+@pytest.mark.parametrize("backend", [CpuBackend, ReferenceBackend, Composed])
 def test_other_activations(backend: type[Backend]) -> None:
     case, activation = _case([6, 30], slots=2), Swiglu(alpha=1.702, limit=0.7)
     out = fused_experts(
@@ -234,7 +238,7 @@ def test_rows_that_are_quantized_already_are_not_quantized_again() -> None:
     assert torch.equal(seen[0].scales, rows.scales[tokens])
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
+@pytest.mark.parametrize("backend", [CpuBackend, ReferenceBackend, Composed])
 def test_hidden_states_may_have_any_strides(backend: type[Backend]) -> None:
     case = _case([6, 30], slots=2)
     strided = replace(case, hidden_states=case.hidden_states.t().contiguous().t())
@@ -280,7 +284,7 @@ def test_rows_are_summed_in_the_order_of_slots() -> None:
     assert [torch.equal(*rows) for rows in zip(out, alone, strict=True)] == [True, False, False]
 
 
-@pytest.mark.parametrize("backend", [ReferenceBackend, Composed])
+@pytest.mark.parametrize("backend", [CpuBackend, ReferenceBackend, Composed])
 def test_an_expert_may_come_twice_in_a_token(backend: type[Backend]) -> None:
     case = _case([0, 4, 2])
     ids, weights = case.topk_ids.repeat(1, 2), case.topk_weights.repeat(1, 2)
@@ -359,7 +363,7 @@ def test_it_works_in_inference_mode_and_after() -> None:
 def test_activations_of_many_steps_are_rounded_once(activation: Activation) -> None:
     gate_up = random_rows((33, 2 * I), fresh_generator())
     expected = swiglu(gate_up, activation).to(torch.bfloat16)
-    assert torch.equal(cpu_ffn._swiglu(gate_up, activation), expected)
+    assert torch.equal(rounded_swiglu(gate_up, activation), expected)
 
 
 @pytest.mark.parametrize("outside", [0, 6])

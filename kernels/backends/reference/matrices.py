@@ -2,14 +2,11 @@
 
 import functools
 import platform
-import weakref
-from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from expertd.kernels.ops.quantize import Quantized, dequantize_blocks
+from expertd.kernels.ops.quantize import dequantize_blocks
 
 Matrices = tuple[Tensor, ...]  # [N, K] of each group, packed or plain
 
@@ -57,51 +54,8 @@ def _multiply_in_fp32(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tens
     return out
 
 
-_Entry = tuple[weakref.ref[Tensor], tuple[int, int], Matrices]  # scales, versions, matrices
-
-
-class WeightCache:
-    """Dequantized weights by the identity of the caller's tensors, dropped when those are freed."""
-
-    def __init__(self) -> None:
-        self._entries: MutableMapping[Tensor, _Entry] = WeakTensorKeyDictionary()
-
-    def packed(self, weights: Quantized) -> Quantized:
-        """Weights whose data is only the key of their matrices: of the same shape, on the meta device."""
-        data = torch.empty_like(weights.data, device="meta")
-        self._entries[data] = (weakref.ref(weights.scales), (0, 0), self.get(*weights))
-        return Quantized(data, weights.scales)
-
-    def get(self, b: Tensor, b_scales: Tensor) -> Matrices:
-        """A matrix for each group of b, recomputed if b or b_scales has been modified or replaced."""
-        entry = self._entries.get(b)
-        if b.is_meta:
-            if entry is None:
-                raise ValueError("weights device: expected cpu, or those of `packed`, got meta")
-            return entry[2]
-        if b.is_inference() or b_scales.is_inference():
-            return _matrices(b, b_scales)  # inference tensors have no version counter
-        versions = (b._version, b_scales._version)
-        if entry is not None and entry[0]() is b_scales and entry[1] == versions:
-            return entry[2]
-        matrices = _matrices(b, b_scales)
-        self._entries[b] = (weakref.ref(b_scales), versions, matrices)
-        return matrices
-
-    def refresh(
-        self, b: Tensor, b_scales: Tensor, groups: Sequence[int], replacements: Sequence[Tensor]
-    ) -> None:
-        """Take these matrices for groups that have changed, after changes to no others."""
-        entry = self._entries.get(b)
-        if entry is None or entry[0]() is not b_scales:
-            return
-        matrices = list(entry[2])
-        for group, matrix in zip(groups, replacements, strict=True):
-            matrices[group] = matrix
-        self._entries[b] = entry[0], (b._version, b_scales._version), tuple(matrices)
-
-
-def _matrices(b: Tensor, b_scales: Tensor) -> Matrices:
+def matrices_of(b: Tensor, b_scales: Tensor) -> Matrices:
+    """The matrix of each group of b [G, N, K]."""
     # Group by group, so that there is never a whole bf16 copy beside the packed one, and in one buffer:
     # among matrices that stay, freed ones would leave holes in the heap, up to half of it.
     buffer: Tensor | None = None

@@ -151,7 +151,7 @@ class RankWorker:
         self._placed.append(layer.placed)
         if isinstance(exchange, JointExchange):
             self._joint[model.name] = layer
-        elif backend.capabilities.weight_bytes == 2 and not moves:
+        elif backend.capabilities.packs and not moves:
             del weights  # so that each matrix is freed when it is packed
             for name in MATRICES:
                 layer.pack(name)

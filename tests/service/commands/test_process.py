@@ -244,7 +244,11 @@ def test_without_settings_a_demo_layer_is_served(tmp_path: Path) -> None:
     ("arguments", "environment", "expected"),
     [
         (["--port", "http"], {}, "port: expected a valid integer"),
-        (["--backend", "tpu"], {}, "backend: expected one of auto, hopper, reference, got 'tpu'"),
+        (
+            ["--backend", "tpu"],
+            {},
+            "backend: expected one of auto, hopper, triton, cpu, reference, got 'tpu'",
+        ),
         ([], {"EXPERTD_LIMITS__MAX_BATCH_TOKENS": "0"}, "limits.max_batch_tokens: expected a number greater"),
         ([], {"EXPERTD_COLOUR": "red"}, "environment variable EXPERTD_COLOUR: colour: expected one of "),
         (["--host", "256.1.1.1", "--insecure"], {}, "host: expected a name or address, got '256.1.1.1': "),
