@@ -318,6 +318,7 @@ def test_an_engine_calls_a_pool(
             out.fill_(torch.nan)
             if server is not None:
                 server.start_again()
+        assert [state.calls for state in remote.server.client.servers()] == [0, 0]
         remote.server.client.close()
 
 
