@@ -78,7 +78,8 @@ def test_the_grpc_request(server: ServerProcess) -> None:
 def test_the_partitions_request_is_understood(server: ServerProcess) -> None:
     answer = run("bash", "-c", asking(server, block("docs/operating.md", "sh", "/v1/partitions")))
     assert (
-        answer == '{"error": "partitions: expected a backend whose device has SMs to partition, got \'cpu\'"}'
+        answer
+        == '{"error": "partitions: expected a backend whose device has SMs to partition, got \'reference\'"}'
     )
 
 

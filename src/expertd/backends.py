@@ -57,8 +57,8 @@ BACKENDS = {
         max_n=2**23,  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
     ),
     "triton": Capabilities(device_type="cuda", captures=True, request_table=True, compiles=True),
-    "cpu": Capabilities(device_type="cpu", packs=True),
     "reference": Capabilities(packs=True, weight_bytes=2),
+    "cpu": Capabilities(device_type="cpu", packs=True),
 }
 """By name, which is also that of a folder of `kernels/backends`; "auto" tries them in this order."""
 

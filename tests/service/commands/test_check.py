@@ -303,7 +303,7 @@ def test_a_rendezvous_where_the_server_listens_is_refused(
         (
             "partitions",
             ["--set", "partitions={p: 8}"],
-            "partitions: expected a backend whose device has SMs to partition, got 'cpu'",
+            "partitions: expected a backend whose device has SMs to partition, got 'reference'",
         ),
     ],
 )

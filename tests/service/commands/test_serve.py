@@ -153,7 +153,7 @@ def test_a_cuda_installation_that_falls_back_to_a_cpu_warns(
         load(tiny_settings(backend=backend, models=[MODEL]), lambda: False)
     expected = (
         "backend auto: expected a GPU, because PyTorch is built for CUDA 13.0, got a CPU and backend "
-        "'cpu' (hopper: no CUDA device; triton: no CUDA device)"
+        "'reference' (hopper: no CUDA device; triton: no CUDA device)"
     )
     assert [record.getMessage() for record in caplog.records] == ([expected] if warns else [])
 
