@@ -5,8 +5,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,15 +73,23 @@ class Server:
         pass
 
 
-def pool_of(*servers: Server) -> ServerPool:
+def pool_of(*servers: Server, clock: Callable[[], float] = time.monotonic) -> ServerPool:
     by_url: dict[str, Any] = {server.url: server for server in servers}
-    return ServerPool(Fixed(list(by_url)), by_url.__getitem__, 1.0)
+    return ServerPool(Fixed(list(by_url)), by_url.__getitem__, 1.0, clock=clock)
 
 
 def infer(pool: ServerPool, retry_seconds: float = 0.0) -> None:
     run(pool.infer(layer_call("m", X), Deadline(10, retry_seconds)))
 
 
+@pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers at random are the first ones."""
+    chance = SimpleNamespace(choice=lambda given: given[0], sample=lambda given, count: given[:count])
+    monkeypatch.setattr("expertd_client.pool.random", chance)
+
+
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize(
     "error",
     [
@@ -98,6 +109,7 @@ def test_another_server_answers(error: Exception) -> None:
     assert (first.calls, second.calls) == (1, 2)
 
 
+@pytest.mark.usefixtures("in_order")
 def test_nothing_wrong_is_repeated() -> None:
     first, second = Server("http://a"), Server("http://b")
     pool = pool_of(first, second)
@@ -114,6 +126,7 @@ def test_nothing_wrong_is_repeated() -> None:
         assert [state.state for state in pool.states()] == ["up", "up"]  # it is the call that has no time
 
 
+@pytest.mark.usefixtures("in_order")
 def test_who_denies_access_is_named() -> None:
     first, second = Server("http://a"), Server("http://b")
     pool = pool_of(first, second)
@@ -163,6 +176,7 @@ def test_servers_that_leave_the_list_in_the_middle_of_a_call() -> None:
     assert run(pool.request("GET", "/v2", Deadline(10))) == "http://c"
 
 
+@pytest.mark.usefixtures("in_order")
 def test_a_call_without_time_says_little_of_a_server() -> None:
     """It is not down, but gets fewer calls, and is asked whether it lives."""
 
@@ -222,6 +236,7 @@ def test_repeats_have_a_budget() -> None:
     assert 100 < sum(server.calls for server in servers) <= 100 + 10 + 10 + 1
 
 
+@pytest.mark.usefixtures("in_order")
 @pytest.mark.parametrize(
     "error", [ServerUnreachableError("gone"), ServerBusyError("shutting down", 503)], ids=["gone", "drains"]
 )
@@ -238,29 +253,83 @@ def test_many_calls_leave_a_server_that_goes(error: Exception) -> None:
     assert (first.calls, second.calls) == (100, 100)
 
 
-def test_calls_go_to_the_faster_server_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+class Timed(Server):
+    """Takes `seconds`, which pass on the pool's clock."""
+
+    def __init__(self, url: str, seconds: float, passes: Callable[[float], None]) -> None:
+        super().__init__(url)
+        self.seconds, self._passes = seconds, passes
+
+    def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+        yield from super().infer(call, deadline)
+        self._passes(self.seconds)
+
+
+class Clock:
+    """The time, which passes as it is told."""
+
     now = 100.0
-    monkeypatch.setattr("expertd_client.pool.time.monotonic", lambda: now)
-    seconds = {"http://a": 0.010, "http://b": 0.009}
 
-    class Timed(Server):
-        def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
-            nonlocal now
-            yield from super().infer(call, deadline)
-            now += seconds[self.url]
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
 
-    first, second = Timed("http://a"), Timed("http://b")
-    pool = pool_of(first, second)
+
+def test_calls_go_to_the_faster_server_and_stay() -> None:
+    clock = Clock()
+    first, second = Timed("http://a", 0.010, clock.passes), Timed("http://b", 0.009, clock.passes)
+    pool = pool_of(first, second, clock=lambda: clock.now)
     for _ in range(50):
         infer(pool)
-    assert min(first.calls, second.calls) <= 2  # 10 % is no reason to change
-    seconds["http://a" if first.calls > second.calls else "http://b"] *= 3
-    slow, fast = (first, second) if first.calls > second.calls else (second, first)
+    slow, fast = sorted((first, second), key=lambda server: -server.calls)
+    assert fast.calls <= 2  # 10 % is no reason to change
+    slow.seconds *= 3
     before = slow.calls, fast.calls
     for _ in range(50):
         infer(pool)
     assert slow.calls - before[0] <= 2
     assert fast.calls - before[1] >= 48
+
+
+def test_a_slow_server_of_many_is_asked_now_and_then() -> None:
+    """At first, and again when it may have become faster."""
+    clock = Clock()
+    slow = Timed("http://slow", 0.1, clock.passes)
+    others = [Timed(f"http://{number}", 0.01, clock.passes) for number in range(7)]
+    pool = pool_of(slow, *others, clock=lambda: clock.now)
+    for _ in range(1000):  # 10 s, in which what is known fades to a quarter
+        infer(pool)
+    assert slow.calls == 1
+    assert all(server.calls > 1 for server in others)
+    slow.seconds = 0.001
+    for _ in range(1500):
+        infer(pool)
+    assert slow.calls > 100
+
+
+def test_many_callers_do_not_choose_the_same_server() -> None:
+    """Neither at their start, nor when a server is added that none of them knows."""
+    servers = [Server(f"http://{number}") for number in range(8)]
+    new = Server("http://new")
+    by_url: dict[str, Any] = {server.url: server for server in [*servers, new]}
+    urls = [server.url for server in servers]
+
+    class Listed:
+        def urls(self) -> list[str]:
+            return urls
+
+    clock = Clock()
+    pools = [ServerPool(Listed(), by_url.__getitem__, 1.0, clock=lambda: clock.now) for _ in range(400)]
+    for pool in pools:
+        infer(pool)
+    assert max(server.calls for server in servers) < 100  # 50 on average, with a deviation of 7
+    for pool in pools:
+        for member in pool.members:
+            member.took(X.shape[0].bit_length(), 0.01, clock.now)
+    urls = [*urls, new.url]
+    for pool in pools:
+        pool.update()
+        infer(pool)
+    assert 10 < new.calls < 100  # likewise
 
 
 @pytest.mark.parametrize(
@@ -322,6 +391,7 @@ def test_what_waits_counts() -> None:
     assert members[0].expected(3, 0.0) == 4 * members[1].expected(3, 0.0) == 4.0
     assert members[1].expected(3, 5.0) == pytest.approx(0.5)  # it is forgotten
     assert members[1].expected(2, 0.0) == 0.0  # another size says nothing
+    assert members[0].expected(2, 3.0) == 12.0  # but calls that have waited for 3 s do
 
 
 @pytest.mark.parametrize(

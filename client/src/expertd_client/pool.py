@@ -1,12 +1,13 @@
 """Several servers as one: which of them computes a call, and what happens when one goes.
 
-A layer may be on several servers, and its experts may be divided among them. A call goes to the one of equal
-servers that is expected to be done first; if that dies, hangs or drains, to another one.
+A layer may be on several servers, and its experts may be divided among them. Of two equal servers, a call goes
+to the one that is expected to be done first; if that dies, hangs or drains, to another one.
 """
 
 import logging
 import math
 import os
+import random
 import threading
 import time
 import weakref
@@ -54,7 +55,7 @@ class _GoneError(Exception):
     """All servers that were to be asked have left the list: there is another one now."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Member:
     """A server of a pool, and how it does. The pool's lock guards all but `server`."""
 
@@ -78,9 +79,13 @@ class Member:
         return self.server.url
 
     def expected(self, size: int, now: float) -> float:
-        """Seconds until a further call of this size is done; 0: unknown."""
+        """Seconds until a further call of this size is done; 0: unknown.
+
+        It will take as long as those before, or as the oldest one without an answer has taken by now.
+        """
         taken, at = self.seconds.get(size, (0.0, now))
-        return taken * math.exp2((at - now) / _HALF_LIFE) * (1 + len(self.begun))
+        oldest = next(iter(self.begun.values()), now)
+        return max(taken * math.exp2((at - now) / _HALF_LIFE), now - oldest) * (1 + len(self.begun))
 
     def waits_since(self, now: float) -> float:
         """When the oldest call or request of a channel began that has no answer; inf: there is none."""
@@ -112,15 +117,21 @@ class ServerPool:
     make              makes a server of a URL
     failover_seconds  within which calls leave a server that hangs
     max_retries       how often a call is made again of which all servers say when they have room
+    clock             seconds, of which only differences count
     on_call           is called when a call begins
     """
 
     on_call: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
-        self, source: Source, make: Callable[[str], Server], failover_seconds: float, max_retries: int = 0
+        self,
+        source: Source,
+        make: Callable[[str], Server],
+        failover_seconds: float,
+        max_retries: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source, self._make = source, make
+        self._source, self._make, self._clock = source, make, clock
         self.failover_seconds, self._max_retries = failover_seconds, max_retries
         self._lock = threading.RLock()  # while it is held, the garbage of calls may be collected: see _end
         self._members: dict[str, Member] = {}
@@ -149,9 +160,9 @@ class ServerPool:
             gone = [member for url, member in self._members.items() if url not in urls]
             if gone or added:
                 self._members = {url: self._members.get(url) or added[url] for url in urls}
-                self._last.clear()
             for member in gone:
                 member.is_gone = True
+            self._last = {layer: last for layer, last in self._last.items() if not last.is_gone}
         for member in gone:
             logger.info("pool: server %s has gone from the list", member.url)
             if not member.begun:
@@ -169,7 +180,7 @@ class ServerPool:
 
     def states(self) -> list[ServerState]:
         """What is known of all."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             return [
                 ServerState(
@@ -187,7 +198,7 @@ class ServerPool:
         """Whether a call has waited for this member for so long, or until its time had passed; told once."""
         with self._lock:
             was_late, member.is_late = member.is_late, False
-            now = time.monotonic()
+            now = self._clock()
             return was_late or now - member.waits_since(now) > seconds
 
     def mark(self, member: Member, state: State, reason: str = "") -> None:
@@ -292,7 +303,7 @@ class ServerPool:
         with self._lock:
             if member.is_gone:
                 raise ServerUnreachableError(f"server {member.url}: expected it in the list, got it gone")
-            member.begun[token] = time.monotonic()
+            member.begun[token] = self._clock()
         try:
             return (yield from steps)
         except DeadlineError:
@@ -368,7 +379,7 @@ class ServerPool:
         while left:
             member, token = self._choose((call.model, experts), left, size)
             left.remove(member)
-            began = time.monotonic()
+            began = self._clock()
             outcome: Outcome | None = None
             try:
                 yield from member.server.infer(call, deadline.once())
@@ -376,14 +387,14 @@ class ServerPool:
                 outcome = outcome_of(error)
                 failed = self._failed(member, error, call.model)
                 if isinstance(error, ServerBusyError):
-                    now = time.monotonic()
+                    now = self._clock()
                     with self._lock:  # it would take at least as long
                         member.took(size, max(now - began, error.retry_after or 0.0), now)
                     if error.retry_after is None and is_late(error):
                         raise
             except DeadlineError:
                 outcome = "timeout"
-                now = time.monotonic()
+                now = self._clock()
                 with self._lock:
                     member.took(size, now - began, now)
                     member.is_late = True
@@ -396,7 +407,7 @@ class ServerPool:
                 raise
             else:
                 outcome = "answered"
-                now = time.monotonic()
+                now = self._clock()
                 with self._lock:
                     member.took(size, now - began, now)
                 return
@@ -413,11 +424,11 @@ class ServerPool:
     def _choose(
         self, layer: tuple[str, frozenset[int] | None], members: Sequence[Member], size: int
     ) -> tuple[Member, object]:
-        """The one that will be done first; the last one as long as no other is much better.
+        """The one that will likely be done first, of two.
 
         Also what `_end` gets, which must follow.
         """
-        now, token = time.monotonic(), object()
+        now, token = self._clock(), object()
         with self._lock:
             member = self._best(layer, members, size, now)
             member.begun[token] = now
@@ -441,19 +452,25 @@ class ServerPool:
         if not kept:
             raise _GoneError
         up = [member for member in kept if member.state == "up"] or kept
-        best = min(up, key=lambda member: (member.expected(size, now), len(member.begun)))
-        last = self._last.get(layer)
-        stays = last is not None and last in up and size in last.seconds
-        if last is not None and stays and best.expected(size, now) >= _STAYS * last.expected(size, now):
-            return last
-        return best
+        return self._better(up, self._last.get(layer), size, now)
+
+    def _better(self, up: Sequence[Member], last: Member | None, size: int, now: float) -> Member:
+        """Of the last one and another at random, or of two at random, the one that will likely be done first.
+
+        Of all, it would be the one of which least is known, and of new ones at once for all clients.
+        """
+        if last is not None and last in up and size in last.seconds:
+            other = random.choice([member for member in up if member is not last] or [last])
+            return other if other.expected(size, now) < _STAYS * last.expected(size, now) else last
+        some = random.sample(up, min(2, len(up)))
+        return min(some, key=lambda member: (member.expected(size, now), len(member.begun)))
 
     def _failed(self, member: Member, error: ExpertError, model: str | None = None) -> ExpertError:
         """What a member's error says of it."""
         outcome = outcome_of(error)
         if outcome == "unknown_model" and model is not None:
             with self._lock:
-                member.layers[model] = None, time.monotonic()
+                member.layers[model] = None, self._clock()
         elif outcome == "unreachable":
             self.mark(member, "down", str(error))
         elif outcome == "draining":
@@ -468,7 +485,7 @@ class ServerPool:
         for member in [each for each in members if each.state != "down"] or members:
             told, at = member.layers.get(model, (None, -math.inf))
             is_known = told is not None and told.weights_id is not None
-            if not is_known and time.monotonic() - at > _UNKNOWN_SECONDS:
+            if not is_known and self._clock() - at > _UNKNOWN_SECONDS:
                 limit = Deadline(min(self.failover_seconds, deadline.check()))
                 try:
                     told = yield from self._asked(member, member.server.metadata(model, limit))
@@ -483,7 +500,7 @@ class ServerPool:
                     failed = self._failed(member, error)
                     continue
                 with self._lock:
-                    member.layers[model] = told, time.monotonic()
+                    member.layers[model] = told, self._clock()
             if told is not None:
                 found[member] = told
         if not found:
