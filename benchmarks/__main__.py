@@ -9,7 +9,16 @@ BENCHMARKS = {
     "gemm": ("grouped_gemm", "gemm_sweep", "host_cost"),
     "layer": ("moe_layer", "cpu_layer", "numerics", "weights"),
     "ranks": ("parallel", "placement"),
-    "serving": ("serving", "serving_cpu", "steps", "stream_steps", "lanes", "open_loop", "deadlines"),
+    "serving": (
+        "serving",
+        "serving_cpu",
+        "steps",
+        "stream_steps",
+        "lanes",
+        "open_loop",
+        "deadlines",
+        "pool_rules",
+    ),
 }
 """Their names, by the package that has a module of each name."""
 PACKAGES = {name: package for package, names in BENCHMARKS.items() for name in names}

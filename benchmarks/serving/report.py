@@ -1,6 +1,7 @@
 """The sections about servers."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,45 @@ def soak_machine(name: str, where: Callable[[dict[str, Any]], str]) -> Section:
     return write
 
 
+def soak_pool(results: Path) -> str:
+    """What became of the calls to a pool, and their times by what happened to its servers."""
+    content = read(results, "soak-pool-cpu.json")
+    header, times = content["header"], content["times"]
+    events = ", ".join(f"{count} times {event}" for event, count in content["events"].items())
+    during = ", ".join(f"{times[event]['p99_ms']:.2f} during {event}" for event in content["events"])
+    return paragraph(
+        f"{header['seconds']:.0f} s on {header['cores']} cores of an {header['cpu']} at {header['commit']}: "
+        f"{events}. Of {content['calls']} calls, {content['lost']} were lost, {content['wrong']} wrong, and "
+        f"{content['late']} took longer than {header['late']:g} s. Their p99 in ms was "
+        f"{times['calm']['p99_ms']:.2f} in between, {during}."
+    )
+
+
+def pool_rules(results: Path) -> str:
+    """The times of calls in ms by rule and load, and what became of them: means of all seeds."""
+    rows = read(results, "pool_rules.json")["rows"]
+    of_case = by(rows, "kind", "load")
+    names = {"open": "{load:.0%}", "engine": "engines, {load:.0%}"}
+
+    def cells(rule: str) -> Iterator[str]:
+        made = [row for row in rows if row["rule"] == rule]
+        for kind, load in of_case:
+            case = [row for row in made if (row["kind"], row["load"]) == (kind, load)]
+            yield " / ".join(f"{_mean(case, name):.0f}" for name in ("p50_ms", "p99_ms", "p999_ms"))
+        calls = sum(row["calls"] for row in made)
+        yield f"{100 * _mean(made, 'slow'):.2f}"
+        yield f"{100 * sum(row['moved'] for row in made) / calls:.2f}"
+        yield f"{sum(row['lost'] for row in made)}"
+
+    columns = (names[kind].format(load=load) for kind, load in of_case)
+    heads = ("rule", *columns, "at the slow server, %", "moved, %", "lost")
+    return table(heads, [(rule, *cells(rule)) for (rule,) in by(rows, "rule")])
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    return statistics.fmean(row[name] for row in rows)
+
+
 def _one_process(results: Path) -> list[Row]:
     """The rows of one HTTP process."""
     return [row for row in read(results, ONE_GPU)["rows"] if row.get("http_workers", 1) == 1]
@@ -321,4 +361,6 @@ SECTIONS: dict[str, Section] = {
     "soak": soak,
     "soak-gpu-machine": soak_machine("soak-h200.json", lambda _: "an NVIDIA H200"),
     "fuzz": fuzz,
+    "pool-rules": pool_rules,
+    "soak-pool": soak_pool,
 }
