@@ -60,6 +60,7 @@ test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes o
 test-all: docs $(RUNTIME) $(DEV) ## run every test that needs no GPU, and those that measure time by themselves
 	+$(RUN_TESTS) MARKS="not gpu and not timing"
 	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
+	$(BIN)/python -m tests.soak.pool --seconds 60 --every 18 --busy
 	$(BIN)/python -m pytest $(TIMING)
 	cd client && ../$(BIN)/python -m pytest $(TIMING)
 

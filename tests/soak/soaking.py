@@ -1,5 +1,6 @@
 """A soak from its start to its result."""
 
+import os
 import platform
 import random
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from expertd.service.settings.model import Settings
 from tests.service.keys import bearer, write_keys
@@ -207,12 +209,7 @@ class Soak:
         warm = self._memory[int(WARM_UP * len(self._memory)) :]
         growth = [growth_of([each[index] for each in warm]) for index in range(3)]
         return {
-            "header": {
-                "commit": commit(),
-                "cpu": cpu_name(),
-                "python": platform.python_version(),
-                "seconds": round(seconds, 1),
-            },
+            "header": header(seconds),
             "total": total,
             "unaccounted": 2 * total["sent"] - sum(total.values()),
             "kinds": {
@@ -247,6 +244,18 @@ def growth_of(values: Sequence[int]) -> float:
         for start in range(0, size * (len(values) // size), size)
     ]
     return max((late / early - 1 for early, late in combinations(medians, 2) if early), default=0.0)
+
+
+def header(seconds: float) -> dict[str, Any]:
+    """What a result says of the machine, the versions and its length."""
+    return {
+        "commit": commit(),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "seconds": round(seconds, 1),
+    }
 
 
 def commit() -> str | None:
