@@ -1,7 +1,7 @@
 """Several servers as one: which of them computes a call, and what happens when one goes.
 
-A layer may be on several servers, and its experts may be divided among them. Of two equal servers, a call goes
-to the one that is expected to be done first; if that dies, hangs or drains, to another one.
+A layer may be on several servers, and its experts may be divided among them. Of two equal servers, a call
+goes to the one that is expected to be done first; if that dies, hangs or drains, to another one.
 """
 
 import logging
