@@ -5,6 +5,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.fixture
+def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of a pool that are chosen at random are the first ones."""
+    chance = SimpleNamespace(choice=lambda given: given[0], sample=lambda given, count: given[:count])
+    monkeypatch.setattr("expertd_client.pool.random", chance)
 
 
 @pytest.fixture(scope="session")

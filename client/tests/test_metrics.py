@@ -87,6 +87,7 @@ def reader(registry: CollectorRegistry) -> Read:
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
+@pytest.mark.usefixtures("in_order")
 def test_calls_are_counted_by_how_they_end(
     error: ExpertError, outcome: str, moves: bool, value: Read
 ) -> None:
@@ -141,10 +142,10 @@ def test_calls_on_their_way_and_calls_that_are_given_up(value: Read) -> None:
     assert failures() == {}
 
 
-def test_the_series_are_those_of_the_servers_of_now(value: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("expertd_client.pool.time.monotonic", lambda: 100.0)
+@pytest.mark.usefixtures("in_order")
+def test_the_series_are_those_of_the_servers_of_now(value: Read) -> None:
     listed = Listed()
-    pool = ServerPool(listed, made, 1.0)
+    pool = ServerPool(listed, made, 1.0, clock=lambda: 100.0)
     assert value("calls_total", server=A, outcome="full") == 0, "before any call"
     assert value("failed_calls_total", reason="unreachable") == 0
     infer(pool)
@@ -196,15 +197,14 @@ def test_threads_and_an_event_loop_lose_no_count(value: Read) -> None:
     assert value("calls_in_flight", server=A) == 0
 
 
-def test_processes_are_added_up_in_multiprocess_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_added_up_in_multiprocess_mode(tmp_path: Path) -> None:
     """Each has files, in which a server that has gone is no more."""
     listed = Listed()
-    pool = ServerPool(listed, made, 1.0)
+    pool = ServerPool(listed, made, 1.0, clock=lambda: 100.0)
     registry = CollectorRegistry()
     MultiProcessCollector(registry, tmp_path)
     value = reader(registry)
     infer(pool)
-    monkeypatch.setattr("expertd_client.pool.time.monotonic", lambda: 100.0)
     pool.members[0].seconds = {1: (0.25, 100.0)}
     for pid in (1, 2):
         write_files(tmp_path, pid)

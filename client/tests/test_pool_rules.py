@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,13 +79,6 @@ def pool_of(*servers: Server, clock: Callable[[], float] = time.monotonic) -> Se
 
 def infer(pool: ServerPool, retry_seconds: float = 0.0) -> None:
     run(pool.infer(layer_call("m", X), Deadline(10, retry_seconds)))
-
-
-@pytest.fixture
-def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers at random are the first ones."""
-    chance = SimpleNamespace(choice=lambda given: given[0], sample=lambda given, count: given[:count])
-    monkeypatch.setattr("expertd_client.pool.random", chance)
 
 
 @pytest.mark.usefixtures("in_order")
