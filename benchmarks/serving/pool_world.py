@@ -180,7 +180,7 @@ class SimulatedServer:
 
 
 def _part(calls: int) -> float:
-    """Of a full step's time, that a step of so many calls takes."""
+    """The share of a full step's time that a step of this many calls takes."""
     return FIXED_PART + (1 - FIXED_PART) * calls / _STEP_CALLS
 
 

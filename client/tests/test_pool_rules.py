@@ -258,7 +258,7 @@ class Timed(Server):
 
 
 class Clock:
-    """The time, which passes as it is told."""
+    """A clock that a test moves."""
 
     now = 100.0
 

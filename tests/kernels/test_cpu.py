@@ -48,7 +48,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
     """One that multiplies in one way."""
     way = WAYS[request.param]
     if not _has(way):
-        pytest.skip(f"this CPU has not what it takes: {way}")
+        pytest.skip(f"needs a CPU with {way}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "program", lambda: Program(way))
         yield CpuBackend()

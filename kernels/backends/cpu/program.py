@@ -109,7 +109,7 @@ def _instructions(features: Any) -> Instructions:
 
 
 def may_use_tiles() -> bool:
-    """Ask the system for AMX, as each process must that uses it."""
+    """Ask the system for AMX, as every process that uses it must."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     return not ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE)
