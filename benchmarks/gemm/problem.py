@@ -8,6 +8,7 @@ from torch import Tensor
 from benchmarks.gemm.shapes import Shape
 from expertd import kernels
 from expertd.kernels import Quantized
+from expertd.kernels.backends import Backend
 from expertd.layout import Layout
 
 ALIGNMENT = 128  # row alignment of groups in DeepGEMM's contiguous layout
@@ -23,13 +24,15 @@ class Problem:
     extents: Tensor
     out: Tensor
 
-    def run(self, num_sms: int | None = None) -> Tensor:
-        """Our kernel, on num_sms SMs or all of them."""
+    def run(self, num_sms: int | None = None, backend: Backend | None = None) -> Tensor:
+        """Our kernel, on num_sms SMs or all of them; backend None: the one for this GPU."""
         arguments = (self.a, self.b, self.extents)
         if self.shape.layout is Layout.CONTIGUOUS:
-            return kernels.grouped_gemm_contiguous(*arguments, out=self.out, num_sms=num_sms)
+            return kernels.grouped_gemm_contiguous(*arguments, out=self.out, num_sms=num_sms, backend=backend)
         mean = max(1, sum(self.shape.rows) // self.shape.num_groups)
-        return kernels.grouped_gemm_masked(*arguments, expected_m=mean, out=self.out, num_sms=num_sms)
+        return kernels.grouped_gemm_masked(
+            *arguments, expected_m=mean, out=self.out, num_sms=num_sms, backend=backend
+        )
 
     def real_rows(self, out: Tensor) -> Tensor:
         """The real rows, group after group."""

@@ -6,7 +6,7 @@ import pytest
 
 from expertd.kernels.backends.triton.plans import choose, max_tiles
 from expertd.kernels.backends.triton.targets import TARGETS, Target, target_of
-from expertd.kernels.backends.triton.variants import GATED_HEIGHTS, HEIGHTS, variants_for
+from expertd.kernels.backends.triton.variants import HEIGHTS, LOW_HEIGHTS, variants_for
 from expertd.layout import Layout
 
 
@@ -37,7 +37,7 @@ TABLE = [
     (HEIGHTS, 64, 128, 2048, 46, 128),
     (HEIGHTS, 1000, 128, 2048, 132, 128),
     (HEIGHTS, 100, 2, 2048, 132, 64),  # 32 tiles of 128 rows for 132 SMs
-    (GATED_HEIGHTS, 1000, 128, 768, 132, 64),
+    (LOW_HEIGHTS, 1000, 128, 768, 132, 64),
 ]
 
 

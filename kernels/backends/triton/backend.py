@@ -11,7 +11,7 @@ from expertd.kernels.backends.triton import plans
 from expertd.kernels.backends.triton.build import build_all
 from expertd.kernels.backends.triton.launch import Kernels
 from expertd.kernels.backends.triton.targets import Target, target_of
-from expertd.kernels.backends.triton.variants import HEIGHTS, variants_for
+from expertd.kernels.backends.triton.variants import heights, variants_for
 from expertd.kernels.checks import refusal
 from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.biases import ExpertBiases
@@ -159,7 +159,8 @@ class TritonBackend(Backend):
         if k > _MAX_K:
             raise refusal("K", f"at most {_MAX_K}", k)
         device = out.device
-        height = plans.choose(HEIGHTS, expected_m, num_groups, n, num_sms or _sms(device))
+        fitting = heights(self._kernels.target)
+        height = plans.choose(fitting, expected_m, num_groups, n, num_sms or _sms(device))
         variant = self._variants.multiply[layout, height]
         programs = self._kernels.programs(variant, device, num_sms)
         is_masked = layout is Layout.MASKED

@@ -39,8 +39,8 @@ class Variant:
 
 HEIGHTS = (16, 32, 64, 128)
 """Rows of a GEMM's tile."""
-GATED_HEIGHTS = HEIGHTS[:-1]
-"""The same with two sums, of gates and of what they gate, for which the tallest tile lacks registers."""
+LOW_HEIGHTS = HEIGHTS[:-1]
+"""The same where low tiles do better, or where there are two sums: of gates, and of what they gate."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,21 @@ class Variants:
         yield self.scatter_rows
 
 
+def heights(target: Target) -> tuple[int, ...]:
+    """Rows of the tiles of a GEMM without an activation."""
+    return LOW_HEIGHTS if target.wide else HEIGHTS
+
+
 @cache
 def variants_for(target: Target) -> Variants:
     """The variants for a target."""
     return Variants(
-        {(layout, height): _multiply(target, layout, height) for layout in Layout for height in HEIGHTS},
-        {height: _multiply_gated(target, height) for height in GATED_HEIGHTS},
+        {
+            (layout, height): _multiply(target, layout, height)
+            for layout in Layout
+            for height in heights(target)
+        },
+        {height: _multiply_gated(target, height) for height in LOW_HEIGHTS},
         _permutation(),
         {
             **{dtype: _permute(name, f"*{name}", False) for dtype, name in _FLOATS.items()},
@@ -111,13 +120,13 @@ def _multiply(target: Target, layout: Layout, height: int) -> Variant:
         tuple(types.items()),
         (("MASKED", layout is Layout.MASKED), *_of_tile(target, height, stages)),
         (("a", 16), ("b", 16), ("out", 16), ("bias", 16), ("n", 8), ("k", 16)),
-        4 if height <= 32 else 8,
+        4 if height <= (64 if target.wide else 32) else 8,
         stages,
     )
 
 
 def _multiply_gated(target: Target, height: int) -> Variant:
-    stages = 3
+    stages = 4 if target.wide and height == 64 else 3
     types = {
         "a": _codes(target), "a_scales": "*fp32", "b": _codes(target), "b_scales": "*fp32",
         "offsets": "*i32", "out": "*u8", "out_scales": "*fp32", "bias": "*bf16",
@@ -131,7 +140,7 @@ def _multiply_gated(target: Target, height: int) -> Variant:
         tuple(types.items()),
         _of_tile(target, height, stages),
         (("a", 16), ("b", 16), ("out", 16), ("bias", 16), ("n", 16), ("k", 16)),
-        4 if height == 16 and target.wide else 8,
+        4 if height < 64 and target.wide else 8,
         stages,
     )
 
