@@ -16,6 +16,7 @@ from tests.fakes import Peer, answer, echo, fake_server, refusal
     [
         ("auto", "http://localhost:1", "channel"),
         ("auto", "http://experts:1", "http"),
+        ("nixl", "http://experts:1", "nixl"),
         ("channel", "http://experts:1", "channel"),
         ("http", "http://localhost:1", "http"),
     ],
@@ -26,7 +27,7 @@ def test_auto_takes_the_faster_for_a_server_on_this_machine(
     with caplog.at_level(logging.INFO, "expertd_client"):
         assert connect(url, transport=wanted).client.transport == name
     assert caplog.messages == [f"transport {name}: server {url}"]
-    with pytest.raises(InvalidRequestError, match=r"^transport: expected auto, channel, http, got"):
+    with pytest.raises(InvalidRequestError, match=r"^transport: expected auto, channel, nixl, http, got"):
         connect(url, transport="carrier pigeon")
 
 

@@ -91,7 +91,7 @@ class ChannelHub:
         Raises ChannelLimitError, ChannelRefusedError, ChannelsDisabledError, NotReadyError,
         ExecutorClosedError and UnknownModelError.
         """
-        self.check_enabled()
+        self.check_enabled(opening.kind)
         specs = [self._engine.model(name) for name in opening.models]
         if self._engine.draining:
             raise ExecutorClosedError("the server is shutting down")
@@ -144,9 +144,12 @@ class ChannelHub:
         """The open channels of callers."""
         return [entry for entry in list(self.entries.values()) if not entry.ours]  # a scrape is on a thread
 
-    def check_enabled(self) -> None:
-        """Raise ChannelsDisabledError if the server has no socket for channels."""
-        if self.socket is None:
+    def check_enabled(self, kind: str = "") -> None:
+        """Raise ChannelsDisabledError if the server has no channels, or none of this kind."""
+        if kind == "nixl" or (not kind and self.settings.nixl):
+            if not self.settings.nixl:
+                raise ChannelsDisabledError("channels: expected the setting channels.nixl, got false")
+        elif self.socket is None:
             where = "the setting channels.socket"
             if self.settings.socket is None:
                 raise ChannelsDisabledError(f"channels: expected {where}, got null")
@@ -361,7 +364,7 @@ class ChannelHub:
         return entry
 
     def _channel(self, opening: Opening, memory: Memory, ours: bool) -> Channel:
-        models = [self._model(name, opening.kind == "system") for name in opening.models]
+        models = [self._model(name, opening.kind in ("system", "nixl")) for name in opening.models]
         reader = RequestReader(memory.geometry, memory.region.span, models)
         self._opened += 1
         executor = self._engine.executor

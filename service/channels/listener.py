@@ -100,7 +100,7 @@ class ChannelListener:
                 token = await self._token(connection)
                 if not token:  # somebody looked whether a server listens
                     return
-                channel = self._hub.claim(token, pid, partial(_shut_down, connection))
+                channel = self._hub.claim(token, pid, partial(shut_down, connection))
                 if channel is None:
                     logger.info("channels.socket: process %d of user %d sent an unknown token", pid, uid)
                     return
@@ -161,7 +161,7 @@ def hand_over(connection: socket.socket, channel: Channel | CallChannel) -> None
             os.close(descriptor)
 
 
-def _shut_down(connection: socket.socket) -> None:
+def shut_down(connection: socket.socket) -> None:
     """End the connection; the task that waits for its end closes it."""
     with suppress(OSError):  # the owner is gone already
         connection.shutdown(socket.SHUT_RDWR)

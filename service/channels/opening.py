@@ -34,6 +34,15 @@ class CallMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class NixlMemory:
+    """Host memory of each side, between which NIXL carries tensors: that of the caller's end, as it says."""
+
+    byte_size: int
+    address: int
+    metadata: str
+
+
+@dataclass(frozen=True, slots=True)
 class Opening:
     """A channel to open.
 
@@ -47,13 +56,15 @@ class Opening:
     num_slots: int
     max_tokens: int
     datatype: str | None = None
-    memory: int | CudaMemory | CallMemory | None = None
+    memory: int | CudaMemory | CallMemory | NixlMemory | None = None
     caller: str = ""
 
     @property
-    def kind(self) -> Literal["system", "cuda", "device_calls"]:
+    def kind(self) -> Literal["system", "cuda", "device_calls", "nixl"]:
         if isinstance(self.memory, CallMemory):
             return "device_calls"
+        if isinstance(self.memory, NixlMemory):
+            return "nixl"
         return "cuda" if isinstance(self.memory, CudaMemory) else "system"
 
     def geometry(self, specs: Sequence[LayerSpec]) -> Geometry | CallGeometry:
@@ -61,6 +72,12 @@ class Opening:
         self.check(MAX_SLOTS, min(spec.max_request_tokens for spec in specs))
         sizes = (self.num_slots, self.max_tokens)
         largest = (max(spec.hidden_size for spec in specs), max(spec.top_k for spec in specs))
+        if (
+            isinstance(self.memory, NixlMemory)
+            and len({(each.hidden_size, each.top_k) for each in specs}) > 1
+        ):
+            got = " and ".join(f"{each.hidden_size}, top {each.top_k}" for each in specs)
+            raise ChannelRefusedError(f"models: expected equal sizes for a channel over NIXL, got {got:.200}")
         if isinstance(self.memory, CallMemory):
             return CallGeometry.for_slots(*sizes, *largest)
         widest = max(_ELEMENT_BYTES[self.datatype or spec.datatype] for spec in specs)

@@ -15,6 +15,7 @@ from expertd.service.commands.devices import capabilities_of, check_backend, che
 from expertd.service.commands.serve import (
     check_grpc,
     check_keys,
+    check_nixl,
     check_rendezvous,
     check_tls,
     check_tracing,
@@ -220,6 +221,7 @@ def _tls(settings: "Settings") -> str:
 def _channels(settings: "Settings") -> str:
     from expertd.service.http.listening import NoChannelsError, listen_for_channels
 
+    check_nixl(settings)
     try:
         listener = listen_for_channels(settings, settings.port)
     except NoChannelsError as error:

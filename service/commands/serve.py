@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_weights(settings)
         check_grpc(settings)
         check_tracing(settings)
+        check_nixl(settings)
         check_rendezvous(settings)
         if settings.node_rank == 0:
             check_keys(settings)
@@ -193,6 +194,15 @@ def check_grpc(settings: "Settings") -> None:
     if settings.grpc.port is not None and missing:
         expected = "the packages of expertd[grpc] (pip install 'expertd[grpc]')"
         raise ValueError(f"grpc.port: expected {expected}, got no {missing[0]}")
+
+
+def check_nixl(settings: "Settings") -> None:
+    """Raise ValueError if channels over NIXL are on and a package of theirs is not installed."""
+    from expertd.service.channels.relays import missing_package
+
+    if settings.channels.nixl and (missing := missing_package()) is not None:
+        expected = "the packages of expertd[nixl] (pip install 'expertd[nixl]')"
+        raise ValueError(f"channels.nixl: expected {expected}, got no {missing}")
 
 
 def check_tracing(settings: "Settings") -> None:

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from expertd import __version__
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.listener import ChannelListener
+from expertd.service.channels.relays import Relays
 from expertd.service.engine import engine_metrics
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.errors import EngineError
@@ -95,6 +96,7 @@ class ExpertApp(FastAPI):
         engine_metrics.watch(self.engine, self.metrics)
         self.channels = ChannelHub(settings.channels, self.engine, self.metrics)
         self.listener: ChannelListener | None = None  # of channels
+        self.relays = Relays(self.channels)
         self.side_server: SideServer | None = None
         self.pass_on_log_level: Callable[[str], None] = lambda level: None  # to other processes
         self._bodies = BodyReader(settings.limits)
@@ -112,7 +114,7 @@ class ExpertApp(FastAPI):
             shared_memory_router(self.engine.shared_memory, self._bodies),
             partitions_router(self.engine, self._bodies),
             placement_router(self.engine, self._bodies),
-            channels_router(self.channels, self._bodies, self.gate),
+            channels_router(self.channels, self.relays, self._bodies, self.gate),
             metrics_router(self.metrics),
             log_router(self.set_log_level, self._bodies),
             profile_router(self.engine, self._bodies),
@@ -208,6 +210,7 @@ async def _lifespan(app: ExpertApp) -> AsyncIterator[None]:
         if app.listener is not None:
             await app.listener.stop()
         await app.channels.stop()
+        await app.relays.stop()
         await app.engine.stop()
         if app.tracing is not None:
             await asyncio.to_thread(app.tracing.stop)

@@ -38,8 +38,9 @@ def num_files(settings: Settings, num_servers: int) -> int:
     """How many files may be open at once; `num_servers` accept as many connections each."""
     copies = 0 if settings.num_ranks == 1 else 1  # of each shared file, for ranks that start later
     regions = (2 + copies) * settings.shared_memory.max_regions  # the file, and its mapping's own descriptor
+    any_channels = has_channels(settings) or settings.channels.nixl
     # Until it is claimed, an eventfd and both ends of a pipe beside two files; then a socket, and fewer.
-    channels = (3 + 2 * (2 + copies)) * settings.channels.max_channels if has_channels(settings) else 0
+    channels = (3 + 2 * (2 + copies)) * settings.channels.max_channels if any_channels else 0
     return num_servers * settings.limits.max_connections + regions + channels + _OTHER_FILES
 
 

@@ -202,6 +202,11 @@ class ChannelSettings(Frozen):
         min_length=1,
         description="name or number of a group whose users may claim channels; null: only the server's user",
     )
+    nixl: bool = Field(
+        default=False,
+        description="callers on other machines open channels over NIXL, by RDMA where there is some; needs "
+        "the packages of `expertd[nixl]` and `expertd-client`, and a network of trusted hosts (docs/rdma.md)",
+    )
     max_channels: int = Field(default=64, ge=1, description="maximum open channels")
     max_bytes: int = Field(
         default=1024 * MIB,

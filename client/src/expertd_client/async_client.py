@@ -93,14 +93,24 @@ class AsyncExpertClient(BaseClient):
         output_datatype: str | None = None,
         device: object = None,
         timeout: float | None = None,
+        over_nixl: bool | None = None,
     ) -> AsyncChannel:
-        """A channel to a server on this machine: no copies, and as many requests in flight as slots.
+        """A channel without copies, and as many requests in flight as slots, to a server on this machine.
 
         Arguments and errors as in ExpertClient.open_channel. There is no spin_seconds: tasks that wait for an
         answer leave the event loop to the others.
         """
         deadline = self._deadline(timeout)
-        options = ChannelOptions(models, num_slots, max_tokens, datatype, output_datatype, device, deadline)
+        options = ChannelOptions(
+            models,
+            num_slots,
+            max_tokens,
+            datatype,
+            output_datatype,
+            device,
+            deadline,
+            over_nixl=self._is_over_nixl(over_nixl),
+        )
         return await run_async(self._open_channel(AsyncChannel, options))
 
     async def close(self) -> None:

@@ -68,6 +68,11 @@ class BaseClient:
         """The transport that infer calls take now; of a pool's first server."""
         return self._to.transport
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the server, or one of a pool's, is on this machine, as far as its address says."""
+        return self._to.is_local
+
     def servers(self) -> list[ServerState]:
         """What is known of each server of a pool, without asking them."""
         return self._to.states()
@@ -102,6 +107,9 @@ class BaseClient:
 
     def _live(self, timeout: float | None) -> Steps[bool]:
         return _is_true(self._to.request("GET", "/v2/health/live", self._once(timeout)))
+
+    def _is_over_nixl(self, given: bool | None) -> bool:
+        return self.transport == "nixl" if given is None else given
 
     def _open_channel(self, kind: type[C], options: ChannelOptions) -> Steps[C]:
         return make_channel(self._to, kind, options)

@@ -118,8 +118,9 @@ class ExpertClient(BaseClient):
         device: object = None,
         timeout: float | None = None,
         spin_seconds: float = SPIN_SECONDS,
+        over_nixl: bool | None = None,
     ) -> Channel:
-        """A channel to a server on this machine: no copies, and as many requests in flight as slots.
+        """A channel without copies, and as many requests in flight as slots, to a server on this machine.
 
         models           a name, or several, of layers with the same hidden_size and top_k
         max_tokens       of a request
@@ -129,13 +130,23 @@ class ExpertClient(BaseClient):
                          torch tensors in memory of that GPU, which the server's GPU reads and writes itself
         timeout          seconds that opening, and later each request, may take (default: the client's)
         spin_seconds     how long `wait` looks for an answer before it sleeps
+        over_nixl        to a server that may be on another machine, which NIXL copies tensors to and from
+                         (default: if the client's transport is nixl)
 
         Raises InvalidRequestError, UnknownModelError, ServerBusyError if the server has no room for it,
         TransportUnavailableError, ServerUnreachableError, DeadlineError.
         """
         deadline = self._deadline(timeout)
         options = ChannelOptions(
-            models, num_slots, max_tokens, datatype, output_datatype, device, deadline, spin_seconds
+            models,
+            num_slots,
+            max_tokens,
+            datatype,
+            output_datatype,
+            device,
+            deadline,
+            spin_seconds,
+            self._is_over_nixl(over_nixl),
         )
         return run(self._open_channel(Channel, options))
 

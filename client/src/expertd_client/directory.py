@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # What the server's error is about if it refuses memory of a GPU rather than the channel.
 _MEMORY = ("memory", "raw_handle", "device_id", "byte_size")
-_GROWTH_SECONDS = 0.5  # to open an arena that calls can do without; shorter than any Retry-After
+GROWTH_SECONDS = 0.5  # to open an arena that calls can do without; shorter than any Retry-After
 _MIN_SECONDS = 1e-3  # a deadline has some
 _TOKENS = "max_tokens:"  # beyond the server's limit of a request, over any transport
 _ROUTING = "flags:"  # the layer needs routing in host memory
@@ -61,11 +61,21 @@ class Directory(Generic[A]):
 
     `make` makes an arena for a holder. It raises RefusedError, or TransportUnavailableError if there will be
     none, and what the server answers to any call.
+
+    growth_seconds  to open an arena that calls can do without
+    on_host         all arenas are in the host's memory
     """
 
-    def __init__(self, max_places: int, make: Callable[[Wanted, Holder[A]], Steps[A]]) -> None:
+    def __init__(
+        self,
+        max_places: int,
+        make: Callable[[Wanted, Holder[A]], Steps[A]],
+        growth_seconds: float = GROWTH_SECONDS,
+        on_host: bool = False,
+    ) -> None:
         self._max_places = max_places
         self._make = make
+        self._growth_seconds, self._on_host = growth_seconds, on_host
         self.forget()
         self._refused_gpus: set[int] = set()
         self._routed_on_host: set[str] = set()
@@ -84,7 +94,7 @@ class Directory(Generic[A]):
 
     def gpu_for(self, call: LayerCall) -> int | None:
         """The GPU in whose memory a call's channel is; None: in the host's."""
-        gpu = gpu_of(call)
+        gpu = None if self._on_host else gpu_of(call)
         if gpu in self._refused_gpus or (len(call.inputs) > 1 and call.model in self._routed_on_host):
             return None
         return gpu
@@ -140,7 +150,7 @@ class Directory(Generic[A]):
                 need,
                 deadline,
                 lambda opening: self.open(
-                    Wanted(call.model, need, opening, gpu, _opening_deadline(opening, deadline))
+                    Wanted(call.model, need, opening, gpu, self._opening_deadline(opening, deadline))
                 ),
             )
             if lease is None:
@@ -179,6 +189,12 @@ class Directory(Generic[A]):
         for holder in holders:
             holder.close()
 
+    def _opening_deadline(self, opening: Opening, deadline: Deadline) -> Deadline:
+        """The time to open an arena for a call, which may get a place of the current one if that fails."""
+        if opening.is_needed:
+            return deadline
+        return Deadline(max(_MIN_SECONDS, min(self._growth_seconds, deadline.remaining() / 2)))
+
     def _refuse(self, gpu: int, error: ExpertError) -> None:
         with self._lock:
             if gpu in self._refused_gpus:
@@ -194,13 +210,6 @@ def largest(wanted: Wanted, make: Callable[[Sizes], Steps[T]]) -> Steps[T]:
         with suppress(RefusedError, DeviceMemoryError):
             return (yield from make(sizes))
     return (yield from make(smallest))
-
-
-def _opening_deadline(opening: Opening, deadline: Deadline) -> Deadline:
-    """The time to open an arena for a call, which may get a place of the current one if that fails."""
-    if opening.is_needed:
-        return deadline
-    return Deadline(max(_MIN_SECONDS, min(_GROWTH_SECONDS, deadline.remaining() / 2)))
 
 
 def gpu_of(call: LayerCall) -> int | None:

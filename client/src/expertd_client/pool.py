@@ -66,7 +66,7 @@ class Member:
     is_late: bool = False  # a call's time passed here, so that it should say whether it lives
     begun: dict[object, float] = field(default_factory=dict)  # calls without an answer, by when they began
     ended: Counter[str] = field(default_factory=Counter)  # infer calls, but for those that were given up
-    socket: str | None = None  # of its channels
+    opened: object = None  # the channel that was opened last
     # Open ones, by the first request without an answer, and since when it is that.
     links: "weakref.WeakKeyDictionary[Link, tuple[int, float]]" = field(
         default_factory=weakref.WeakKeyDictionary
@@ -174,6 +174,11 @@ class ServerPool:
         return self.members[0].server.transport
 
     @property
+    def is_local(self) -> bool:
+        """Whether one of the servers is on this machine."""
+        return any(member.server.is_local for member in self.members)
+
+    @property
     def members(self) -> list[Member]:
         """Those of now."""
         return list(self._members.values())
@@ -255,7 +260,7 @@ class ServerPool:
                     failed = self._failed(member, error)
                 else:
                     if path.startswith(_CHANNELS) and isinstance(answer, dict):
-                        member.socket = answer.get("socket")
+                        member.opened = answer
                     return answer
             assert failed is not None
             raise failed
@@ -266,12 +271,15 @@ class ServerPool:
         """See `Asker.channel_opened`: it ends when its server hangs."""
         with self._lock:
             for member in self._members.values():
-                if member.socket == opened["socket"]:
+                if member.opened is opened:
                     member.links[link] = 0, 0.0
 
     def _with_channels(self, body: Any, deadline: Deadline) -> Steps[list[Member]]:
-        """Those on this machine that may have a channel as `body` wants: to all experts of its layers."""
-        members = [member for member in self.members if member.server.is_local]
+        """Those that may have a channel as `body` wants, to all experts of its layers: on this machine, or
+        over NIXL.
+        """
+        is_anywhere = isinstance(body["memory"], dict) and "nixl" in body["memory"]
+        members = [member for member in self.members if is_anywhere or member.server.is_local]
         if not members:
             raise TransportUnavailableError("pool: expected a server on this machine, got others")
         for model in body["models"] if "models" in body else [body["model"]]:

@@ -44,7 +44,8 @@ class Server:
         self._max_tokens: dict[str, int] = {}  # of a request, where a call was larger
         self._http = HttpTransport(address, *limits, settings.connect_seconds)
         self._channel = ChannelTransport(self._http, *limits)
-        self._choice = Choice(settings.transport, address, self._channel, self._http)
+        self._nixl = ChannelTransport(self._http, *limits, over_nixl=True)
+        self._choice = Choice(settings.transport, address, self._channel, self._nixl, self._http)
 
     @property
     def transport(self) -> TransportName:
@@ -91,6 +92,7 @@ class Server:
         """End the connections of calls that wait, from any thread: they raise ServerUnreachableError."""
         self._http.break_off()
         self._channel.break_off()
+        self._nixl.break_off()
 
     def close(self) -> Steps[None]:
         """Close connections and free what transports hold."""

@@ -13,10 +13,10 @@ from expertd_client.steps import Steps
 
 logger = logging.getLogger("expertd_client")
 
-TransportName = Literal["auto", "channel", "http"]
+TransportName = Literal["auto", "channel", "nixl", "http"]
 
-ORDER = ("channel", "http")
-"""The faster first, which needs the server on this machine."""
+ORDER = ("channel", "nixl", "http")
+"""The first needs the server on this machine, the second one NIXL on both."""
 
 _MAX_REPORTS = 100
 
@@ -63,10 +63,13 @@ class Transport(Protocol):
 class Choice:
     """The transport in use; with `auto`, a channel if the server is on this machine, or else HTTP.
 
-    A channel may raise TransportUnavailableError when it is used; `auto` then takes HTTP.
+    A channel may raise TransportUnavailableError when it is used; `auto` then takes HTTP. NIXL, which starts
+    two processes for each model, is only taken if it is wanted.
     """
 
-    def __init__(self, wanted: str, address: Address, channel: Transport, http: Transport) -> None:
+    def __init__(
+        self, wanted: str, address: Address, channel: Transport, nixl: Transport, http: Transport
+    ) -> None:
         if wanted != "auto" and wanted not in ORDER:
             raise InvalidRequestError(f"transport: expected auto, {', '.join(ORDER)}, got {wanted!r}")
         self._is_free = wanted == "auto"
@@ -75,7 +78,9 @@ class Choice:
         self._url = address.url
         self._lock = threading.Lock()
         self._http = http
-        self._take(channel if wanted == "channel" or (self._is_free and address.is_local) else http)
+        transports = {"channel": channel, "nixl": nixl, "http": http}
+        first = "channel" if address.is_local else "http"
+        self._take(transports[first if wanted == "auto" else wanted])
 
     def fall_back(self, failed: Transport, error: TransportUnavailableError) -> Steps[None]:
         """Take HTTP after `failed`, with a warning; raises `error` if that is not wanted, or has failed."""

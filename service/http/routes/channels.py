@@ -7,7 +7,8 @@ from fastapi import APIRouter, Path, Request
 
 from expertd.service.channels.hub import ChannelHub, Entry
 from expertd.service.channels.layout import VERSION
-from expertd.service.channels.opening import CallMemory, CudaMemory, Opening
+from expertd.service.channels.opening import CallMemory, CudaMemory, NixlMemory, Opening
+from expertd.service.channels.relays import Relays
 from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import errors
@@ -18,6 +19,7 @@ from expertd.service.http.routes.schemas import (
     ChannelRequest,
     ChannelResponse,
     ChannelsResponse,
+    NixlMemoryRegion,
     SystemMemoryRegion,
 )
 from expertd.service.inference.gate import Gate
@@ -43,7 +45,7 @@ _BODY: dict[str, Any] = {
 }
 
 
-def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRouter:
+def channels_router(hub: ChannelHub, relays: Relays, bodies: BodyReader, gate: Gate) -> APIRouter:
     """POST and GET /v1/channels, GET and DELETE /v1/channels/{id}."""
     router = APIRouter(prefix="/v1", tags=["Channels"])
 
@@ -56,18 +58,23 @@ def channels_router(hub: ChannelHub, bodies: BodyReader, gate: Gate) -> APIRoute
         openapi_extra=_BODY,
     )
     async def open_channel(request: Request) -> dict[str, Any]:
-        """Open a channel, to be claimed at the socket with the token within 10 s (docs/transports.md)."""
+        """Open a channel, to be claimed at the socket with the token within 10 s (docs/transports.md).
+
+        One over NIXL is claimed by a process of the server, which the caller's end reaches by `nixl`.
+        """
         hub.check_enabled()
         body = await control_body(request, bodies)
         entry = await hub.open(_opening(body, gate.caller(request.scope["headers"])))
         assert entry.token is not None
+        where: dict[str, Any] = {"socket": str(hub.socket), "token": entry.token.hex()}
+        if entry.opening.kind == "nixl":
+            where = {"nixl": await relays.start(entry)}
         return {
             "id": entry.channel.id,
             "instance": hub.instance,
             "version": VERSION,
             **_models_of(entry),
-            "socket": str(hub.socket),
-            "token": entry.token.hex(),
+            **where,
             "geometry": entry.channel.geometry.shown(),
         }
 
@@ -109,11 +116,14 @@ def _opening(body: bytes, caller: str) -> Opening:
     given = parsed(ChannelRequest, body, invalid=400)
     if given.version != VERSION:
         raise OipError(400, f"version of channels: expected {VERSION}, got {given.version}")
-    memory: int | CudaMemory | CallMemory | None = None
+    memory: int | CudaMemory | CallMemory | NixlMemory | None = None
     if isinstance(given.memory, SystemMemoryRegion):
         memory = given.memory.system.byte_size
     elif isinstance(given.memory, CallMemoryRegion):
         memory = CallMemory()
+    elif isinstance(given.memory, NixlMemoryRegion):
+        nixl = given.memory.nixl
+        memory = NixlMemory(nixl.byte_size, nixl.address, nixl.metadata)
     elif given.memory != "system":
         cuda = given.memory.cuda
         memory = CudaMemory(_handle(cuda.raw_handle.b64), cuda.byte_size)

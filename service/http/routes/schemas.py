@@ -190,12 +190,26 @@ class CallMemoryRegion(_Strict):
     device_calls: NoFields
 
 
+class NixlAgent(_Strict):
+    """The end of a channel over NIXL: an agent with one registered memory."""
+
+    byte_size: PositiveInt = Field(description="of the memory, the same at both ends")
+    address: NonNegativeInt = Field(description="of the memory, as its agent has registered it")
+    metadata: str = Field(max_length=65536, description="base64 of the agent's metadata")
+
+
+class NixlMemoryRegion(_Strict):
+    """Host memory at both ends, between which NIXL carries tensors."""
+
+    nixl: NixlAgent
+
+
 def _form_of(memory: object) -> str | None:
     """The form of a channel's memory, so that errors are those of this form."""
     if isinstance(memory, str):
         return "system" if memory == "system" else None
     if isinstance(memory, dict):
-        memory = [key for key in ("system", "cuda", "device_calls") if key in memory]
+        memory = [key for key in ("system", "cuda", "device_calls", "nixl") if key in memory]
         return f"{memory[0]} object" if len(memory) == 1 else None
     return None
 
@@ -204,11 +218,13 @@ _Memory = Annotated[
     Annotated[Literal["system"], Tag("system")]
     | Annotated[SystemMemoryRegion, Tag("system object")]
     | Annotated[CudaMemoryRegion, Tag("cuda object")]
-    | Annotated[CallMemoryRegion, Tag("device_calls object")],
+    | Annotated[CallMemoryRegion, Tag("device_calls object")]
+    | Annotated[NixlMemoryRegion, Tag("nixl object")],
     Discriminator(
         _form_of,
         custom_error_type="memory_form",
-        custom_error_message='expected "system", {"system": ...}, {"cuda": ...} or {"device_calls": {}}',
+        custom_error_message='expected "system", {"system": ...}, {"cuda": ...}, {"device_calls": {}} or '
+        '{"nixl": ...}',
     ),
 ]
 
@@ -235,8 +251,13 @@ class ChannelResponse(BaseModel):
     version: int = Field(description="of the layout")
     model: str | None = Field(default=None, description="the only one")
     models: list[str] | None = Field(default=None, description="in the order of their numbers")
-    socket: str = Field(description="path of the Unix socket at which the channel is claimed")
-    token: str = Field(description="32 bytes in hexadecimal, which claim the channel once")
+    socket: str | None = Field(
+        default=None, description="path of the Unix socket at which the channel is claimed"
+    )
+    token: str | None = Field(
+        default=None, description="32 bytes in hexadecimal, which claim the channel once"
+    )
+    nixl: NixlAgent | None = Field(default=None, description="the server's end of a channel over NIXL")
     geometry: dict[str, int] = Field(
         description="sizes and offsets in bytes, and numbers of slots and tokens"
     )
@@ -246,7 +267,7 @@ class ChannelInfo(BaseModel):
     id: str
     model: str | None = Field(default=None, description="the only one")
     models: list[str] | None = Field(default=None, description="in the order of their numbers")
-    memory: Literal["system", "cuda", "device_calls"]
+    memory: Literal["system", "cuda", "device_calls", "nixl"]
     data_bytes: int
     owner: int | None = Field(description="process id; null: not yet claimed")
     requests: int = Field(description="requests so far")

@@ -106,7 +106,9 @@ def cuda(b64: str) -> dict[str, Any]:
     return {"memory": {"cuda": {"device_id": 0, "raw_handle": {"b64": b64}, "byte_size": 64}}}
 
 
-MEMORY = 'memory: expected "system", {"system": ...}, {"cuda": ...} or {"device_calls": {}}, got '
+MEMORY = (
+    'memory: expected "system", {"system": ...}, {"cuda": ...}, {"device_calls": {}} or {"nixl": ...}, got '
+)
 WRONG: dict[str, dict[str, Any]] = {
     "num_slots: expected a number greater than 0, got 0": {"num_slots": 0},
     "num_slots: expected 1 to 4096, got 4097": {"num_slots": 4097},

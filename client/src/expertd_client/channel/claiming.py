@@ -14,7 +14,7 @@ from expertd_client.channel.layout import GREETING, VERSION
 from expertd_client.deadline import Deadline
 from expertd_client.errors import TransportUnavailableError
 
-_DESCRIPTORS = 4
+DESCRIPTORS = 4  # control memory, data, the eventfd, the pipe of answers; no data if that is a GPU's
 _MAP_FIXED = 0x10
 _SECONDS = 10.0  # after which the server gives an unclaimed channel up
 
@@ -52,8 +52,8 @@ def claim(opened: Any, deadline: Deadline, memory: mmap.mmap | None = None) -> C
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(seconds)
-        descriptors = exchange(connection, path, token, (_DESCRIPTORS - 1, _DESCRIPTORS))
-        return _mapped(opened, sizes, descriptors, connection, memory)
+        descriptors = exchange(connection, path, token, (DESCRIPTORS - 1, DESCRIPTORS))
+        return mapped(opened, sizes, descriptors, connection, memory)
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError | ValueError):
@@ -68,11 +68,16 @@ def exchange(connection: socket.socket, path: str, token: bytes, counts: tuple[i
 
     Raises OSError, TransportUnavailableError.
     """
-    _connections.add(connection)
+    close_in_child(connection)
     connection.connect(path)
     connection.sendall(token)
+    return receive(connection, f"socket of channels {path}", counts)
+
+
+def receive(connection: socket.socket, name: str, counts: tuple[int, ...]) -> list[int]:
+    """The descriptors that come with the greeting. Raises OSError, TransportUnavailableError."""
     numbers = array("i")
-    space = socket.CMSG_SPACE(_DESCRIPTORS * numbers.itemsize)
+    space = socket.CMSG_SPACE(DESCRIPTORS * numbers.itemsize)
     # socket.recv_fds ignores its flags; without this one, the descriptors live on in programs that we start.
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     greeting, ancillary, _, _ = connection.recvmsg(len(GREETING), space, flags)
@@ -84,17 +89,18 @@ def exchange(connection: socket.socket, path: str, token: bytes, counts: tuple[i
         for descriptor in descriptors:
             os.close(descriptor)
         got = f"{greeting!r} and {len(descriptors)} descriptors"
-        raise TransportUnavailableError(f"socket of channels {path}: expected a claimed channel, got {got}")
+        raise TransportUnavailableError(f"{name}: expected a claimed channel, got {got}")
     return descriptors
 
 
-def _mapped(
+def mapped(
     opened: Mapping[str, Any],
     sizes: Mapping[str, int],
     descriptors: list[int],
     connection: socket.socket,
     memory: mmap.mmap | None,
 ) -> Claimed:
+    """The channel whose descriptors have come over `connection`. Raises OSError, ValueError."""
     control, *data, bell, answers = descriptors
     try:
         control_map = mmap.mmap(control, sizes["control_bytes"])
@@ -136,6 +142,11 @@ def _in_place(descriptor: int, num_bytes: int, memory: mmap.mmap | None) -> mmap
 
 
 _connections: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def close_in_child(connection: socket.socket) -> None:
+    """Have forked children close a connection: with theirs, the channel would outlive this process."""
+    _connections.add(connection)
 
 
 def _close_in_child() -> None:

@@ -40,6 +40,7 @@ class ChannelOptions:
     device: object
     deadline: Deadline  # of the opening; requests have as many seconds
     spin_seconds: float = SPIN_SECONDS
+    over_nixl: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,6 +63,8 @@ class ChannelOptions:
                 raise InvalidRequestError(f"{name}: expected {', '.join(CODES)} or None, got {datatype!r}")
         if self.device is not None and re.fullmatch("cpu|cuda(:[0-9]+)?", str(self.device)) is None:
             raise InvalidRequestError(f"device: expected None, cpu or cuda:0, got {str(self.device)!r}")
+        if self.over_nixl and str(self.device) not in ("None", "cpu"):
+            raise InvalidRequestError(f"device: expected None or cpu over NIXL, got {str(self.device)!r}")
         if not self.spin_seconds >= 0:
             raise InvalidRequestError(f"spin_seconds: expected at least 0, got {self.spin_seconds}")
 
@@ -81,7 +84,11 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
 
     def opening(deadline: Deadline, lost: Opened | None = None) -> Steps[Opened]:
         try:
-            return (yield from open_channel(http, names, sizes, gpu, deadline, options.spin_seconds, lost))
+            return (
+                yield from open_channel(
+                    http, names, sizes, gpu, deadline, options.spin_seconds, lost, options.over_nixl
+                )
+            )
         except RefusedError as refused:
             raise refused.error from None
         except DeviceMemoryError as error:

@@ -24,6 +24,7 @@ from expertd_client.errors import (
     UnknownModelError,
 )
 from expertd_client.http.requests import model_path
+from expertd_client.nixl.process import CallerProcess
 from expertd_client.steps import Steps, Work
 from expertd_client.transport import Asker
 
@@ -58,10 +59,12 @@ def open_channel(
     deadline: Deadline,
     spin_seconds: float = SPIN_SECONDS,
     lost: Opened | None = None,
+    over_nixl: bool = False,
 ) -> Steps[Opened]:
     """Open a channel with `sizes.num_bytes` of data, on the GPU `device` or in host memory (None).
 
-    `lost`: one that has ended, whose memory the new one takes over, at the same addresses.
+    `lost`: one that has ended, whose memory the new one takes over, at the same addresses. `over_nixl`: to a
+    server on another machine.
 
     Raises RefusedError, TransportUnavailableError if the server has no channels or they cannot be used from
     here; AccessDeniedError, UnknownModelError, DeadlineError, ServerUnreachableError.
@@ -75,13 +78,28 @@ def open_channel(
         memory = {"cuda": exported.described()}
     min_slots = 0 if exported is None else _STREAM_SLOTS
     num_slots = min(MAX_REQUESTS, max(min_slots, _SLOTS_PER_PLACE * sizes.num_places))
-    body = {"version": VERSION, "num_slots": num_slots, "max_tokens": sizes.max_tokens, "memory": memory}
+    body: dict[str, Any] = {
+        "version": VERSION,
+        "num_slots": num_slots,
+        "max_tokens": sizes.max_tokens,
+        "memory": memory,
+    }
     body |= {"model": models[0]} if len(models) == 1 else {"models": models}
     place = lost.link.data if lost is not None else None
     while True:
-        opened = yield from post(http, models, body, deadline)
+        process: CallerProcess | None = None
+        if over_nixl:
+            process = yield Work(partial(CallerProcess, sizes.num_bytes, deadline))
+            body["memory"] = process.memory()
         try:
-            link = Link((yield Work(partial(claim, opened, deadline, place))), spin_seconds)
+            opened = yield from post(http, models, body, deadline)
+        except BaseException:
+            if process is not None:
+                process.close()
+            raise
+        take = claim if process is None else process.claim
+        try:
+            link = Link((yield Work(partial(take, opened, deadline, place))), spin_seconds)
             if exported is None:  # a server that hangs could write to a GPU's memory later
                 http.channel_opened(opened, link)
             break
@@ -99,10 +117,14 @@ def open_channel(
     return Opened(link, sizes, hidden_size, top_k, host, device_data, exported)
 
 
-def open_largest(http: Asker, wanted: Wanted) -> Steps[Opened]:
+def open_largest(http: Asker, wanted: Wanted, over_nixl: bool = False) -> Steps[Opened]:
     """`open_channel` with the sizes that are wanted, or else with smaller ones."""
     model, gpu, deadline = wanted.model, wanted.gpu, wanted.deadline
-    return (yield from largest(wanted, lambda sizes: open_channel(http, (model,), sizes, gpu, deadline)))
+
+    def make(sizes: Sizes) -> Steps[Opened]:
+        return open_channel(http, (model,), sizes, gpu, deadline, over_nixl=over_nixl)
+
+    return (yield from largest(wanted, make))
 
 
 def post(http: Asker, models: tuple[str, ...], body: object, deadline: Deadline) -> Steps[Any]:

@@ -6,26 +6,29 @@ from expertd_client.channel.arena import ChannelArena
 from expertd_client.channel.opening import open_largest
 from expertd_client.channel.waiting import Answer
 from expertd_client.deadline import Deadline
-from expertd_client.directory import Directory, Wanted
+from expertd_client.directory import GROWTH_SECONDS, Directory, Wanted
 from expertd_client.retries import with_retries
 from expertd_client.steps import Sleep, Steps
 from expertd_client.transport import Asker, TransportName
 
 _FULL_SECONDS = 0.5e-3
+_NIXL_GROWTH_SECONDS = 10.0  # as GROWTH_SECONDS: two processes start for a channel over NIXL
 
 
 class ChannelTransport:
     """Calls over a channel of each model, which is opened by its first call and grows with the calls.
 
-    At most `max_connections` calls of a model run at a time, and few if they are large; others wait.
+    At most `max_connections` calls of a model run at a time, and few if they are large; others wait. With
+    `over_nixl` its servers may be on other machines, and tensors of GPUs pass through memory of the host.
     """
 
-    name: TransportName = "channel"
-
-    def __init__(self, http: Asker, max_connections: int, max_retries: int) -> None:
+    def __init__(self, http: Asker, max_connections: int, max_retries: int, over_nixl: bool = False) -> None:
+        self.name: TransportName = "nixl" if over_nixl else "channel"
         self._http = http
         self._max_retries = max_retries
-        self._directory = Directory(max_connections, self._make)
+        self._over_nixl = over_nixl
+        growth_seconds = _NIXL_GROWTH_SECONDS if over_nixl else GROWTH_SECONDS
+        self._directory = Directory(max_connections, self._make, growth_seconds, on_host=over_nixl)
 
     def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
         """Have the layer's output written to `call.output`."""
@@ -43,7 +46,7 @@ class ChannelTransport:
         yield from ()
 
     def _make(self, wanted: Wanted, holder: Holder[ChannelArena]) -> Steps[ChannelArena]:
-        opened = yield from open_largest(self._http, wanted)
+        opened = yield from open_largest(self._http, wanted, self._over_nixl)
         return ChannelArena(opened, holder)
 
 
