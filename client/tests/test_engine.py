@@ -44,7 +44,7 @@ def test_layers_are_named_as_the_server_names_them(model: str, name: str) -> Non
     ("given", "text"),
     [
         ({"max_token": 3}, "settings: expected url or name .*, got max_token"),
-        ({"transport": "tcp"}, "transport: expected auto, channel, http or device, got tcp"),
+        ({"transport": "tcp"}, "transport: expected auto, channel, nixl, http or device, got tcp"),
         ({"check_weights": False}, "check_weights: expected on or off, got False"),
         ({"max_tokens": 0}, "max_tokens: expected .*, got 0"),
         ({"max_tokens": "many"}, "max_tokens: expected .*, got many"),

@@ -23,6 +23,7 @@ from torch import Tensor
 from expertd_client.client import ExpertClient
 from expertd_client.errors import ExpertError, TransportUnavailableError
 from expertd_client.metadata import ModelMetadata
+from expertd_client.nixl.installed import is_installed
 from expertd_client.weights import weights_id
 
 logger = logging.getLogger("expertd_client")
@@ -42,8 +43,8 @@ class Settings:
 
     url            of the server, or of a pool: dns:NAME:PORT or file:/PATH
     name           of the checkpoint there, whose layers are {name}.layers.{N}; "": as the server names it
-    transport      auto, channel or http, as in expertd-client; device: the GPU makes calls by itself, also
-                   from full CUDA graphs, and large batches go over a channel
+    transport      auto, channel, nixl or http, as in expertd-client; device: the GPU makes calls by itself,
+                   also from full CUDA graphs, and large batches go over a channel
     max_tokens     of a request over a channel; larger batches are cut
     retry_seconds  how long a call waits for a server that has gone, before it fails
     check_weights  on: the server's experts must be those of the checkpoint here; off: only sizes are compared
@@ -62,9 +63,9 @@ class Settings:
         expect(isinstance(self.url, str), "url", "text", self.url)
         expect(isinstance(self.name, str), "name", "text", self.name)
         expect(
-            self.transport in ("auto", "channel", "http", "device"),
+            self.transport in ("auto", "channel", "nixl", "http", "device"),
             "transport",
-            "auto, channel, http or device",
+            "auto, channel, nixl, http or device",
             self.transport,
         )
         expect(is_size, "max_tokens", "1 or more", self.max_tokens)
@@ -106,6 +107,8 @@ class RemoteServer:
         self._layers: dict[str, RemoteLayer] = {}
         self._channel: Any = None
         self._has_channels = settings.transport != "http"
+        wants_fastest = settings.transport == "auto" and not self.client.is_local
+        self.is_over_nixl = settings.transport == "nixl" or (wants_fastest and is_installed())
         self.device_channel: Any = None  # for calls that the GPU makes by itself
 
     def layer(self, number: int) -> "RemoteLayer":
@@ -121,7 +124,7 @@ class RemoteServer:
     def open_device_channel(self, device: torch.device | None, num_slots: int) -> None:
         """If the settings want it, and once all layers are known: no graph may be captured meanwhile."""
         if self.settings.transport == "device" and self.device_channel is None:
-            expect(device is not None, "transport", "auto, channel or http without a GPU", "device")
+            expect(device is not None, "transport", "auto, channel, nixl or http without a GPU", "device")
             self.device_channel = self.client.open_device_channel(
                 list(self._layers), num_slots=num_slots, device=str(device)
             )
@@ -146,11 +149,12 @@ class RemoteServer:
                     max_tokens=min(most, *(limit or most for limit in limits)),
                     num_slots=num_slots,
                     datatype=_DATATYPES[x.dtype],
-                    device=str(x.device),
+                    device="cpu" if self.is_over_nixl else str(x.device),
+                    over_nixl=self.is_over_nixl,
                 )
                 self._channel.on_failure = end_process
             except TransportUnavailableError as error:
-                if self.settings.transport in ("channel", "device"):
+                if self.settings.transport in ("channel", "nixl", "device"):
                     raise
                 logger.warning("expertd: calls go over HTTP: %s", error)
                 self._has_channels = False
@@ -200,7 +204,7 @@ class RemoteLayer:
         if channel is None:
             return HttpCall(self.server.client.submit(self.name, x, topk_ids, topk_weights.float()))
         slots = channel.slots[_SLOTS * part : _SLOTS * (part + 1)]
-        kind = StreamCall if x.is_cuda else ChannelCall
+        kind = StreamCall if x.is_cuda and not self.server.is_over_nixl else ChannelCall
         return kind(self.name, channel, slots, (x, topk_ids, topk_weights))
 
 

@@ -116,6 +116,6 @@ def test_a_graph_has_only_calls_that_the_gpu_makes(
 def test_device_calls_need_a_gpu() -> None:
     remote: Any = SimpleNamespace(server=RemoteServer(Settings("http://127.0.0.1:9", transport="device")))
     with pytest.raises(
-        ValueError, match="transport: expected auto, channel or http without a GPU, got device"
+        ValueError, match="transport: expected auto, channel, nixl or http without a GPU, got device"
     ):
         ExpertdMoEMethod(remote).process_weights_after_loading(None)
