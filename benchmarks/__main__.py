@@ -12,6 +12,7 @@ BENCHMARKS = {
     "serving": (
         "serving",
         "serving_cpu",
+        "nixl",
         "steps",
         "stream_steps",
         "lanes",

@@ -1,6 +1,7 @@
 """Two servers of one function, for `benchmarks serving_cpu`: a plain Starlette route, and expertd.
 
-The function of FP32 [tokens, 256] is y = x @ W, with one torch thread; that of BF16 is the identity.
+The function of FP32 [tokens, 256] is y = x @ W, with one torch thread; that of BF16 is the identity. The
+second server has channels, too, also over NIXL.
 """
 
 import json
@@ -131,8 +132,9 @@ def main() -> int:
         "num_experts": 2,
         "top_k": 1,
     }
-    limits = {"max_body_bytes": 128 << 20}
-    return serve(Settings.model_validate({"port": port, "models": [model], "limits": limits}), _load)
+    limits, channels = {"max_body_bytes": 128 << 20}, {"nixl": True}
+    given = {"port": port, "models": [model], "limits": limits, "channels": channels}
+    return serve(Settings.model_validate(given), _load)
 
 
 if __name__ == "__main__":
