@@ -1,7 +1,6 @@
 """Channels of device calls: the caller's GPU makes calls by itself, also from CUDA graphs, and a server in
 another process answers."""
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -137,12 +136,11 @@ def test_a_caller_that_dies_leaves_others_alone(client: ExpertClient, server: Se
 
     with client.open_device_channel(NAMES, device=str(CALLER)) as channel:
         before = open_channels()
-        dying = endless_caller(server.url)
-        assert dying.stdout is not None
-        assert dying.stdout.readline() == "called\n"
-        (its,) = open_channels() - before
-        os.kill(dying.pid, signal.SIGKILL)
-        dying.wait()
+        with endless_caller(server.url) as dying:
+            assert dying.stdout is not None
+            assert dying.stdout.readline() == "called\n"
+            (its,) = open_channels() - before
+            dying.kill()
         given, out = inputs(5), poisoned(5)
         channel.call(*given, out, model=NAMES[1])
         assert torch.equal(out, expected(client, NAMES[1], given))
