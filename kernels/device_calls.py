@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from expertd.device_calls import HEADER, MAX_SLOTS, CallCounts, CallSlot
+from expertd.device_calls import MAX_SLOTS, CallCounts, CallSlot
 from expertd.kernels.request_table import DATATYPES, RequestTable
 
 _SLOT = struct.Struct("<QQQQQQQQIIIxxxx")
@@ -55,7 +55,7 @@ class CallTable:
         self.taken = torch.zeros(MAX_SLOTS, dtype=torch.int64, device="cpu", pin_memory=True)
         self.host_counts = torch.zeros(num_layers, _COUNTS, dtype=torch.int64, device="cpu", pin_memory=True)
         self._device = device
-        self._no_header = torch.zeros(HEADER.size, dtype=torch.uint8, device=device)
+        self._no_header = torch.zeros(1, dtype=torch.int64, device=device)
         self._layers: dict[int, Tensor] = {}
         for index in range(MAX_SLOTS):
             self.set(index, None)

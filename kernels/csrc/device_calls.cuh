@@ -7,13 +7,13 @@
 
 constexpr int kMaxCalls = 256;  // slots, with a thread each; as many as requests in a table
 
-struct alignas(16) CallHeader {
-    u64 sequence;  // written last: 1, 2, 3, ... of its slot
-    u32 num_tokens, model;
-};
+// A call's header is one word, so that it is whole whenever it is seen, and is written after the rows: its sequence (1,
+// 2, 3, ... of its slot, modulo 2^40), model and num_tokens, which have 12 bits each.
+constexpr int kFieldBits = 12, kSequenceShift = 2 * kFieldBits;
+constexpr u64 kSequences = 1ull << (64 - kSequenceShift);
 
 struct alignas(16) CallSlot {
-    u64 header;                                 // CallHeader, read once for each call
+    u64 header;                                 // of a u64, read once for each call
     u64 hidden_states, topk_ids, topk_weights;  // bf16 [max_tokens, h], int32 and fp32 [max_tokens, top_k]
     u64 answer;                                 // u64: the sequence of the last call that is answered
     u64 out;                                    // [max_tokens, h] of out_datatype

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kMaxCalls)
     const u32 thread = threadIdx.x, lane = thread % 32, most = sizes[num_sizes - 1];
     CallSlot slot = slots[thread];
     const u32 first = step->first_slot, turn = (thread - first) % kMaxCalls;
-    const CallHeader* const header = reinterpret_cast<const CallHeader*>(slot.header);
+    const u64* const header = reinterpret_cast<const u64*>(slot.header);
 
     u32 num_tokens, layer;
     bool is_call;
@@ -31,10 +31,10 @@ extern "C" __global__ void __launch_bounds__(kMaxCalls)
         u32 until = kForever;
         bool ends = false;
         for (u32 look = 0;; ++look) {
-            seen = ptx::load_acquire_system(&header->sequence);
+            seen = ptx::load_acquire_system(header);
             const bool asks = look % kLooksPerWord == 0;
             if (asks && thread == 0) until = ptx::load_relaxed_system(until_word);
-            const bool any = __syncthreads_or(seen != slot.sequence);
+            const bool any = __syncthreads_or(seen >> kSequenceShift != slot.sequence);
             if (!any && !asks) continue;
             ends = __syncthreads_or(thread == 0 && (until == kStopped || (until == kNoCalls && !any)));
             if (any || ends) break;
@@ -47,20 +47,20 @@ extern "C" __global__ void __launch_bounds__(kMaxCalls)
             }
             return;
         }
-        is_call = seen != slot.sequence;
+        const u64 sequence = seen >> kSequenceShift;
+        is_call = sequence != slot.sequence;
         if (is_call) {
-            const bool follows = seen == slot.sequence + 1;
-            const u64 fields = *reinterpret_cast<const volatile u64*>(&header->num_tokens);
-            const u32 model = static_cast<u32>(fields >> 32);
-            num_tokens = static_cast<u32>(fields);
+            const bool follows = sequence == (slot.sequence + 1) % kSequences;
+            const u32 fields = static_cast<u32>(seen), model = fields >> kFieldBits & ((1 << kFieldBits) - 1);
+            num_tokens = fields & ((1 << kFieldBits) - 1);
             layer = kNone;
             if (follows && model < slot.num_models && num_tokens <= slot.max_tokens)
                 layer = reinterpret_cast<const u32*>(slot.layers)[model];
             if (layer >= num_layers) {
                 is_call = false;
                 faults[thread] = 1;
-                slots[thread].sequence = slot.sequence = seen;
-                ptx::store_release_system(reinterpret_cast<u64*>(slot.answer), seen | kRefused);
+                slots[thread].sequence = slot.sequence = sequence;
+                ptx::store_release_system(reinterpret_cast<u64*>(slot.answer), sequence | kRefused);
             }
         }
         if (thread == 0) best = kNone;
@@ -92,9 +92,10 @@ extern "C" __global__ void __launch_bounds__(kMaxCalls)
         const Request request = {slot.hidden_states,     slot.topk_ids, slot.topk_weights, slot.out,
                                  end_token - num_tokens, end_token,     slot.out_datatype, 0};
         table->requests[place] = request;
-        step->answers[place] = {slot.answer, slot.sequence + 1};
-        slots[thread].sequence = slot.sequence + 1;
-        taken[thread] = slot.sequence + 1;
+        const u64 sequence = (slot.sequence + 1) % kSequences;
+        step->answers[place] = {slot.answer, sequence};
+        slots[thread].sequence = sequence;
+        taken[thread] = sequence;
     }
     __syncthreads();
     if (thread >= 32) return;

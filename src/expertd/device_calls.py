@@ -1,21 +1,25 @@
 """What kernels and the service both say of calls that callers' GPUs make by themselves; imports no torch."""
 
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_SLOTS = 256
 """Of all callers of a GPU; as many as requests of a step."""
-HEADER = struct.Struct("<QII")
-"""What a caller writes for a call: its sequence (1, 2, 3, ... of its slot), num_tokens, and which model."""
+FIELD_BITS = 12
+"""Of num_tokens and of the model in a call's header, one word; the other bits above them are its sequence."""
 REFUSED = 1 << 63
 """In an answer, beside the sequence: the header was invalid."""
+
+
+def header(sequence: int, num_tokens: int, model: int) -> int:
+    """What a caller writes for a call; sequence: 1, 2, 3, ... of its slot, modulo 2**40."""
+    return sequence << 2 * FIELD_BITS | model << FIELD_BITS | num_tokens
 
 
 class CallSlot(NamedTuple):
     """Addresses of one slot, 16-byte aligned. On the server's GPU, written by the caller's:
 
-    header         16 bytes, `HEADER`; the sequence is written last
+    header         8 bytes, see `header`; written last
     hidden_states  bf16 [max_tokens, H]
     topk_ids       int32 [max_tokens, top_k]
     topk_weights   fp32 [max_tokens, top_k]

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from expertd.device_calls import HEADER, MAX_SLOTS, REFUSED
+from expertd.device_calls import FIELD_BITS, MAX_SLOTS, REFUSED, header
 from expertd.kernels import Backend, device_calls, resolve_backend
 from expertd.kernels.request_table import MAX_REQUESTS
 from tests.kernels.device_call_ptx import PTX, SOURCE, compiled
@@ -30,8 +30,11 @@ def packing(source: str, name: str) -> str:
 
 
 def test_both_sides_have_one_header() -> None:
-    assert fields(SERVERS, "CallHeader") == fields(CALLERS, "CallHeader")
-    assert packing(SERVERS, "CallHeader") == HEADER.format
+    for source in (SERVERS, CALLERS):
+        assert f"kFieldBits = {FIELD_BITS}, kSequenceShift = 2 * kFieldBits;" in source
+        assert "kSequences = 1ull << (64 - kSequenceShift);" in source
+    assert header(2**40 - 1, 2**12 - 1, 2**12 - 1) == 2**64 - 1
+    assert [header(1, 0, 0), header(0, 0, 1), header(0, 1, 0)] == [1 << 24, 1 << 12, 1]
     refused = re.findall(r"kRefused = 1ull << (\d+)", SERVERS + CALLERS)
     assert refused == ["63", "63"]
     assert REFUSED == 1 << 63

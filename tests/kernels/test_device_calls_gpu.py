@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd.device_calls import HEADER, MAX_SLOTS, CallSlot
+from expertd.device_calls import MAX_SLOTS, CallSlot, header
 from expertd.kernels import fused_experts, quantize_blocks, resolve_backend
 from expertd.kernels.device_calls import CallGraph, CallTable
 from tests.kernels.helpers import fresh_generator
@@ -89,6 +89,11 @@ class Server:
         self.is_started = False
 
 
+def word(value: int) -> Tensor:
+    """A u64 on the host."""
+    return torch.frombuffer(bytearray(struct.pack("<Q", value)), dtype=torch.int64)
+
+
 def capture(work: Any) -> Any:
     work()
     torch.cuda.synchronize(SERVER)
@@ -111,10 +116,12 @@ def caller_kernels() -> tuple[Any, Any]:
 class Caller:
     """One slot, with what the client keeps for it."""
 
-    def __init__(self, server: Server, index: int, max_tokens: int, layers: list[int]) -> None:
+    def __init__(
+        self, server: Server, index: int, max_tokens: int, layers: list[int], sequence: int = 0
+    ) -> None:
         self.server, self.index = server, index
         there, here = partial(torch.zeros, device=SERVER), partial(torch.zeros, device=CALLER)
-        self.header = there(2, dtype=torch.int64)
+        self.header = there(1, dtype=torch.int64)
         self.rows = (
             there(max_tokens, H, dtype=torch.bfloat16), there(max_tokens, TOP_K, dtype=torch.int32),
             there(max_tokens, TOP_K),
@@ -125,12 +132,12 @@ class Caller:
             torch.zeros(1, dtype=torch.int64).pin_memory(),
         )
         addresses = [self.header, *self.rows, self.answer, self.out, self.failure, self.on_host]
-        packed = PLACE.pack(*(t.data_ptr() for t in addresses), int(LIMIT_SECONDS * 1e9), 0, 0)
+        packed = PLACE.pack(*(t.data_ptr() for t in addresses), int(LIMIT_SECONDS * 1e9), sequence, 0)
         self.place = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(CALLER)
-        header, x, ids, weights, answer, out = (
-            tensor.data_ptr() for tensor in (self.header, *self.rows, self.answer, self.out)
-        )
-        slot = CallSlot(header, x, ids, weights, answer, out, max_tokens, layers=layers)
+        places = [tensor.data_ptr() for tensor in (self.header, *self.rows, self.answer, self.out)]
+        self.header.copy_(word(header(sequence, 0, 0)))
+        torch.cuda.synchronize(SERVER)
+        slot = CallSlot(*places, max_tokens, sequence, layers)
         server.calls.set(index, slot)
         self._send, self._wait = caller_kernels()
 
@@ -232,6 +239,21 @@ def test_calls_in_a_graph(server: Server, layers: Layers) -> None:
                 given = out
 
 
+def test_sequences_begin_again(server: Server, layers: Layers) -> None:
+    """After 2^40 calls of a slot."""
+    last = 2**40 - 1
+    caller, generator = Caller(server, 0, 64, [0], last - 2), fresh_generator(str(CALLER))
+    server.start()
+    with torch.cuda.device(CALLER):
+        made = [(inputs(3, generator), poisoned(3)) for _ in range(5)]
+        for given, out in made:
+            caller.call(*given, out)
+        torch.cuda.current_stream(CALLER).synchronize()
+    server.stop()
+    assert (caller.failed(), int(caller.answer)) == (0, 2)
+    assert all(torch.equal(out, layers.expected(0, *given)) for given, out in made)
+
+
 def expected_beside(server: Server, layers: Layers, *operands: Any) -> Tensor:
     """By the server's GPU, between two of its graph's runs."""
     server.stop()
@@ -277,21 +299,21 @@ def test_many_callers_at_once(server: Server, layers: Layers) -> None:
     assert sum(each.steps for each in counts) < len(made)
 
 
-@pytest.mark.parametrize("header", [(1, 65, 0), (1, 1, LAYERS), (1, 1, 2**32 - 1), (2, 1, 0), (2**62, 1, 0)])
+@pytest.mark.parametrize(
+    "lie", [(1, 65, 0), (1, 4095, 0), (1, 1, LAYERS), (1, 1, 4095), (2, 1, 0), (2**40 - 1, 1, 0)]
+)
 def test_a_lying_header_ends_its_slot_alone(
-    server: Server, layers: Layers, header: tuple[int, int, int]
+    server: Server, layers: Layers, lie: tuple[int, int, int]
 ) -> None:
     """It is answered without output, and told to the host; another slot's calls go on."""
     liar, other = (Caller(server, index, 64, list(range(LAYERS))) for index in (3, 4))
     generator = fresh_generator(str(CALLER))
     server.start()
-    words = torch.frombuffer(bytearray(HEADER.pack(*header)), dtype=torch.int64).to(CALLER)
+    lying = word(header(*lie)).to(CALLER)
     with torch.cuda.device(CALLER):
         stream = torch.cuda.Stream(CALLER)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            liar.header[1:].copy_(words[1:], non_blocking=True)
-            stream.synchronize()
-            liar.header[:1].copy_(words[:1], non_blocking=True)
+            liar.header.copy_(lying, non_blocking=True)
             stream.synchronize()
             end = time.monotonic() + LIMIT_SECONDS
             while not server.calls.has_fault(3) and time.monotonic() < end:
@@ -301,7 +323,7 @@ def test_a_lying_header_ends_its_slot_alone(
             stream.synchronize()
     server.stop()
     assert [server.calls.has_fault(index) for index in (3, 4, 5)] == [True, False, False]
-    assert int(liar.answer) == header[0] - 2**63
+    assert int(liar.answer) == lie[0] - 2**63
     assert torch.equal(out, layers.expected(1, *given))
 
 

@@ -5,7 +5,7 @@ using u64 = unsigned long long;
 
 // In memory of the caller's GPU, one for each slot of the channel. The host writes it while no kernel uses it.
 struct alignas(16) CallPlace {
-    u64 header, hidden_states, topk_ids, topk_weights;  // in the memory of the server's GPU; header: a CallHeader
+    u64 header, hidden_states, topk_ids, topk_weights;  // in the memory of the server's GPU; header: of a u64
     u64 answer, out;                                    // in the caller's own, where the server's GPU writes
     u64 failure;            // of a word of all slots of the channel: not 0: nothing is sent, and outputs are NaN
     u64 on_host;            // of a word in the host's memory, which gets the failure, too
@@ -14,12 +14,12 @@ struct alignas(16) CallPlace {
     u32 blocks, unused[3];  // that have sent their part
 };
 
-struct alignas(16) CallHeader {
-    u64 sequence;  // written last
-    u32 num_tokens, model;
-};
+// A call's header: its sequence (1, 2, 3, ... of its slot, modulo 2^40), model and num_tokens, 12 bits each.
+constexpr int kFieldBits = 12, kSequenceShift = 2 * kFieldBits;
+constexpr u64 kSequences = 1ull << (64 - kSequenceShift);
 
 constexpr u32 kThreads = 256;
+constexpr u32 kAtOnce = 4;              // loads of a thread that are in flight together
 constexpr u64 kRefused = 1ull << 63;    // in an answer
 constexpr u64 kLate = 1, kInvalid = 2;  // failures
 
@@ -39,7 +39,17 @@ __device__ __forceinline__ void store_release(u64 place, u64 value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+// Whether all other CTAs have come here before; the last one sees what they have seen, and leaves 0 for the next
+// launch.
+__device__ __forceinline__ bool is_last(u32* arrived) {
+    if (gridDim.x == 1) return true;
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(arrived), "r"(gridDim.x - 1)
+                 : "memory");
+    return before == gridDim.x - 1;
+}
 
 __device__ __forceinline__ u64 nanoseconds() {
     u64 value;
@@ -47,10 +57,20 @@ __device__ __forceinline__ u64 nanoseconds() {
     return value;
 }
 
+// This thread's share of `count` elements, from `first` on.
 template <typename T>
-__device__ __forceinline__ void copy(u64 to, const T* from, u32 count) {
-    for (u32 i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
-        reinterpret_cast<T*>(to)[i] = from[i];
+__device__ __forceinline__ void copy(u64 to, const T* from, u32 first, u32 count) {
+    const u32 step = gridDim.x * kThreads;
+    T* const target = reinterpret_cast<T*>(to);
+    for (u32 i = first; i < count; i += step * kAtOnce) {
+        T loaded[kAtOnce];
+#pragma unroll
+        for (u32 n = 0; n < kAtOnce; ++n)
+            if (i + n * step < count) loaded[n] = from[i + n * step];
+#pragma unroll
+        for (u32 n = 0; n < kAtOnce; ++n)
+            if (i + n * step < count) target[i + n * step] = loaded[n];
+    }
 }
 
 // Writes rows and routing to the server's GPU, then, by the last CTA, the header.
@@ -60,19 +80,28 @@ extern "C" __global__ void __launch_bounds__(kThreads)
               const int* topk_ids,         // [num_tokens, top_k]
               const float* topk_weights,   // likewise
               u32 num_tokens, u32 row, u32 top_k, u32 model) {
-    copy(place->hidden_states, hidden_states, num_tokens * row);
-    copy(place->topk_ids, topk_ids, num_tokens * top_k);
-    copy(place->topk_weights, topk_weights, num_tokens * top_k);
-    fence();  // before this CTA counts as done
+    const u32 thread = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads, pairs = num_tokens * top_k;
+    const CallPlace at = *place;
+    int* const ids = reinterpret_cast<int*>(at.topk_ids);
+    float* const weights = reinterpret_cast<float*>(at.topk_weights);
+    int id = 0;  // the first of this thread's routing, on its way before rows are stored
+    float weight = 0.0f;
+    u64 failure = 0;
+    if (thread < pairs) id = topk_ids[thread], weight = topk_weights[thread];
+    if (threadIdx.x == 0) failure = load_relaxed(at.failure);
+    copy(at.hidden_states, hidden_states, thread, num_tokens * row);
+    if (thread < pairs) ids[thread] = id, weights[thread] = weight;
+#pragma unroll 1
+    for (u32 i = thread + step; i < pairs; i += step) {
+        id = topk_ids[i], weight = topk_weights[i];
+        ids[i] = id, weights[i] = weight;
+    }
     __syncthreads();
-    if (threadIdx.x > 0 || atomicAdd(&place->blocks, 1) + 1 < gridDim.x) return;
-    place->blocks = 0;
-    const u64 sequence = ++place->sequence;
-    if (load_relaxed(place->failure) != 0) return;
-    CallHeader* const header = reinterpret_cast<CallHeader*>(place->header);
-    *reinterpret_cast<volatile u64*>(&header->num_tokens) = static_cast<u64>(model) << 32 | num_tokens;
-    fence();  // after the parts of all CTAs
-    store_release(place->header, sequence);
+    if (threadIdx.x > 0 || !is_last(&place->blocks)) return;
+    const u64 sequence = (at.sequence + 1) % kSequences;
+    place->sequence = sequence;
+    if (failure != 0) return;
+    store_release(at.header, sequence << kSequenceShift | static_cast<u64>(model) << kFieldBits | num_tokens);
 }
 
 // Waits for the answer, in the caller's own memory, and copies the output. Each CTA waits for itself.
@@ -80,27 +109,30 @@ extern "C" __global__ void __launch_bounds__(kThreads) wait_call(const CallPlace
                                                                  uint4* out,  // bf16 [num_tokens, 8 * row]
                                                                  u32 count    // num_tokens * row
 ) {
-    __shared__ u64 failure;
+    __shared__ u64 failed;
+    const CallPlace at = *place;
     if (threadIdx.x == 0) {
-        const u64 wanted = place->sequence, begin = nanoseconds();
+        const u64 begin = nanoseconds();
+        u64 failure;
         for (u32 look = 0;; ++look) {
-            const u64 seen = load_acquire(place->answer);
-            failure = seen == (wanted | kRefused) ? kInvalid : 0;
-            if (seen == wanted || failure != 0) break;
+            const u64 seen = load_acquire(at.answer);
+            failure = seen == (at.sequence | kRefused) ? kInvalid : 0;
+            if (seen == at.sequence || failure != 0) break;
             if (look % 16 == 0) {
-                failure = load_relaxed(place->failure);
-                if (failure == 0 && nanoseconds() - begin > place->limit) failure = kLate;
+                failure = load_relaxed(at.failure);
+                if (failure == 0 && nanoseconds() - begin > at.limit) failure = kLate;
                 if (failure != 0) break;
             }
         }
         if (failure != 0) {
-            store_release(place->failure, failure);
-            store_release(place->on_host, failure);
+            store_release(at.failure, failure);
+            store_release(at.on_host, failure);
         }
+        failed = failure;
     }
     __syncthreads();
-    const uint4* const rows = reinterpret_cast<const uint4*>(place->out);
+    const u32 thread = blockIdx.x * kThreads + threadIdx.x;
+    if (failed == 0) return copy(reinterpret_cast<u64>(out), reinterpret_cast<const uint4*>(at.out), thread, count);
     const uint4 nan = make_uint4(0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff);
-    for (u32 i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
-        out[i] = failure != 0 ? nan : rows[i];
+    for (u32 i = thread; i < count; i += gridDim.x * kThreads) out[i] = nan;
 }

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _PLACE = struct.Struct("<10QI12x")  # CallPlace of device_call.cu
 _FAILURE_BYTES = 128  # of all slots, before their places
 _THREADS, _MAX_CTAS = 256, 64
-_ROW_STEP = 8  # columns that a thread copies at once
+_ROW_STEP = 8  # columns that a thread loads at once
+_LOADS = 4  # of a thread, in flight together: kAtOnce of device_call.cu
 _PORTABLE_AND_MAPPED = 1 | 2
 _MAX_SECONDS = 1e6  # that a kernel waits
 _FAILURES = {1: "a call's output has not come in time", 2: "the server has refused a call's header"}
@@ -195,7 +196,8 @@ class DeviceChannel:
     def _launch(self, kernel: Any, threads: int, pointers: list[int], numbers: tuple[int, ...]) -> None:
         values = [*map(ctypes.c_uint64, pointers), *map(ctypes.c_uint32, numbers)]
         given = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        ctas = max(1, min(_MAX_CTAS, -(-threads // _THREADS)))
+        # One CTA, where it can have all loads in flight, has no others to wait for.
+        ctas = 1 if threads <= _LOADS * _THREADS else min(_MAX_CTAS, -(-threads // _THREADS))
         stream = ctypes.c_void_p(self._cuda.current_stream(self._device).cuda_stream)
         with in_context(self._device.index):
             call("cuLaunchKernel", kernel, ctas, 1, 1, _THREADS, 1, 1, 0, stream, given, None)
