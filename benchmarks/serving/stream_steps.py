@@ -203,10 +203,11 @@ class GraphCaller(Caller):
 
 
 def inputs(tokens: int) -> Given:
-    """Random hidden states, topk_ids and topk_weights."""
-    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
-    ids = torch.rand(tokens, NUM_EXPERTS, device="cuda").topk(TOP_K).indices.to(torch.int32)
-    return x, ids, torch.rand(tokens, TOP_K, device="cuda")
+    """Random hidden states, topk_ids and topk_weights; the same each time, as the experts they name count."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda", generator=generator)
+    ids = torch.rand(tokens, NUM_EXPERTS, device="cuda", generator=generator).topk(TOP_K).indices
+    return x, ids.to(torch.int32), torch.rand(tokens, TOP_K, device="cuda", generator=generator)
 
 
 def alone_us(weights: Sequence[ExpertWeights], tokens: int) -> float:
