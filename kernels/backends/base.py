@@ -291,12 +291,33 @@ class Backend(ABC):
         """Copy rows fp32 [T, H] to the requests in `table`, each in its datatype. As `gather_rows`."""
         raise RuntimeError(f"backend: expected one with request tables, got {self.name!r}")
 
+    def call_experts(
+        self,
+        calls: "CallTable",
+        num_tokens: int,
+        top_k: int,
+        gate_up: Quantized,
+        down: Quantized,
+        activation: Activation,
+        num_sms: int | None,
+        biases: ExpertBiases | None = None,
+    ) -> None:
+        """A step of device calls of at most `num_tokens`: `experts` of their rows and routing, and answers.
+
+        num_sms is not 1. Only with `Capabilities.device_calls`.
+        """
+        raise RuntimeError(f"backend: expected one with device calls, got {self.name!r}")
+
+    def answer_calls(self, rows: Tensor, calls: "CallTable") -> None:
+        """Write rows fp32 [T, H] to the callers of a step, in bf16, and answer them. As `call_graph`."""
+        raise RuntimeError(f"backend: expected one with device calls, got {self.name!r}")
+
     def call_graph(
         self, calls: "CallTable", sizes: Sequence[int], graphs: Sequence[Sequence[int]]
     ) -> "CallGraph":
         """A graph that answers calls by `graphs`, one for each layer and size; see `CallGraph`.
 
-        Only with `Capabilities.device_calls`.
+        Each ends with `call_experts` or `answer_calls`. Only with `Capabilities.device_calls`.
         """
         raise RuntimeError(f"backend: expected one with device calls, got {self.name!r}")
 

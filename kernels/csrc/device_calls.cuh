@@ -5,7 +5,7 @@
 
 #include "request_table.cuh"
 
-constexpr int kMaxCalls = 256;  // slots, with a thread each; as many as requests in a table
+constexpr int kMaxCalls = kMostRequests;  // slots, with a thread each
 
 // A call's header is one word, so that it is whole whenever it is seen, and is written after the rows: its sequence (1,
 // 2, 3, ... of its slot, modulo 2^40), model and num_tokens, which have 12 bits each.
@@ -17,22 +17,80 @@ struct alignas(16) CallSlot {
     u64 hidden_states, topk_ids, topk_weights;  // bf16 [max_tokens, h], int32 and fp32 [max_tokens, top_k]
     u64 answer;                                 // u64: the sequence of the last call that is answered
     u64 out;                                    // [max_tokens, h] of out_datatype
-    u64 layers;                                 // u32 [num_models]: the layer of each model that the caller may name
+    u64 layers;                                 // CallLayer [num_models]: of each model that the caller may name
     u64 sequence;                               // of the last call that was taken
     u32 max_tokens /* at most those of the largest graph */, num_models, out_datatype, unused;
 };
 
-struct alignas(16) Answer {
-    u64 place, sequence;
+struct alignas(8) CallLayer {
+    u32 number;  // too large a one: there is no such layer
+    u16 top_k, num_experts;
+};
+
+struct alignas(16) CallAnswer {
+    u64 place;
+    u64 word;  // the number of the slot, times kSequences, and the sequence
 };
 
 struct CallStep {
+    u64 until_word;  // of a u32 in host memory: when the loop ends, one of Until
+    u64 counts;      // of u64 [num_layers, kCounts]
+    u64 on_host;     // of the same in host memory, for the host to read
+    u64 taken;       // of u64 [kMaxCalls] in host memory: the sequence of each slot's last call
     u64 began;       // by %globaltimer, ns
     u32 first_slot;  // where the next step begins to look, so that all slots have their turn
     u32 layer, num_calls, num_tokens;
-    Answer answers[kMaxCalls];  // num_calls
+    u32 until;                      // the word, as the last launch has seen it
+    u32 arrived;                    // CTAs of the last launch
+    CallAnswer answers[kMaxCalls];  // num_calls
 };
 
 enum Until : u32 { kForever, kStopped, kNoCalls };  // for how long steps follow each other
 constexpr u64 kRefused = 1ull << 63;                // in an answer: there is no output, because the header was invalid
 constexpr int kCounts = 4;                          // of a layer: steps, calls, tokens, ns
+
+// What the last launch of a step does besides outputs, with kMaxCalls threads in each CTA: tells callers that these are
+// there, and counts.
+class CallAnswers {
+  public:
+    // Before the launch waits for the preceding ones, of which the first has written the step. An SM may still have
+    // what an earlier step had there in its L1, so nothing is read through that.
+    __device__ __forceinline__ explicit CallAnswers(CallStep* step) : step(step) {
+        num_calls = ptx::load_relaxed_system(&step->num_calls);
+        mine = ptx::load_relaxed_system(reinterpret_cast<const uint4*>(step->answers + threadIdx.x));
+        if (reads_word())  // now, as it takes a while
+            until = ptx::load_relaxed_system(reinterpret_cast<const u32*>(step->until_word));
+    }
+
+    // After the CTA's threads have written their outputs: the last CTA answers.
+    __device__ __forceinline__ void write() const {
+        __shared__ bool is_last;
+        if (reads_word()) step->until = until;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const u32 last = gridDim.x - 1;
+            is_last = last == 0 || ptx::increment_acquire_release(&step->arrived, last) == last;
+        }
+        __syncthreads();
+        if (!is_last) return;
+        if (threadIdx.x < num_calls) {
+            const u64 word = static_cast<u64>(mine.w) << 32 | mine.z, sequence = word % kSequences;
+            ptx::store_release_system(reinterpret_cast<u64*>(static_cast<u64>(mine.y) << 32 | mine.x), sequence);
+            reinterpret_cast<u64*>(step->taken)[word / kSequences] = sequence;
+        }
+        if (threadIdx.x >= kCounts || num_calls == 0) return;
+        const u64 added[kCounts] = {1, num_calls, step->num_tokens, ptx::global_nanoseconds() - step->began};
+        const u32 place = step->layer * kCounts + threadIdx.x;
+        u64* const count = reinterpret_cast<u64*>(step->counts) + place;
+        *count += threadIdx.x == 0 ? added[0] : threadIdx.x == 1 ? added[1] : threadIdx.x == 2 ? added[2] : added[3];
+        reinterpret_cast<u64*>(step->on_host)[place] = *count;
+    }
+
+  private:
+    static __device__ __forceinline__ bool reads_word() { return blockIdx.x == 0 && threadIdx.x == 0; }
+
+    CallStep* const step;
+    u32 until = kForever;
+    u32 num_calls;
+    uint4 mine;  // this thread's CallAnswer
+};

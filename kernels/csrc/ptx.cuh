@@ -88,6 +88,13 @@ __device__ __forceinline__ int increment(int* place, u32 last = 0xffffffff) {
     return before;
 }
 
+// Of a u32, with a release of what came before and an acquire of what released additions before it.
+__device__ __forceinline__ u32 increment_acquire_release(u32* place, u32 last) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(place), "r"(last) : "memory");
+    return before;
+}
+
 // The sum over this lane and all lower lanes.
 __device__ __forceinline__ int warp_prefix_sum(int value) {
     const int lane = threadIdx.x % 32;

@@ -27,6 +27,22 @@ struct Row {
     __device__ __forceinline__ void load(const void* rows, i64 index, bool valid) {
         float x[kEach] = {};
         if (valid) floats::load<kDatatype>(x, rows, index);
+        quantize(x);
+    }
+
+    // Of bf16 that other GPUs write: past L1, where an SM may have what was there before.
+    __device__ __forceinline__ void load_of_other_gpus(const u16* rows, i64 index, bool valid) {
+        float x[kEach] = {};
+        if (valid) {
+            const uint4* const from = reinterpret_cast<const uint4*>(rows + index);
+            const uint4 eight = ptx::load_relaxed_system(from), others = ptx::load_relaxed_system(from + 1);
+            floats::unpack<true>(x, eight);
+            floats::unpack<true>(x + 8, others);
+        }
+        quantize(x);
+    }
+
+    __device__ __forceinline__ void quantize(const float (&x)[kEach]) {
         float amax = 0.0f;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) amax = ptx::max_or_nan(amax, fabsf(x[i]));

@@ -1,11 +1,16 @@
-// The weighted sum of each token's permuted rows, in fp32 and in the order of its slots.
+// The weighted sum of each token's permuted rows, in fp32 and in the order of its slots. With CALLS, the outputs go to
+// the callers, in bf16, and the last CTA answers them.
 #include "floats.cuh"
+#if CALLS
+#include "device_calls.cuh"
+#endif
 
 constexpr int kAtOnce = 8;  // slots whose loads are in flight together
 constexpr bool kBiased = BIASED;
 constexpr auto kDatatype = floats::DATATYPE;
+constexpr int kThreads = 256;
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(kThreads)
     unpermute_rows(const u16* rows,                              // bf16 [rows, n]
                    const int* __restrict__ inverse_permutation,  // [num_tokens, top_k], -1: nothing to add
                    const float* __restrict__ topk_weights,       // [num_tokens, top_k]
@@ -14,12 +19,21 @@ extern "C" __global__ void __launch_bounds__(256)
                    const int* __restrict__ topk_ids,  // groups [num_tokens, top_k]
                    const u16* __restrict__ bias,      // bf16 [num_groups, n], added to each of a group's rows
 #endif
+#if CALLS
+                   const RequestTable* table, CallStep* step
+#else
                    void* __restrict__ out  // kDatatype [num_tokens, n]
+#endif
     ) {
-    constexpr int kColumns = 256 * 8;  // per CTA; the CTAs of a token are neighbors
+    constexpr int kColumns = kThreads * 8;  // per CTA; the CTAs of a token are neighbors
     const int parts = (n + kColumns - 1) / kColumns;
     const i64 token = blockIdx.x / parts;
     const int column = blockIdx.x % parts * kColumns + threadIdx.x * 8;
+#if CALLS
+    __shared__ Request found;
+    const CallAnswers answers(step);
+    const bool is_padding = !table->find_here<kThreads>(found, static_cast<int>(token));
+#endif
     float sum[8] = {};
     inverse_permutation += token * top_k;
     topk_weights += token * top_k;
@@ -65,5 +79,11 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int j = 0; j < 8; ++j) sum[j] += weight[i] * value[j];
         }
     }
+#if CALLS
+    const i64 row = token - static_cast<int>(found.first_token);
+    if (column < n && !is_padding) floats::store<kDatatype>(reinterpret_cast<void*>(found.out), row * n + column, sum);
+    answers.write();
+#else
     if (column < n) floats::store<kDatatype>(out, token * n + column, sum);
+#endif
 }

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd.kernels import Backend, HiddenStates
+from expertd.kernels.device_calls import CallTable
 from expertd.layout import Layout
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights
@@ -42,5 +43,7 @@ class Layer(Protocol):
         out: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> Tensor: ...
+
+    def call_experts(self, calls: CallTable, num_tokens: int, num_sms: int | None) -> bool: ...
 
     def tokens_per_expert(self, offsets: NDArray[np.int32]) -> NDArray[np.int32]: ...

@@ -19,6 +19,7 @@ from expertd.kernels import (
     fused_experts,
     values_of,
 )
+from expertd.kernels.device_calls import CallTable
 from expertd.layout import Layout
 from expertd.service.moe.masked import masked_experts
 from expertd.service.moe.separate import SeparateExperts, needs_two_calls
@@ -195,6 +196,20 @@ class MoELayer:
             out=out, activation=self._rule.routed, biases=self.weights.biases, backend=self.backend,
             num_sms=num_sms, offsets=offsets, stages=stages,
         )  # fmt: skip
+
+    def call_experts(self, calls: CallTable, num_tokens: int, num_sms: int | None) -> bool:
+        """Enqueue a whole step of device calls of at most `num_tokens`: see `Backend.call_experts`.
+
+        False: nothing was, because the layer has more than experts that are all here, or one SM.
+        """
+        shape, weights = self.shape, self.weights
+        if self._separate is not None or shape.is_part or shape.num_shared_experts or num_sms == 1:
+            return False
+        self.backend.call_experts(
+            calls, num_tokens, shape.top_k, weights.gate_up, weights.down, self._rule.routed, num_sms,
+            weights.biases,
+        )  # fmt: skip
+        return True
 
     def _groups(
         self, hidden_states: HiddenStates, topk_ids: Tensor, topk_weights: Tensor

@@ -47,8 +47,23 @@ def test_slots_have_the_fields_that_the_host_packs() -> None:
         *("max_tokens", "num_models", "out_datatype", "unused"),
     ]
     assert device_calls._SLOT.size == struct.calcsize(packing(SERVERS, "CallSlot")) == 80
-    assert f"kMaxCalls = {MAX_SLOTS};" in SERVERS
+    assert "kMaxCalls = kMostRequests;" in SERVERS
+    assert f"kMostRequests = {MAX_SLOTS};" in (ROOT / "kernels/csrc/request_table.cuh").read_text()
     assert MAX_SLOTS == MAX_REQUESTS
+
+
+def test_steps_have_the_fields_that_the_host_writes() -> None:
+    listed = re.search(r"struct CallStep \{(.*?)CallAnswer answers", SERVERS, re.DOTALL)
+    assert listed is not None
+    kinds = re.findall(r"^    (u64|u32) ([^;]+);", listed[1], re.M)
+    names = [(kind, name.strip()) for kind, many in kinds for name in many.split(",")]
+    assert [name for _, name in names[:4]] == ["until_word", "counts", "on_host", "taken"]
+    first = struct.calcsize("<" + "".join(_SIZES[kind] for kind, _ in names))
+    assert first == device_calls._STEP.size + device_calls._OF_STEP_BYTES
+    assert struct.calcsize(packing(SERVERS, "CallAnswer")) == 16
+    assert first + 16 * MAX_SLOTS == device_calls._STEP_BYTES
+    assert re.search(r"CallLayer \{\s+u32 number;.*\s+u16 top_k, num_experts;", SERVERS)
+    assert device_calls._LAYER.format == "<IHH"
 
 
 def test_the_reference_backend_has_no_device_calls() -> None:
@@ -56,6 +71,10 @@ def test_the_reference_backend_has_no_device_calls() -> None:
     assert not backend.capabilities.device_calls
     with pytest.raises(RuntimeError, match="backend: expected one with device calls, got 'reference'"):
         Backend.call_graph(backend, None, (), ())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="backend: expected one with device calls, got 'reference'"):
+        Backend.answer_calls(backend, None, None)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="backend: expected one with device calls, got 'reference'"):
+        Backend.call_experts(backend, *[None] * 7)  # type: ignore[arg-type]
 
 
 def test_the_ptx_is_of_the_source() -> None:

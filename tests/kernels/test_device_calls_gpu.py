@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from expertd.device_calls import MAX_SLOTS, CallSlot, header
-from expertd.kernels import fused_experts, quantize_blocks, resolve_backend
+from expertd.kernels import ExpertBiases, fused_experts, quantize_blocks, resolve_backend
 from expertd.kernels.device_calls import CallGraph, CallTable
+from expertd.kernels.ops.activation import SILU
 from tests.kernels.helpers import fresh_generator
 from tests.paths import ROOT
 
@@ -30,7 +31,7 @@ CALLER = torch.device("cuda", torch.cuda.device_count() - 1 if torch.cuda.is_ava
 
 
 class Layers:
-    """Of random weights; `expected` computes one without calls."""
+    """Of random weights, the second one with biases; `expected` computes one without calls."""
 
     def __init__(self) -> None:
         generator = fresh_generator("cuda")
@@ -42,6 +43,8 @@ class Layers:
             )
             for _ in range(LAYERS)
         ]
+        biases = randn(EXPERTS, 2 * INTERMEDIATE).bfloat16(), randn(EXPERTS, H).bfloat16()
+        self.biases = [None, ExpertBiases(*biases), None]
         self.backend = resolve_backend("hopper")
 
     def expected(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -49,30 +52,36 @@ class Layers:
         x, inside, weights = (tensor.to(SERVER) for tensor in (x, inside, weights))
         gate_up, down = self.weights[layer]
         with torch.cuda.device(SERVER):
-            out = fused_experts(x, inside, weights, gate_up, down, backend=self.backend)
+            operands, biases = (x, inside, weights, gate_up, down), self.biases[layer]
+            out = fused_experts(*operands, biases=biases, backend=self.backend)
         return out.bfloat16().to(CALLER)
 
 
 class Server:
-    """Three layers' steps of four sizes, and the graph that chooses."""
+    """Three layers' steps of four sizes, those of the last with gathered rows, and the graph that chooses."""
 
     def __init__(self, layers: Layers) -> None:
         self.calls = CallTable(SERVER, LAYERS)
         most = SIZES[-1]
         x = torch.zeros(most, H, dtype=torch.bfloat16, device=SERVER)
-        ids = torch.full((most, TOP_K), -1, dtype=torch.int32, device=SERVER)
-        weights = torch.zeros(most, TOP_K, device=SERVER)
         out = torch.empty(most, H, device=SERVER)
-        backend, table = layers.backend, self.calls.requests
+        backend = layers.backend
+        for layer in range(LAYERS):
+            self.calls.add_layer(layer, TOP_K, EXPERTS)
 
         def step(layer: int, count: int) -> None:
-            operands = x[:count], ids[:count], weights[:count]
-            backend.gather_rows(table, *operands, EXPERTS)
-            fused_experts(*operands, *layers.weights[layer], backend=backend, out=out[:count])
-            backend.scatter_rows(out[:count], table)
+            if layer < LAYERS - 1:
+                gate_up, down = layers.weights[layer]
+                biases = layers.biases[layer]
+                backend.call_experts(self.calls, count, TOP_K, gate_up, down, SILU, None, biases)
+                return
+            backend.gather_rows(self.calls.requests, x[:count], None, None)
+            routing = self.calls.routing(count, TOP_K)
+            fused_experts(x[:count], *routing, *layers.weights[layer], backend=backend, out=out[:count])
+            backend.answer_calls(out[:count], self.calls)
 
         self._graphs = [[capture(partial(step, layer, count)) for count in SIZES] for layer in range(LAYERS)]
-        self._kept = x, ids, weights, out
+        self._kept = x, out
         raw = [[graph.raw_cuda_graph() for graph in graphs] for graphs in self._graphs]
         self.graph: CallGraph = backend.call_graph(self.calls, SIZES, raw)
         self.stream = torch.cuda.Stream(SERVER)  # type: ignore[no-untyped-call]
@@ -134,10 +143,12 @@ class Caller:
         addresses = [self.header, *self.rows, self.answer, self.out, self.failure, self.on_host]
         packed = PLACE.pack(*(t.data_ptr() for t in addresses), int(LIMIT_SECONDS * 1e9), sequence, 0)
         self.place = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(CALLER)
-        places = [tensor.data_ptr() for tensor in (self.header, *self.rows, self.answer, self.out)]
+        at, x, ids, weights, answer, out = (
+            tensor.data_ptr() for tensor in (self.header, *self.rows, self.answer, self.out)
+        )
         self.header.copy_(word(header(sequence, 0, 0)))
         torch.cuda.synchronize(SERVER)
-        slot = CallSlot(*places, max_tokens, sequence, layers)
+        slot = CallSlot(at, x, ids, weights, answer, out, max_tokens, sequence, layers)
         server.calls.set(index, slot)
         self._send, self._wait = caller_kernels()
 
@@ -179,7 +190,8 @@ def server(layers: Layers) -> Iterator[Server]:
 def inputs(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(count, H, generator=generator, device=CALLER).bfloat16()
     ids = torch.rand(count, EXPERTS, generator=generator, device=CALLER).argsort(1)[:, :TOP_K].int()
-    ids[torch.rand(ids.shape, generator=generator, device=CALLER) < 0.1] = -1
+    for none in (-1, EXPERTS, -(2**31)):
+        ids[torch.rand(ids.shape, generator=generator, device=CALLER) < 0.05] = none
     return x, ids, torch.rand(count, TOP_K, generator=generator, device=CALLER)
 
 

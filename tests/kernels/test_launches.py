@@ -31,6 +31,7 @@ from expertd.kernels.backends.hopper.layer import HopperLayer
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import H200
+from expertd.kernels.backends.hopper.scatter_rows import answer_calls
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.jit import Variant
@@ -159,6 +160,35 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
     assert second[-1] - first[-1] == 8  # two int32
     assert first[-1] == permutation[-1]
     assert [first[17], second[17]] == [1, 1]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_step_of_device_calls(biased: bool, launches: list[tuple[Variant, list[Any]]]) -> None:
+    """Five launches, of which the second and the last find rows by the table of calls."""
+    kernels = RecordingKernels()
+    ids, weights = torch.zeros(T, TOP_K, dtype=torch.int32), torch.zeros(T, TOP_K)
+    calls: Any = SimpleNamespace(
+        routing=lambda num_tokens, top_k: (ids, weights), requests=SimpleNamespace(address=0x5678),
+        step=torch.zeros(1),
+    )  # fmt: skip
+    sizes = (G, 2 * N), (G, H)
+    biases = ExpertBiases(*(torch.zeros(size, dtype=torch.bfloat16) for size in sizes)) if biased else None
+    HopperLayer(kernels, GroupedGemm(kernels)).call_experts(
+        ON, calls, T, TOP_K, quantized(G, 2 * N, H, block=128), quantized(G, H, N, block=128), Swiglu(),
+        None, biases,
+    )  # fmt: skip
+    names = [variant.source.name for variant, _ in launches]
+    assert names[:2] == ["compute_permutation", "quantize_permute_calls"]
+    assert names[4:] == ["unpermute_rows_biased_calls" if biased else "unpermute_rows_calls"]
+    for variant, arguments in launches:
+        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+    assert launches[1][1][0] == 0x5678
+    assert launches[4][1][-2:] == [0x5678, calls.step.data_ptr()]
+    launches.clear()
+    answer_calls(kernels, ON, torch.zeros(T, H), calls)
+    ((variant, arguments),) = launches
+    assert variant.source.name == "scatter_rows_calls"
+    assert [width(argument) for argument in arguments] == parameters(variant)
 
 
 def test_a_layer_of_rows_that_are_quantized_already(launches: list[tuple[Variant, list[Any]]]) -> None:

@@ -17,7 +17,7 @@ from expertd.kernels.backends.hopper.launch import Kernels, current_stream
 from expertd.kernels.backends.hopper.layer import HopperLayer
 from expertd.kernels.backends.hopper.route_tokens import can_route, route_tokens
 from expertd.kernels.backends.hopper.router_logits import Logits
-from expertd.kernels.backends.hopper.scatter_rows import scatter_rows
+from expertd.kernels.backends.hopper.scatter_rows import answer_calls, scatter_rows
 from expertd.kernels.backends.hopper.unpermute_rows import can_unpermute, unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.device_calls import CallGraph, CallTable
@@ -221,6 +221,25 @@ class HopperBackend(Backend):
     def scatter_rows(self, rows: Tensor, table: RequestTable) -> None:
         """See `Backend.scatter_rows`; one launch."""
         scatter_rows(self._kernels, current_stream(_current(rows, "rows")), rows, table)
+
+    def call_experts(
+        self,
+        calls: CallTable,
+        num_tokens: int,
+        top_k: int,
+        gate_up: Quantized,
+        down: Quantized,
+        activation: Activation,
+        num_sms: int | None,
+        biases: ExpertBiases | None = None,
+    ) -> None:
+        """See `Backend.call_experts`; five launches."""
+        on = current_stream(_current(down.data, "down"))
+        self._layer.call_experts(on, calls, num_tokens, top_k, gate_up, down, activation, num_sms, biases)
+
+    def answer_calls(self, rows: Tensor, calls: CallTable) -> None:
+        """See `Backend.answer_calls`; one launch."""
+        answer_calls(self._kernels, current_stream(_current(rows, "rows")), rows, calls)
 
     def call_graph(
         self, calls: CallTable, sizes: Sequence[int], graphs: Sequence[Sequence[int]]

@@ -1,4 +1,4 @@
-"""Graphs that wait for calls: csrc/take_calls.cu, what it chooses, csrc/answer_calls.cu, and again."""
+"""Graphs that wait for calls: csrc/take_calls.cu, the step that it chooses, which answers them, and again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +17,14 @@ from expertd.kernels.device_calls import FOREVER, NO_CALLS, STOPPED, CallTable
 from expertd.kernels.jit import Variant
 
 TAKE = Variant(named_source("take_calls"), MAX_SLOTS, no_shared_bytes)
-ANSWER = Variant(named_source("answer_calls"), MAX_SLOTS, no_shared_bytes)
 
 
 class HopperCallGraph:
     """See `CallGraph`.
 
     sizes   tokens of the graphs of each layer, ascending, at most 32
-    graphs  handles (CUgraph) of the steps of each layer, by size, whose requests are `calls.requests`; they
-            are copied, but the memory that they use must stay. 0: there is none, and no slot names the layer
+    graphs  handles (CUgraph) of the steps of each layer, by size; they are copied, but the memory that they
+            use must stay. 0: there is none, and no slot names the layer
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class HopperCallGraph:
         chosen = body.create_condition(0)
         take = body.launch(
             config, kernels.get(device, TAKE),
-            calls.slots.data_ptr(), calls.until.data_ptr(), calls.requests.address,
-            calls.step.data_ptr(), self._sizes.data_ptr(), np.uint32(len(sizes)),
-            np.uint32(calls.num_layers), calls.faults.data_ptr(), calls.taken.data_ptr(), chosen, again,
+            calls.slots.data_ptr(), calls.requests.address, calls.step.data_ptr(),
+            calls.topk_ids.data_ptr(), calls.topk_weights.data_ptr(), self._sizes.data_ptr(),
+            np.uint32(len(sizes)), np.uint32(calls.num_layers), calls.faults.data_ptr(), chosen, again,
         )  # fmt: skip
         every = [graph for layer in graphs for graph in layer]
         switch = take.switch(chosen, len(every))
@@ -56,10 +55,6 @@ class HopperCallGraph:
             status, _ = driver.cuGraphAddChildGraphNode(branch.handle, None, 0, graph)
             if status != driver.CUresult.CUDA_SUCCESS:
                 raise RuntimeError(f"cuGraphAddChildGraphNode: expected a step's graph, got {status.name}")
-        switch.launch(
-            config, kernels.get(device, ANSWER),
-            calls.step.data_ptr(), calls.counts.data_ptr(), calls.host_counts.data_ptr(),
-        )  # fmt: skip
         self._graph: Any = definition.instantiate()
         self._ended = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 

@@ -10,11 +10,12 @@ from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.permute_rows import permute_rows
-from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
+from expertd.kernels.backends.hopper.quantize_permute import quantize_permute, quantize_permute_calls
 from expertd.kernels.backends.hopper.route_tokens import route_tokens
 from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
-from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
+from expertd.kernels.backends.hopper.unpermute_rows import unpermute_calls, unpermute_rows
+from expertd.kernels.device_calls import CallTable
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.permute import write_no_rows
@@ -80,21 +81,35 @@ class HopperLayer:
             a = quantize_permute(self._kernels, on, hidden_states, permutation.inverse)
         if stages is not None:
             stages.mark("quantize")
-        num_experts, n = down.data.shape[:2]
-        gate_up_bias = None if biases is None else biases.gate_up
-        activated = self._activate(
-            on, a, permutation, gate_up, activation, num_experts, num_sms, gate_up_bias
-        )
-        if stages is not None:
-            stages.mark("gate_up")
-        rows = torch.empty((topk_ids.numel(), n), dtype=torch.bfloat16, device=topk_ids.device)
-        self._down(on, activated, permutation, down, rows, num_experts, num_sms, range(n))
-        if stages is not None:
-            stages.mark("down")
+        rows = self._rows(on, a, permutation, gate_up, down, activation, num_sms, biases, stages)
         added = None if biases is None else (topk_ids, biases.down)
         unpermute_rows(self._kernels, on, rows, permutation.inverse, topk_weights, out, added)
         if stages is not None:
             stages.mark("combine")
+
+    def call_experts(
+        self,
+        on: OnStream,
+        calls: CallTable,
+        num_tokens: int,
+        top_k: int,
+        gate_up: Quantized,
+        down: Quantized,
+        activation: Activation,
+        num_sms: int | None,
+        biases: ExpertBiases | None,
+    ) -> None:
+        """As `experts`, whose first launch follows the one that has taken calls; see `Backend.call_experts`.
+
+        The second and the last read and write rows where callers have them.
+        """
+        topk_ids, topk_weights = calls.routing(num_tokens, top_k)
+        num_experts, n = down.data.shape[:2]
+        permutation = compute_permutation(self._kernels, on, topk_ids, num_experts, num_sms)
+        a = quantize_permute_calls(self._kernels, on, calls.requests, n, permutation.inverse)
+        rows = self._rows(on, a, permutation, gate_up, down, activation, num_sms, biases)
+        added = None if biases is None else (topk_ids, biases.down)
+        unpermute_calls(self._kernels, on, rows, permutation.inverse, topk_weights, calls, added)
 
     def parallel_experts(
         self,
@@ -154,6 +169,30 @@ class HopperLayer:
             combine(range(n), num_sms)
         else:
             overlap.run(n, multiply, combine)
+
+    def _rows(
+        self,
+        on: OnStream,
+        a: Quantized,
+        permutation: DevicePermutation,
+        gate_up: Quantized,
+        down: Quantized,
+        activation: Activation,
+        num_sms: int | None,
+        biases: ExpertBiases | None,
+        stages: Stages | None = None,
+    ) -> Tensor:
+        """Both GEMMs: the experts' rows bf16 [R, H] of permuted rows [R, H]."""
+        num_experts, n = down.data.shape[:2]
+        bias = None if biases is None else biases.gate_up
+        activated = self._activate(on, a, permutation, gate_up, activation, num_experts, num_sms, bias)
+        if stages is not None:
+            stages.mark("gate_up")
+        rows = torch.empty((len(a.data), n), dtype=torch.bfloat16, device=a.data.device)
+        self._down(on, activated, permutation, down, rows, num_experts, num_sms, range(n))
+        if stages is not None:
+            stages.mark("down")
+        return rows
 
     def _activate(
         self,

@@ -6,14 +6,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
+from expertd.kernels.backends.hopper.launch import (
+    Grid,
+    Kernels,
+    OnStream,
+    named_source,
+    no_shared_bytes,
+    variants_by_dtype,
+)
+from expertd.kernels.device_calls import CallTable
+from expertd.kernels.jit import Variant
 
 _THREADS, _COLUMNS = 256, 2048  # per CTA
 
-VARIANTS = variants_by_dtype("unpermute_rows", _THREADS, BIASED=0)
+VARIANTS = variants_by_dtype("unpermute_rows", _THREADS, BIASED=0, CALLS=0)
 """Variants by the dtype of the output."""
-BIASED = variants_by_dtype("unpermute_rows", _THREADS, prefix="biased_", BIASED=1)
+BIASED = variants_by_dtype("unpermute_rows", _THREADS, prefix="biased_", BIASED=1, CALLS=0)
 """The same, with a bias for each group's rows."""
+
+
+def _calls(suffix: str, biased: int) -> Variant:
+    source = named_source("unpermute_rows", suffix, DATATYPE="BF16", BIASED=biased, CALLS=1)
+    return Variant(source, _THREADS, no_shared_bytes)
+
+
+CALLS = _calls("calls", 0), _calls("biased_calls", 1)
+"""For outputs that go to the callers of device calls, in bf16; the second one with biases."""
 
 
 def can_unpermute(rows: Tensor, inverse: Tensor, out: Tensor) -> bool:
@@ -47,4 +65,25 @@ def unpermute_rows(
     kernels.launch(
         on, variants[out.dtype], Grid(num_tokens * math.ceil(n / _COLUMNS)),
         rows, inverse, topk_weights, np.int32(top_k), np.int32(n), *(biases or ()), out,
+    )  # fmt: skip
+
+
+def unpermute_calls(
+    kernels: Kernels,
+    on: OnStream,
+    rows: Tensor,
+    inverse: Tensor,
+    topk_weights: Tensor,
+    calls: CallTable,
+    biases: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Write the sums of `unpermute_rows` to the callers of a step, in bf16, and answer them.
+
+    The step must be complete before the preceding launch begins.
+    """
+    (num_tokens, top_k), n = inverse.shape, rows.shape[1]
+    kernels.launch(
+        on, CALLS[biases is not None], Grid(num_tokens * math.ceil(n / _COLUMNS)),
+        rows, inverse, topk_weights, np.int32(top_k), np.int32(n), *(biases or ()),
+        calls.requests.address, calls.step.data_ptr(),
     )  # fmt: skip

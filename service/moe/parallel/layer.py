@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import Backend, HiddenStates, Routing, as_floats, fused_experts, values_of
+from expertd.kernels.device_calls import CallTable
 from expertd.layout import Layout
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel.exchange import Exchange
@@ -114,6 +115,10 @@ class ParallelLayer:
         Raises ValueError (name, expected, got) if the ranks have no room for them.
         """
         self._routed.set_token_counts(counts)
+
+    def call_experts(self, calls: CallTable, num_tokens: int, num_sms: int | None) -> bool:
+        """See `MoELayer`; ranks compute no device calls."""
+        return False
 
     def set_equal_token_counts(self, num_tokens: int) -> None:
         """The next calls have `num_tokens` on each rank."""

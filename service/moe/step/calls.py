@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from expertd.device_calls import CallCounts, CallSlot
-from expertd.kernels.device_calls import CallGraph, CallTable
+from expertd.kernels.device_calls import MAX_TOKENS, CallGraph, CallTable
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K
 from expertd.layout import Layout
 from expertd.service.device import Device
 from expertd.service.moe.base import Layer
-from expertd.service.moe.step.graphs import TOKEN_COUNTS, StepTensors
+from expertd.service.moe.step.graphs import TOKEN_COUNTS
 
-CALL_TOKEN_COUNTS = (*TOKEN_COUNTS, 384, 512)
+MAX_CALL_TOKENS = MAX_TOKENS
+CALL_TOKEN_COUNTS = (*TOKEN_COUNTS, 384, MAX_CALL_TOKENS)
 """The tokens of graphs; a step is padded to the next one."""
-MAX_CALL_TOKENS = CALL_TOKEN_COUNTS[-1]
 _MAX_LAYERS = 1024
 _NO_LAYER = 2**32 - 1
 _NO_GRAPHS: Sequence[Any] = (0,) * len(CALL_TOKEN_COUNTS)  # of a layer that was removed
@@ -44,7 +44,7 @@ class CallSteps:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._table = CallTable(device.tensors, _MAX_LAYERS)
-        self._tensors: dict[tuple[int, int], StepTensors] = {}
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the hidden size, for `_launch`
         self._stream = device.new_stream(_FIRST)
         self._pool = device.new_graph_pool()
         # By layer, in the order of their numbers. One that is added again has its number, and so its counts.
@@ -60,18 +60,33 @@ class CallSteps:
         """Capture the steps of a layer, unless it is known; for slots that are opened later."""
         if self._has(name):
             return
-        sizes, graphs = (layer.shape.hidden_size, layer.shape.top_k), []
-        if sizes not in self._tensors:
-            self._tensors[sizes] = StepTensors(MAX_CALL_TOKENS, *sizes, self._device, self._table.requests)
+        graphs = []
         with torch.inference_mode(), self._device.on(self._stream):
-            self._table.requests.clear()  # those of the last step, whose callers may be gone
+            self._table.clear()  # of the last step's calls, whose callers may be gone
             for count in reversed(CALL_TOKEN_COUNTS):  # largest first: others reuse its memory in the pool
-                work = partial(self._tensors[sizes].launch, layer, num_sms, count, routed=False)
+                work = partial(self._launch, layer, num_sms, count)
                 work()
                 self._stream.synchronize()
                 graphs.append(self._pool.capture(work, self._stream, as_part=True))
         self._backend = layer.backend
         self._graphs[name], self._is_complete = graphs[::-1], False
+        number = list(self._graphs).index(name)
+        self._table.add_layer(number, layer.shape.top_k, layer.shape.num_experts)
+
+    def _launch(self, layer: Layer, num_sms: int | None, count: int) -> None:
+        """A step of at most `count` tokens, which answers its calls."""
+        if layer.call_experts(self._table, count, num_sms):
+            return
+        size, where = layer.shape.hidden_size, self._device.tensors
+        if size not in self._rows:
+            self._rows[size] = (
+                torch.zeros(MAX_CALL_TOKENS, size, dtype=torch.bfloat16, device=where),
+                torch.empty(MAX_CALL_TOKENS, size, dtype=torch.float32, device=where),
+            )
+        hidden_states, out = (rows[:count] for rows in self._rows[size])
+        layer.backend.gather_rows(self._table.requests, hidden_states, None, None)
+        layer(hidden_states, *self._table.routing(count, layer.shape.top_k), num_sms, out)
+        layer.backend.answer_calls(out, self._table)
 
     def remove(self, name: str) -> None:
         """Forget a layer; calls to it are refused."""

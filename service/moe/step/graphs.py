@@ -28,21 +28,28 @@ TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The captured token counts. In larger steps, launch latency is hidden."""
 
 
-class StepTensors:
-    """Memory of the largest step, of the requests in `table`. Rows past its tokens are padding, without
-    experts.
+class _Tensors:
+    """Memory of the largest step, and pinned memory, to which requests are copied that the GPU cannot read in
+    place. Rows past a step's tokens are padding, without experts.
     """
 
-    def __init__(
-        self, max_tokens: int, hidden_size: int, top_k: int, device: Device, table: RequestTable
-    ) -> None:
-        where = device.tensors
-        self.table = table
+    def __init__(self, hidden_size: int, top_k: int, device: Device, copies: HostCopies) -> None:
+        where, max_tokens = device.tensors, TOKEN_COUNTS[-1]
+        self.table = RequestTable()
         self.hidden_states = torch.zeros(max_tokens, hidden_size, dtype=torch.bfloat16, device=where)
         self.topk_ids = torch.full((max_tokens, top_k), -1, dtype=torch.int32, device=where)
         self.topk_weights = torch.zeros(max_tokens, top_k, dtype=torch.float32, device=where)
         self.out = torch.empty(max_tokens, hidden_size, dtype=torch.float32, device=where)
         self.offsets = device.pinned(MAX_GROUPS + 2, dtype=torch.int32).zero_()  # see `count_named`
+        self.host_hidden_states = PinnedRows(max_tokens, hidden_size * 2, device, copies)
+        self.host_topk_ids = PinnedRows(max_tokens, top_k * 8, device, copies)
+        self.host_topk_weights = PinnedRows(max_tokens, top_k * 4, device, copies)
+        self.host_out = PinnedRows(max_tokens, hidden_size * 4, device, copies)
+        self.host_offsets = self.offsets.numpy()
+        self.are_free = True  # for the host to write: no step uses them
+        self.ended = device.new_event()
+        """The end of the step that uses them: on its stream, a later one may follow."""
+        device.synchronize()  # other streams will use them
 
     def launch(self, layer: Layer, num_sms: int | None, count: int, routed: bool) -> None:
         """A step of `count` tokens; routed: the layer routes all of them, else their requests do."""
@@ -59,23 +66,6 @@ class StepTensors:
             count_named(shape, topk_ids, self.offsets)
         layer(hidden_states, topk_ids, topk_weights, num_sms, out, self.offsets[: shape.num_groups + 1])
         backend.scatter_rows(out, self.table)
-
-
-class _Tensors(StepTensors):
-    """Also pinned memory, to which requests are copied that the GPU cannot read in place."""
-
-    def __init__(self, hidden_size: int, top_k: int, device: Device, copies: HostCopies) -> None:
-        max_tokens = TOKEN_COUNTS[-1]
-        super().__init__(max_tokens, hidden_size, top_k, device, RequestTable())
-        self.host_hidden_states = PinnedRows(max_tokens, hidden_size * 2, device, copies)
-        self.host_topk_ids = PinnedRows(max_tokens, top_k * 8, device, copies)
-        self.host_topk_weights = PinnedRows(max_tokens, top_k * 4, device, copies)
-        self.host_out = PinnedRows(max_tokens, hidden_size * 4, device, copies)
-        self.host_offsets = self.offsets.numpy()
-        self.are_free = True  # for the host to write: no step uses them
-        self.ended = device.new_event()
-        """The end of the step that uses them: on its stream, a later one may follow."""
-        device.synchronize()  # other streams will use them
 
 
 class StepGraphs:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 import torch
 
 from expertd.device_calls import CallCounts, CallSlot
+from expertd.kernels import resolve_backend
+from expertd.kernels.ops.activation import SILU
 from expertd.service.engine import device_calls
 from expertd.service.engine.device_calls import DeviceCalls
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step import calls
+from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 
 NUM_LAYERS = 3
@@ -28,8 +34,15 @@ class Table:
         self.requests: set[int] = set()  # of the last step: the slots that it took
         self.rows = np.zeros((num_layers, 4), np.int64)
         self.layers: dict[int, Sequence[int]] = {}
+        self.sizes: dict[int, tuple[int, int]] = {}
         self.calls: list[tuple[int, int, int]] = []
         self.refused = 0
+
+    def clear(self) -> None:
+        self.requests.clear()
+
+    def add_layer(self, number: int, top_k: int, num_experts: int) -> None:
+        assert self.sizes.setdefault(number, (top_k, num_experts)) == (top_k, num_experts)
 
     def set(self, index: int, slot: CallSlot | None) -> None:
         self.layers[index] = slot.layers if slot else ()
@@ -60,18 +73,9 @@ class Graph:
                 self._table.refused += 1
             else:
                 assert all(self._graphs[layer])
+                assert layer in self._table.sizes
                 self._table.rows[layer] += (1, 1, num_tokens, NANOSECONDS)
         self._table.calls.clear()
-
-
-class Tensors:
-    """`StepTensors` whose launches nobody may see: no caller has asked for one."""
-
-    def __init__(self, *given: Any) -> None:
-        self._requests = given[-1]
-
-    def launch(self, *_: object, routed: bool) -> None:
-        assert not self._requests
 
 
 class Pool:
@@ -84,7 +88,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> DeviceCalls:
     """Of layers "a" and "b"."""
     monkeypatch.setattr(calls, "_MAX_LAYERS", NUM_LAYERS)
     monkeypatch.setattr(calls, "CallTable", Table)
-    monkeypatch.setattr(calls, "StepTensors", Tensors)
     monkeypatch.setattr(device_calls, "why_not", lambda layer: None)
     stream = SimpleNamespace(synchronize=lambda: None)
     device: Any = SimpleNamespace(
@@ -92,7 +95,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> DeviceCalls:
         synchronize=lambda: None, on=lambda stream: nullcontext(),
     )  # fmt: skip
     backend = SimpleNamespace(call_graph=lambda table, sizes, graphs: Graph(table, graphs))
-    layer = SimpleNamespace(shape=SimpleNamespace(hidden_size=128, top_k=2), backend=backend)
+
+    def call_experts(table: Table, num_tokens: int, num_sms: int | None) -> bool:
+        assert not table.requests, "nobody may see this step, for which no caller has asked"
+        return True
+
+    shape = SimpleNamespace(hidden_size=128, top_k=2, num_experts=4)
+    layer = SimpleNamespace(shape=shape, backend=backend, call_experts=call_experts)
     runner: Any = SimpleNamespace(layer=layer, num_sms=None)
     return DeviceCalls(device, {"a": runner, "b": runner})
 
@@ -128,3 +137,38 @@ def test_a_layer_that_comes_again_goes_on_counting(served: DeviceCalls) -> None:
         served.run()
         assert (served.counts(), table.refused) == (expected, times)
         served.disconnect([slot])
+
+
+SHAPE = LayerShape(hidden_size=128, intermediate_size=128, num_experts=6, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_sms", "is_whole"),
+    [
+        (SHAPE, None, True),
+        (SHAPE, 1, False),
+        (replace(SHAPE, num_shared_experts=1), None, False),
+        (replace(SHAPE, local_experts=range(2, 5)), None, False),
+    ],
+)
+def test_steps_of_layers(
+    shape: LayerShape, num_sms: int | None, is_whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend computes those of experts alone where callers have them; others gather rows first."""
+    generator, backend, answered = fresh_generator(), resolve_backend("reference"), list[Any]()
+    layer = MoELayer(shape, random_weights(shape, 7, "cpu"), backend)
+    x = torch.randn(5, shape.hidden_size, generator=generator).bfloat16()
+    ids = torch.rand(5, shape.num_experts, generator=generator).topk(shape.top_k).indices.int()
+    routing = ids, torch.rand(5, shape.top_k, generator=generator)
+    table: Any = SimpleNamespace(requests=None, routing=lambda num_tokens, top_k: routing)
+    steps: Any = SimpleNamespace(_table=table, _rows={}, _device=SimpleNamespace(tensors="cpu"))
+    monkeypatch.setattr(backend, "gather_rows", lambda table, rows, *_: rows.copy_(x))
+    monkeypatch.setattr(backend, "answer_calls", lambda rows, calls: answered.append(rows))
+    monkeypatch.setattr(backend, "call_experts", lambda *given: answered.append(given))
+    calls.CallSteps._launch(steps, layer, num_sms, 5)
+    (answer,) = answered
+    if is_whole:
+        weights = layer.weights
+        assert answer == (table, 5, 2, weights.gate_up, weights.down, SILU, None, None)
+    else:
+        assert torch.equal(answer, layer(x, *routing))
