@@ -58,8 +58,17 @@ class CallAnswers {
     __device__ __forceinline__ explicit CallAnswers(CallStep* step) : step(step) {
         num_calls = ptx::load_relaxed_system(&step->num_calls);
         mine = ptx::load_relaxed_system(reinterpret_cast<const uint4*>(step->answers + threadIdx.x));
+        taken = ptx::load_relaxed_system(&step->taken);
         if (reads_word())  // now, as it takes a while
-            until = ptx::load_relaxed_system(reinterpret_cast<const u32*>(step->until_word));
+            until = ptx::load_relaxed_system(reinterpret_cast<const u32*>(ptx::load_relaxed_system(&step->until_word)));
+        if (threadIdx.x >= kCounts) return;
+        const u64 offset = (ptx::load_relaxed_system(&step->layer) * kCounts + threadIdx.x) * sizeof(u64);
+        counted = ptx::load_relaxed_system(&step->counts) + offset;
+        on_host = ptx::load_relaxed_system(&step->on_host) + offset;
+        const u32 num_tokens = ptx::load_relaxed_system(&step->num_tokens);
+        const u64 began = ptx::load_relaxed_system(&step->began);
+        count = ptx::load_relaxed_system(reinterpret_cast<const u64*>(counted));
+        count += threadIdx.x == 0 ? 1 : threadIdx.x == 1 ? num_calls : threadIdx.x == 2 ? num_tokens : -began;
     }
 
     // After the CTA's threads have written their outputs: the last CTA answers.
@@ -76,21 +85,20 @@ class CallAnswers {
         if (threadIdx.x < num_calls) {
             const u64 word = static_cast<u64>(mine.w) << 32 | mine.z, sequence = word % kSequences;
             ptx::store_release_system(reinterpret_cast<u64*>(static_cast<u64>(mine.y) << 32 | mine.x), sequence);
-            reinterpret_cast<u64*>(step->taken)[word / kSequences] = sequence;
+            reinterpret_cast<u64*>(taken)[word / kSequences] = sequence;
         }
         if (threadIdx.x >= kCounts || num_calls == 0) return;
-        const u64 added[kCounts] = {1, num_calls, step->num_tokens, ptx::global_nanoseconds() - step->began};
-        const u32 place = step->layer * kCounts + threadIdx.x;
-        u64* const count = reinterpret_cast<u64*>(step->counts) + place;
-        *count += threadIdx.x == 0 ? added[0] : threadIdx.x == 1 ? added[1] : threadIdx.x == 2 ? added[2] : added[3];
-        reinterpret_cast<u64*>(step->on_host)[place] = *count;
+        const u64 sum = count + (threadIdx.x == 3 ? ptx::global_nanoseconds() : 0);
+        *reinterpret_cast<u64*>(counted) = sum;
+        *reinterpret_cast<u64*>(on_host) = sum;
     }
 
   private:
     static __device__ __forceinline__ bool reads_word() { return blockIdx.x == 0 && threadIdx.x == 0; }
 
     CallStep* const step;
-    u32 until = kForever;
-    u32 num_calls;
+    u32 num_calls, until = kForever;
     uint4 mine;  // this thread's CallAnswer
+    u64 taken;
+    u64 counted = 0, on_host = 0, count = 0;  // this thread's count: where it is, and what it comes to
 };
