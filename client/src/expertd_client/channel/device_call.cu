@@ -39,6 +39,12 @@ __device__ __forceinline__ void store_release(u64 place, u64 value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_relaxed(u64 place, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
 // Whether all other CTAs have come here before; the last one sees what they have seen, and leaves 0 for the next
 // launch.
 __device__ __forceinline__ bool is_last(u32* arrived) {
@@ -57,21 +63,34 @@ __device__ __forceinline__ u64 nanoseconds() {
     return value;
 }
 
-// This thread's share of `count` elements, from `first` on.
-template <typename T>
-__device__ __forceinline__ void copy(u64 to, const T* from, u32 first, u32 count) {
-    const u32 step = gridDim.x * kThreads;
-    T* const target = reinterpret_cast<T*>(to);
-    for (u32 i = first; i < count; i += step * kAtOnce) {
-        T loaded[kAtOnce];
+// Up to kAtOnce vectors of a thread, which begins with the one of its number.
+struct Vectors {
+    uint4 loaded[kAtOnce];
+    u32 first = blockIdx.x * kThreads + threadIdx.x;
+    const u32 step = gridDim.x * kThreads, count;
+
+    __device__ __forceinline__ explicit Vectors(u32 count) : count(count) {}
+
+    __device__ __forceinline__ void load(const uint4* from) {
 #pragma unroll
-        for (u32 n = 0; n < kAtOnce; ++n)
-            if (i + n * step < count) loaded[n] = from[i + n * step];
-#pragma unroll
-        for (u32 n = 0; n < kAtOnce; ++n)
-            if (i + n * step < count) target[i + n * step] = loaded[n];
+        for (u32 i = 0; i < kAtOnce; ++i)
+            if (first + i * step < count) loaded[i] = from[first + i * step];
     }
-}
+
+    __device__ __forceinline__ void fill(u32 word) {
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; ++i) loaded[i] = make_uint4(word, word, word, word);
+    }
+
+    // Returns whether there are more, for another load.
+    __device__ __forceinline__ bool store(uint4* to) {
+#pragma unroll
+        for (u32 i = 0; i < kAtOnce; ++i)
+            if (first + i * step < count) to[first + i * step] = loaded[i];
+        first += kAtOnce * step;
+        return first < count;
+    }
+};
 
 // Writes rows and routing to the server's GPU, then, by the last CTA, the header.
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -80,19 +99,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
               const int* topk_ids,         // [num_tokens, top_k]
               const float* topk_weights,   // likewise
               u32 num_tokens, u32 row, u32 top_k, u32 model) {
-    const u32 thread = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads, pairs = num_tokens * top_k;
+    // All that is loaded first is on its way before anything waits for it.
+    Vectors rows(num_tokens * row);
+    rows.load(hidden_states);
+    const u32 thread = rows.first, pairs = num_tokens * top_k;
+    int id = 0;
+    float weight = 0.0f;
+    if (thread < pairs) id = topk_ids[thread], weight = topk_weights[thread];
     const CallPlace at = *place;
+    u64 failure = 0;
+    if (threadIdx.x == 0) failure = load_relaxed(at.failure);
     int* const ids = reinterpret_cast<int*>(at.topk_ids);
     float* const weights = reinterpret_cast<float*>(at.topk_weights);
-    int id = 0;  // the first of this thread's routing, on its way before rows are stored
-    float weight = 0.0f;
-    u64 failure = 0;
-    if (thread < pairs) id = topk_ids[thread], weight = topk_weights[thread];
-    if (threadIdx.x == 0) failure = load_relaxed(at.failure);
-    copy(at.hidden_states, hidden_states, thread, num_tokens * row);
     if (thread < pairs) ids[thread] = id, weights[thread] = weight;
+    while (rows.store(reinterpret_cast<uint4*>(at.hidden_states))) rows.load(hidden_states);
 #pragma unroll 1
-    for (u32 i = thread + step; i < pairs; i += step) {
+    for (u32 i = thread + rows.step; i < pairs; i += rows.step) {
         id = topk_ids[i], weight = topk_weights[i];
         ids[i] = id, weights[i] = weight;
     }
@@ -100,8 +122,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x > 0 || !is_last(&place->blocks)) return;
     const u64 sequence = (at.sequence + 1) % kSequences;
     place->sequence = sequence;
+    fence();  // after the parts of all CTAs
     if (failure != 0) return;
-    store_release(at.header, sequence << kSequenceShift | static_cast<u64>(model) << kFieldBits | num_tokens);
+    const u64 header = sequence << kSequenceShift | static_cast<u64>(model) << kFieldBits | num_tokens;
+    store_relaxed(at.header, header);
 }
 
 // Waits for the answer, in the caller's own memory, and copies the output. Each CTA waits for itself.
@@ -131,8 +155,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) wait_call(const CallPlace
         failed = failure;
     }
     __syncthreads();
-    const u32 thread = blockIdx.x * kThreads + threadIdx.x;
-    if (failed == 0) return copy(reinterpret_cast<u64>(out), reinterpret_cast<const uint4*>(at.out), thread, count);
-    const uint4 nan = make_uint4(0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff);
-    for (u32 i = thread; i < count; i += gridDim.x * kThreads) out[i] = nan;
+    Vectors rows(count);
+    if (rows.first >= count) return;
+    do {
+        rows.load(reinterpret_cast<const uint4*>(at.out));
+        if (failed != 0) rows.fill(0xffffffff);  // NaN
+    } while (rows.store(out));
 }
