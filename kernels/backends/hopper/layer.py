@@ -1,5 +1,7 @@
 """A layer on Hopper: a sequence of launches, each of which may begin before the preceding one ends."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe
 from expertd.kernels.backends.hopper.unpermute_rows import unpermute_rows
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized
 from expertd.kernels.overlap import Overlap
@@ -74,10 +77,7 @@ class HopperLayer:
         permutation = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
         if stages is not None:
             stages.mark("sort")
-        if isinstance(hidden_states, Quantized):
-            a = permute_rows(self._kernels, on, hidden_states, permutation.inverse)
-        else:
-            a = quantize_permute(self._kernels, on, hidden_states, permutation.inverse)
+        a = self._permuted(on, hidden_states, permutation)
         if stages is not None:
             stages.mark("quantize")
         num_experts, n = down.data.shape[:2]
@@ -95,6 +95,35 @@ class HopperLayer:
         unpermute_rows(self._kernels, on, rows, permutation.inverse, topk_weights, out, added)
         if stages is not None:
             stages.mark("combine")
+
+    def experts_in_parts(
+        self,
+        on: OnStream,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        parts: Iterable[ExpertPart],
+        num_groups: int,
+        num_experts: int,
+        out: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+    ) -> None:
+        """Write out; see `fused_experts_in_parts`. Two launches for each part, and three for all.
+
+        hidden_states as in `experts`.
+        """
+        permutation = compute_permutation(self._kernels, on, topk_ids, num_groups, num_sms)
+        a = self._permuted(on, hidden_states, permutation)
+        size = topk_ids.numel(), out.shape[1]
+        rows, first = torch.empty(size, dtype=torch.bfloat16, device=topk_ids.device), 0
+        for part in parts:
+            end = first + part.num_groups
+            own = permutation._replace(offsets=permutation.offsets[first : end + 1])
+            activated = self._activate(on, a, own, part.gate_up, activation, num_experts, num_sms)
+            self._down(on, activated, own, part.down, rows, num_experts, num_sms, range(size[1]))
+            first = end
+        unpermute_rows(self._kernels, on, rows, permutation.inverse, topk_weights, out)
 
     def parallel_experts(
         self,
@@ -155,6 +184,14 @@ class HopperLayer:
         else:
             overlap.run(n, multiply, combine)
 
+    def _permuted(
+        self, on: OnStream, hidden_states: HiddenStates, permutation: DevicePermutation
+    ) -> Quantized:
+        """Permuted rows e4m3 [T * top_k, H]."""
+        if isinstance(hidden_states, Quantized):
+            return permute_rows(self._kernels, on, hidden_states, permutation.inverse)
+        return quantize_permute(self._kernels, on, hidden_states, permutation.inverse)
+
     def _activate(
         self,
         on: OnStream,
@@ -166,7 +203,7 @@ class HopperLayer:
         num_sms: int | None,
         bias: Tensor | None = None,
     ) -> Quantized:
-        """The first GEMM: permuted rows e4m3 [R, I]; num_experts: of all ranks."""
+        """The first GEMM: permuted rows e4m3 [R, I]; num_experts: of all ranks, and parts."""
         first = Groups(permutation.offsets, ready=True, tile_counter=permutation.tile_counters[0])
         expected_m = a.data.shape[0] / num_experts
         return self._gemm.multiply_swiglu(on, a, gate_up, first, activation, expected_m, num_sms, bias)
