@@ -242,8 +242,8 @@ def test_experts_match_float64(rows: list[int], backend: TritonBackend) -> None:
 
 def test_parts_give_the_bits_of_the_whole(any_backend: TritonBackend) -> None:
     layer, cuts = _layer([2, 0, 7, 3], outside=2, h=256), [[2, 0], [3], [1]]
-    hidden_states, topk_ids, topk_weights, *weights = layer
-    groups, parts = placed(topk_ids, cuts, 4), in_one_memory(*weights, cuts)
+    hidden_states, topk_ids, topk_weights, gate_up, down = layer
+    groups, parts = placed(topk_ids, cuts, 4), in_one_memory(gate_up, down, cuts)
     out = fused_experts_in_parts(
         hidden_states, groups, topk_weights, parts, num_groups_of(cuts), backend=any_backend
     )

@@ -1,0 +1,64 @@
+"""How a budget of a device's memory is divided among layers whose experts are in the host's memory.
+
+Does not import torch. See docs/expert-store.md.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from expertd.limits import MAX_GROUPS
+from expertd.service.moe.shape import LayerShape
+
+_CHUNK_BYTES = 16 * 1024 * 1024
+
+
+def chunk_experts(shape: LayerShape) -> int:
+    """The experts that a step copies at a time if not all that it needs fit into the slots.
+
+    Few enough for two chunks to take little of the budget, and for the products with the last one, which no
+    copy hides, to take little time.
+    """
+    return max(1, min(_CHUNK_BYTES // shape.expert_bytes, len(shape.held_experts) // 16))
+
+
+def chunk_sizes(shape: LayerShape) -> tuple[int, int, int]:
+    """Equal for layers that share chunks, since their steps take turns."""
+    return shape.hidden_size, shape.intermediate_size, chunk_experts(shape)
+
+
+def chunks_bytes(shapes: Iterable[LayerShape]) -> int:
+    """Bytes for the chunks of these layers: two of each size, one to be copied, one to be multiplied."""
+    each = {chunk_sizes(shape): shape for shape in shapes}
+    return sum(2 * chunk_experts(shape) * shape.expert_bytes for shape in each.values())
+
+
+def slots_within(budget: int, shapes: Mapping[str, LayerShape]) -> dict[str, int]:
+    """The slots of each layer for routed experts, with all experts in `budget` bytes; {}: all of them fit.
+
+    Every layer gets slots for the same part of its routed experts, and room for its shared ones. Raises
+    ValueError (name, expected, got) if a layer would have fewer than its top_k, or has too many experts.
+    """
+    routed = {name: len(shape.held_experts) * shape.expert_bytes for name, shape in shapes.items()}
+    fixed = sum(shape.num_shared_experts * shape.expert_bytes for shape in shapes.values())
+    if fixed + sum(routed.values()) <= budget:
+        return {}
+    fixed += chunks_bytes(shapes.values())
+    part = max(0, budget - fixed) / sum(routed.values())
+    slots = {name: int(part * len(shape.held_experts)) for name, shape in shapes.items()}
+    least = {name: min(shape.top_k, len(shape.held_experts)) for name, shape in shapes.items()}
+    if any(slots[name] < least[name] for name in shapes):
+        needed = max(least[name] / len(shape.held_experts) for name, shape in shapes.items())
+        num_bytes = fixed + needed * sum(routed.values())
+        expected = f"at least {num_bytes / 1e6 + 0.1:.1f} MB, with which each layer has slots for its top_k"
+        raise ValueError(f"weights_budget: expected {expected}, got {budget / 1e6:.1f} MB")
+    most = {name: _most_slots(shape) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if most[name] < least[name]:
+            expected = f"layers of at most {MAX_GROUPS // 2} experts"
+            raise ValueError(f"weights_budget: expected {expected}, got {shape.num_experts} of model {name}")
+    return {name: min(slots[name], most[name]) for name in shapes}
+
+
+def _most_slots(shape: LayerShape) -> int:
+    """With more, a step might have too many groups: the slots twice, and what does not fit by chunks."""
+    chunk = chunk_experts(shape)
+    return MAX_GROUPS - len(shape.held_experts) - 2 * shape.num_shared_experts - chunk
