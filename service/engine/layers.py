@@ -72,11 +72,9 @@ def packed_layer_of(
 
 
 def stored_layers(memory: StoreMemory, slots: Mapping[str, int]) -> MakeLayer:
-    """What makes layers with stores of their experts in `memory`, by their slots; others as `packed_layer_of`."""
+    """What makes layers with stores of their experts, by their slots; others as `packed_layer_of`."""
 
-    def make(
-        model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
-    ) -> MoELayer:
+    def make(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
         if model.name not in slots:
             return packed_layer_of(model, backend, device, cancelled)
         weights = weights_of(model, device, cancelled, experts_on=torch.device("cpu"))

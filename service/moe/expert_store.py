@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -128,7 +128,7 @@ class StoreMemory:
 
 
 class HostExperts:
-    """Experts in the host's memory, which the device copies from; `weights` has only their data and scales."""
+    """The routed experts of a layer in the host's memory, from which the device can copy."""
 
     def __init__(self, weights: ExpertPart, num_experts: int, device: Device) -> None:
         sources = [tensor[:num_experts] for matrix in weights for tensor in matrix]
@@ -169,9 +169,10 @@ class _Pass(NamedTuple):
 
 
 class ExpertStore:
-    """The experts of one layer: all in the host's memory, some in slots of the device, the shared ones always.
+    """The experts of one layer: all in the host's memory, some in slots of the device, and the shared ones.
 
     num_slots  of routed experts
+    host       the routed experts in the host's memory
     slots      the experts on the device: those in slots, then the shared ones
     counts     what steps did
     """
@@ -184,7 +185,7 @@ class ExpertStore:
         self._memory, self._shape, self._backend = memory, shape, backend
         self.num_slots, self._packs = num_slots, backend.capabilities.packs
         whole = ExpertPart(weights.gate_up, weights.down)
-        self._host = HostExperts(whole, held, self._device)
+        self.host = HostExperts(whole, held, self._device)
         self.slots = new_part(shape, num_slots + shape.num_shared_experts, self._device.tensors)
         for source, target in zip(_tensors(whole), _tensors(self.slots), strict=True):
             target[num_slots:].view(torch.uint8).copy_(source[held:].view(torch.uint8))
@@ -258,40 +259,38 @@ class ExpertStore:
         group_of[fetches.streamed + 1] = first + np.arange(len(fetches.streamed))
         size = self._chunks[0].part.num_groups
         for number in range(-(-len(fetches.streamed) // size)):
-            chunk = self._chunks[number % 2]
-            passes.append(_Pass(chunk.part, chunk.copied, chunk))
+            passes.append(_Pass((chunk := self._chunks[number % 2]).part, chunk.copied, chunk))
         return passes, group_of
 
     def _parts(self, passes: Sequence[_Pass], streamed: _Experts, stream: Stream) -> Iterator[ExpertPart]:
         """The parts of a step, one pass after another; copies are enqueued as soon as there is room."""
-        left = iter(np.split(streamed, range(size := self._chunks[0].part.num_groups, len(streamed), size)))
+        size = self._chunks[0].part.num_groups
+        left = iter(np.split(streamed, range(size, len(streamed), size)))
         for chunk in self._chunks:
             self._fetch_chunk(chunk, next(left, streamed[:0]))
-        for part, copied, chunk in passes:
-            if copied is not None:
-                self._wait(copied, stream)
-            yield part
-            if chunk is not None:
-                chunk.free.record(stream)
-                self._fetch_chunk(chunk, next(left, streamed[:0]))
+        for each in passes:
+            if each.copied is not None:
+                self._wait(each.copied, stream)
+            yield each.part
+            if each.chunk is not None:
+                each.chunk.free.record(stream)
+                self._fetch_chunk(each.chunk, next(left, streamed[:0]))
         self._used.record(stream)
 
     def _fetch_chunk(self, chunk: _Chunk, experts: _Experts) -> None:
         self._fetch(experts, chunk.part, np.arange(len(experts)), chunk.free, chunk.copied)
 
-    def _fetch(
-        self, experts: _Experts, to: ExpertPart, places: _Experts, free: Event, copied: Event
-    ) -> None:
+    def _fetch(self, experts: _Experts, to: ExpertPart, places: _Experts, free: Event, copied: Event) -> None:
         """Copy experts to places in a part once `free` has passed; then comes `copied`."""
         if not len(experts):
             return
         began, stream, at = time.perf_counter(), self._memory.copies, places.tolist()
-        copies = self._host.copies(experts.tolist(), to, at)
+        copies = self.host.copies(experts.tolist(), to, at)
         stream.wait_event(free)
         self._device.copy(copies, stream)
         copied.record(stream)
         self.counts.num_bytes += len(experts) * self._shape.expert_bytes
-        for matrix, kept in zip(to, self._host.part, strict=True) if self._packs else ():
+        for matrix, kept in zip(to, self.host.part, strict=True) if self._packs else ():
             prepared = [self._backend.prepare_weights(_group(kept, expert)) for expert in experts]
             self._backend.weights_changed(matrix, at, prepared)
         if self._device.is_host:  # which waits for its copies here

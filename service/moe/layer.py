@@ -192,9 +192,7 @@ class MoELayer:
             return self._separate(hidden_states, routed, shared, num_sms, out, offsets, stages)
         group_ids, weights = self._groups(hidden_states, topk_ids, topk_weights)
         if self._store is not None:
-            result = self._store(
-                hidden_states, group_ids, weights, self._rule.routed, num_sms, out, offsets
-            )
+            result = self._store(hidden_states, group_ids, weights, self._rule.routed, num_sms, out, offsets)
             if stages is not None:
                 stages.mark("experts")
             return result

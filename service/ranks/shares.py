@@ -13,7 +13,7 @@ from expertd.service.device.cuda import num_gpus
 from expertd.service.device.gpu_memory import free_gpu_bytes
 from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.engine.layers import rule_of
-from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
+from expertd.service.engine.memory_needs import expert_slots, needs_of_models, with_fewer_tokens
 from expertd.service.moe.needs import GRAPH_TOKENS, Needs
 from expertd.service.moe.placement import contiguous_placement
 from expertd.service.moe.separate import rows_per_token
@@ -157,13 +157,15 @@ def more_ranks(settings: Settings, capabilities: Capabilities, available: int) -
 
 def _share(settings: Settings, rank: int, capabilities: Capabilities) -> Share:
     held, numbers_held = defaultdict[str, list[str]](list), []
+    slots = expert_slots(settings)
     for model in (model for model in settings.models if model.load):
         experts = experts_of(settings, model, rank)
         shared = ""
         if model.num_shared_experts:
             word = "and" if model.shared_experts else "without the"
             shared = f" {word} {model.num_shared_experts} shared"
-        held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)
+        in_slots = f", {slots[model.name]} at a time" if model.name in slots else ""
+        held[f"experts {spans(set(experts))} of {model.num_experts}{in_slots}{shared}"].append(model.name)
         numbers_held.append((model, len(experts)))
     exchange = exchange_bytes(settings) if capabilities.on_gpu and settings.num_ranks > 1 else 0
     names = {what: tuple(names) for what, names in held.items()}

@@ -206,10 +206,13 @@ def _wrong_budget(settings: Fields) -> Iterator[str]:
         yield f"weights_budget: expected null with several ranks, got {got}"
     if settings.lanes.are_on:
         yield f"weights_budget: expected null with lanes, got {got}"
-    for kind, served in (("models", settings.models), ("checkpoints", settings.checkpoints)):
-        for number, entry in enumerate(served):
-            if not entry.load:
-                yield f"{kind}.{number}.load: expected true with weights_budget, got false"
-            if entry.masked_max_tokens:
-                expected = f"0 with weights_budget, got {entry.masked_max_tokens}"
-                yield f"{kind}.{number}.masked_max_tokens: expected {expected}"
+    served = [
+        (f"models.{number}", each.load, each.masked_max_tokens) for number, each in enumerate(settings.models)
+    ]
+    for number, given in enumerate(settings.checkpoints):
+        served.append((f"checkpoints.{number}", given.load, given.masked_max_tokens))
+    for key, load, masked_max_tokens in served:
+        if not load:
+            yield f"{key}.load: expected true with weights_budget, got false"
+        if masked_max_tokens:
+            yield f"{key}.masked_max_tokens: expected 0 with weights_budget, got {masked_max_tokens}"

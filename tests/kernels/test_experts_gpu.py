@@ -165,7 +165,7 @@ def test_parts_give_the_bits_of_the_whole(
     """Parts of a few experts, in random order, each of which overwrites the one before."""
     layer = _layer(*sizes, tokens)
     hidden_states, topk_ids, topk_weights, gate_up, down = layer
-    cuts = [cut.tolist() for cut in torch.randperm(sizes[2]).split(sizes[2] // 5)]
+    cuts = [cut.tolist() for cut in torch.randperm(sizes[2]).tensor_split(5)]
     groups, parts = placed(topk_ids, cuts, sizes[2]), in_one_memory(gate_up, down, cuts)
     out = fused_experts_in_parts(
         hidden_states, groups, topk_weights, parts, num_groups_of(cuts), num_experts=sizes[2], backend=backend
