@@ -169,7 +169,6 @@ def main() -> None:
     """Run the benchmark."""
     options = _options()
     expect_gpu("benchmarks expert_store")
-    resolve_backend(options.backend).warm_up()
     shapes = {str(number): SHAPE for number in range(options.layers)}
     num_slots = slots_within(int(options.budget * GIB * options.layers / MODEL_LAYERS), shapes)["0"]
     case = make_case(options.layers, num_slots, options.backend)

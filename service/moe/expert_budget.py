@@ -4,11 +4,13 @@ Does not import torch. See docs/expert-store.md.
 """
 
 from collections.abc import Iterable, Mapping
+from math import exp
 
 from expertd.limits import MAX_GROUPS
 from expertd.service.moe.shape import LayerShape
 
 _CHUNK_BYTES = 16 * 1024 * 1024
+_LONGEST, _HALVINGS = 2.0**64, 60  # of a search for a number of uses
 
 
 def chunk_experts(shape: LayerShape) -> int:
@@ -62,3 +64,24 @@ def _most_slots(shape: LayerShape) -> int:
     """With more, a step might have too many groups: the slots twice, and what does not fit by chunks."""
     chunk = chunk_experts(shape)
     return MAX_GROUPS - len(shape.held_experts) - 2 * shape.num_shared_experts - chunk
+
+
+def lru_hit_rate(num_experts: int, num_slots: int, exponent: float) -> float:
+    """The part of a token's experts that are in slots, if the least recently used leave and Zipf's law holds.
+
+    exponent  of the law by which experts are chosen, each time anew; 0: all equally often. Che's
+              approximation: an expert stays for the time in which as many others are used as there are slots
+    """
+    ranks = range(1, num_experts + 1)
+    total = sum(rank**-exponent for rank in ranks)
+    shares = [rank**-exponent / total for rank in ranks]
+    least, most = 0.0, 1.0
+    while sum(1 - exp(-share * most) for share in shares) < num_slots and most < _LONGEST:
+        most *= 2
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        if sum(1 - exp(-share * middle) for share in shares) < num_slots:
+            least = middle
+        else:
+            most = middle
+    return sum(share * (1 - exp(-share * most)) for share in shares)
