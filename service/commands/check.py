@@ -124,15 +124,19 @@ def _checks(settings: "Settings") -> Iterator[Result]:
         return f"layers to serve: {', '.join(model.name for model in settings.models)}{read}"
 
     yield (resolved := _result("checkpoints", checkpoints))
+    has_slots = True
     for name, check, only_on_node_0 in _CHECKS:
         if only_on_node_0 and settings.node_rank > 0:
             yield Result(name, True, _ON_NODE_0)
         else:
-            yield _result(name, partial(check, settings))
-    if resolved.ok:
+            yield (result := _result(name, partial(check, settings)))
+            has_slots &= bool(result.ok) or check is not _expert_store
+    if resolved.ok and has_slots:
         yield from _memory(settings)
     else:
         unknown = "not known without the checkpoints' layers"
+        if resolved.ok:
+            unknown = "not known without another weights_budget"
         yield from (Result(name, None, unknown) for name in ("memory", "host memory"))
 
 

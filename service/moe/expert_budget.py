@@ -73,8 +73,8 @@ def lru_hit_rate(num_experts: int, num_slots: int, exponent: float) -> float:
               approximation: an expert stays for the time in which as many others are used as there are slots
     """
     ranks = range(1, num_experts + 1)
-    total = sum(rank**-exponent for rank in ranks)
-    shares = [rank**-exponent / total for rank in ranks]
+    parts = [1 / rank**exponent for rank in ranks]
+    shares = [part / sum(parts) for part in parts]
     least, most = 0.0, 1.0
     while sum(1 - exp(-share * most) for share in shares) < num_slots and most < _LONGEST:
         most *= 2
@@ -84,4 +84,4 @@ def lru_hit_rate(num_experts: int, num_slots: int, exponent: float) -> float:
             least = middle
         else:
             most = middle
-    return sum(share * (1 - exp(-share * most)) for share in shares)
+    return float(sum(share * (1 - exp(-share * most)) for share in shares))

@@ -1,6 +1,6 @@
 """Experts in the host's memory, without a GPU: which are kept, when they are copied, and the same bits."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -259,12 +259,15 @@ class Logged(Plain):
         self._log = log
 
     def experts_in_parts(self, *arguments: Any) -> None:
-        def noted(parts: Sequence[ExpertPart]) -> Iterator[ExpertPart]:
+        before, parts, after = arguments[:3], arguments[3], arguments[4:]
+
+        def noted() -> Iterator[ExpertPart]:
             for part in parts:
                 yield part
                 self._log.append(("read", [(t.data_ptr(), t.nbytes) for each in part for t in each]))
 
-        super().experts_in_parts(*arguments[:3], noted(arguments[3]), *arguments[4:])
+        experts: Callable[..., None] = super().experts_in_parts
+        experts(*before, noted(), *after)
 
 
 def test_steps_wait_for_copies_and_copies_for_what_reads_the_memory() -> None:
@@ -282,7 +285,7 @@ def test_steps_wait_for_copies_and_copies_for_what_reads_the_memory() -> None:
 
 def check_order(log: Log) -> None:
     """See that each copy comes after a wait for an event that was recorded after the memory's last use."""
-    last_read: dict[int, int] = {}  # of a piece of memory, by its address
+    last_read: dict[tuple[int, int], int] = {}  # of memory, by its address and size
     recorded: dict[Any, int] = {}
     waited, overwritten = -1, 0
     for place, (kind, *what) in enumerate(log):
@@ -291,10 +294,10 @@ def check_order(log: Log) -> None:
         elif kind == "wait" and what[1] == "copies":
             waited = recorded.get(what[0], -1)
         elif kind == "read":
-            last_read |= dict.fromkeys(what[0], place)  # type: ignore[misc]
+            last_read |= dict.fromkeys(what[0], place)
         elif kind == "copy":
             for to, _ in what[0]:
-                for (address, size), read in last_read.items():  # type: ignore[misc]
+                for (address, size), read in last_read.items():
                     if address <= to < address + size:
                         overwritten += 1
                         assert waited > read, f"entry {place} of the log overwrites what entry {read} reads"
