@@ -224,18 +224,19 @@ class ExpertStore:
         offsets: Tensor | None,
     ) -> Tensor:
         stream = self._device.current_stream()
-        self._note_waits()
         ids = self._on_host(group_ids, stream)
         held, num_groups = len(self._table.slot_of), self._shape.num_groups
         tokens = np.bincount(ids.ravel().clip(-1, num_groups) + 1, minlength=num_groups + 2)[1:-1]
-        if offsets is not None:
-            offsets.copy_(torch.from_numpy(np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)))
         fetches = self._table.take(tokens[:held])
-        self.counts.hits += len(fetches.present)
-        self.counts.misses += len(fetches.fetched) + len(fetches.streamed)
+        # Before the rest, which the host does while they run.
+        self._fetch(fetches.fetched, self.slots, fetches.slots, self._used, self._slots_copied)
         passes, group_of = self._passes(fetches)
         groups = self._to_device(np.take(group_of, ids + 1, mode="clip"), group_ids, stream)
-        self._fetch(fetches.fetched, self.slots, fetches.slots, self._used, self._slots_copied)
+        if offsets is not None:
+            offsets.copy_(torch.from_numpy(np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)))
+        self.counts.hits += len(fetches.present)
+        self.counts.misses += len(fetches.fetched) + len(fetches.streamed)
+        self._note_waits()
         return fused_experts_in_parts(
             hidden_states, groups, topk_weights, self._parts(passes, fetches.streamed, stream),
             sum(each.part.num_groups for each in passes),
@@ -247,7 +248,7 @@ class ExpertStore:
         held, num_groups, slots = len(self._table.slot_of), self._shape.num_groups, self.slots
         group_of = np.full(num_groups + 2, -1, np.int32)
         passes, first = list[_Pass](), 0
-        if len(fetches.present) or num_groups > held:
+        if len(fetches.present) or num_groups > held or not len(fetches.fetched):
             passes.append(_Pass(slots))
             group_of[fetches.present + 1] = self._table.slot_of[fetches.present]
             group_of[held + 1 : -1] = np.arange(self.num_slots, slots.num_groups)

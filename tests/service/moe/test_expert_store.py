@@ -147,6 +147,15 @@ def test_given_routing_may_name_no_expert_and_others_may_be_elsewhere() -> None:
     assert torch.equal(layer(given, ids, weights), whole(given, ids, weights))
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_step_may_need_no_expert(tokens: int) -> None:
+    ((store, layer, _),) = stores_and_whole(replace(SHAPE, num_shared_experts=0), SLOTS, Plain(), "cpu", [7])
+    given = hidden_states(tokens, fresh_generator())
+    ids, weights = torch.full((tokens, 3), -1, dtype=torch.int32), torch.ones(tokens, 3)
+    assert torch.equal(layer(given, ids, weights), torch.zeros_like(given))
+    assert (store.counts.hits, store.counts.misses) == (0, 0)
+
+
 def test_a_runner_counts_tokens_of_all_experts() -> None:
     ((_, layer, whole),) = stores_and_whole(SHAPE, SLOTS, resolve_backend("reference"), "cpu", [7])
     request = layer_request(hidden_states(4, fresh_generator()), "FP32")
@@ -176,7 +185,7 @@ class LoggedEvent:
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: Any) -> float:
-        return 0.0
+        return 1.0
 
 
 class LazyStream:
@@ -216,7 +225,9 @@ class LazyStream:
 
 
 class LazyDevice(CpuDevice):
-    """A CPU whose copies are made as late as events allow."""
+    """A CPU whose copies are made as late as events allow, as on a GPU."""
+
+    is_host = False
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -281,6 +292,7 @@ def test_steps_wait_for_copies_and_copies_for_what_reads_the_memory() -> None:
             given = hidden_states(tokens, generator)
             assert torch.equal(layer(given), other(given)), "a step read what was not copied yet"
     check_order(device.log)
+    assert [store.counts.wait_seconds > 0 for store, _ in made] == [True, True]
 
 
 def check_order(log: Log) -> None:
