@@ -79,9 +79,11 @@ def checked_parts(
     capabilities: Capabilities, parts: Iterable[ExpertPart], num_groups: int, h: int, device: torch.device
 ) -> Iterator[ExpertPart]:
     """The parts, each checked when it comes; ValueError unless they have `num_groups` in all."""
-    count = 0
+    count, last = 0, None
     for part in parts:
-        count += _check_experts(capabilities, *part, None, h, device)
+        if part is not last:  # which often comes twice
+            size, last = _check_experts(capabilities, *part, None, h, device), part
+        count += size
         if count > num_groups:
             break
         yield part

@@ -191,6 +191,7 @@ class ExpertStore:
             target[num_slots:].view(torch.uint8).copy_(source[held:].view(torch.uint8))
         self._chunks = memory.chunks(shape)
         self._table = SlotTable(held, num_slots)
+        self._places = np.arange(shape.num_groups + 2)  # of experts, by id + 1; at both ends those of none
         self.counts = memory.counts.setdefault(name, StoreCounts())
         self._used, self._slots_copied = self._device.new_event(), self._device.new_event()
         self._waits = deque[tuple[Event, Event]]()  # of steps: before and after
@@ -226,14 +227,17 @@ class ExpertStore:
         stream = self._device.current_stream()
         ids = self._on_host(group_ids, stream)
         held, num_groups = len(self._table.slot_of), self._shape.num_groups
-        tokens = np.bincount(ids.ravel().clip(-1, num_groups) + 1, minlength=num_groups + 2)[1:-1]
+        at = np.take(self._places, ids + 1, mode="clip")
+        tokens = np.bincount(at.ravel(), minlength=num_groups + 2)[1:-1]
         fetches = self._table.take(tokens[:held])
         # Before the rest, which the host does while they run.
         self._fetch(fetches.fetched, self.slots, fetches.slots, self._used, self._slots_copied)
         passes, group_of = self._passes(fetches)
-        groups = self._to_device(np.take(group_of, ids + 1, mode="clip"), group_ids, stream)
+        groups = self._to_device(group_of[at], group_ids, stream)
         if offsets is not None:
-            offsets.copy_(torch.from_numpy(np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)))
+            sums = np.zeros(num_groups + 1, np.int32)
+            np.cumsum(tokens, out=sums[1:])
+            offsets.copy_(torch.from_numpy(sums))
         self.counts.hits += len(fetches.present)
         self.counts.misses += len(fetches.fetched) + len(fetches.streamed)
         self._note_waits()
@@ -244,7 +248,7 @@ class ExpertStore:
         )  # fmt: skip
 
     def _passes(self, fetches: Fetches) -> tuple[list[_Pass], NDArray[np.int32]]:
-        """A step's passes, and the group that each expert of the layer has in them, by id + 1; -1: none."""
+        """A step's passes, and int32 the group in them of each expert of the layer, by id + 1; -1: none."""
         held, num_groups, slots = len(self._table.slot_of), self._shape.num_groups, self.slots
         group_of = np.full(num_groups + 2, -1, np.int32)
         passes, first = list[_Pass](), 0
@@ -266,20 +270,22 @@ class ExpertStore:
     def _parts(self, passes: Sequence[_Pass], streamed: _Experts, stream: Stream) -> Iterator[ExpertPart]:
         """The parts of a step, one pass after another; copies are enqueued as soon as there is room."""
         size = self._chunks[0].part.num_groups
-        left = iter(np.split(streamed, range(size, len(streamed), size)))
-        for chunk in self._chunks:
-            self._fetch_chunk(chunk, next(left, streamed[:0]))
-        for each in passes:
-            if each.copied is not None:
-                self._wait(each.copied, stream)
-            yield each.part
-            if each.chunk is not None:
-                each.chunk.free.record(stream)
-                self._fetch_chunk(each.chunk, next(left, streamed[:0]))
-        self._used.record(stream)
+        left = iter(np.split(streamed, range(size, len(streamed), size)) if len(streamed) else ())
 
-    def _fetch_chunk(self, chunk: _Chunk, experts: _Experts) -> None:
-        self._fetch(experts, chunk.part, np.arange(len(experts)), chunk.free, chunk.copied)
+        def fetch_next(chunk: _Chunk) -> None:
+            if (experts := next(left, None)) is not None:
+                self._fetch(experts, chunk.part, np.arange(len(experts)), chunk.free, chunk.copied)
+
+        for chunk in self._chunks:
+            fetch_next(chunk)
+        for part, copied, used in passes:
+            if copied is not None:
+                self._wait(copied, stream)
+            yield part
+            if used is not None:
+                used.free.record(stream)
+                fetch_next(used)
+        self._used.record(stream)
 
     def _fetch(self, experts: _Experts, to: ExpertPart, places: _Experts, free: Event, copied: Event) -> None:
         """Copy experts to places in a part once `free` has passed; then comes `copied`."""
