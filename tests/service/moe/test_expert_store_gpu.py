@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from expertd.kernels import resolve_backend
+from expertd.kernels import quantize_rows, resolve_backend
 from expertd.service.device import device_of
 from expertd.service.engine.layers import layer_of, stored_layers
 from expertd.service.engine.memory_needs import expert_slots
@@ -49,12 +49,14 @@ def test_a_step_whose_experts_are_there_copies_nothing(backend: str) -> None:
     seed = fresh_generator().initial_seed() % 1000
     ((store, layer, whole),) = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed])
     hidden_states = torch.randn(2, SHAPE.hidden_size, device="cuda").bfloat16()
-    expected = whole(hidden_states)
-    layer(hidden_states)
-    copied = store.counts.num_bytes
-    for _ in range(3):
-        assert torch.equal(layer(hidden_states), expected)
-    assert store.counts.num_bytes == copied > 0
+    routing = whole.route(hidden_states)
+    for given in (hidden_states, quantize_rows(hidden_states)):
+        expected = whole(given, *routing)
+        layer(given, *routing)
+        copied = store.counts.num_bytes
+        for _ in range(3):
+            assert torch.equal(layer(given, *routing), expected)
+        assert store.counts.num_bytes == copied > 0
 
 
 @on_both
