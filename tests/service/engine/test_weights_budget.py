@@ -6,17 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from expertd.backends import BACKENDS
+from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.commands import host_memory as host_memory_module
 from expertd.service.commands.devices import check_before_listening
 from expertd.service.commands.host_memory import check_host_memory, host_memory
+from expertd.service.engine.loading import load
 from expertd.service.engine.memory_needs import expert_slots, needs_of_models
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.shares import shares_of
 from expertd.service.settings.model import Settings
+from tests.kernels.helpers import fresh_generator
 from tests.service.apps import HIDDEN, MODEL, hidden_request, output_of, rows, serving, tiny_settings
+from tests.service.checkpoints.builders import Checkpoint
+from tests.service.moe.requests import layer_request
 from tests.service.settings.refusals import MODEL as YAML_MODEL
 from tests.service.settings.refusals import check_refused
 
@@ -90,6 +96,26 @@ def test_a_budget_that_cannot_be_kept_is_refused() -> None:
     expected = r"weights_budget: expected at least 0\.4 MB, with which each layer has .*, got 0\.2 MB"
     with pytest.raises(ValueError, match=expected):
         check_before_listening(settings(5))
+
+
+@pytest.mark.slow
+def test_layers_of_a_checkpoint_share_a_budget(tmp_path: Path) -> None:
+    """With shared experts, a router's bias, and one of the files' encodings, decoded on the host."""
+    directory = Checkpoint("deepseek-v3", tmp_path / "model", torch.float32).directory
+    served = [{"path": directory, "layers": "all"}]
+    whole = resolve_checkpoints(tiny_settings(models=[], checkpoints=served))
+    shape = whole.models[0].shape
+    budget = 2 * 4 * shape.expert_bytes + 2 * shape.expert_bytes  # slots and a shared one, and two chunks
+    given = resolve_checkpoints(tiny_settings(models=[], checkpoints=served, weights_budget=budget))
+    assert expert_slots(given) == {model.name: 3 for model in whole.models}
+    generator = fresh_generator()
+    runners: list[Any] = [load(each, lambda: False).runners for each in (given, whole)]
+    for num_tokens in (1, 3, 2, 5):
+        hidden_states = torch.randn(num_tokens, shape.hidden_size, generator=generator)
+        request = layer_request(hidden_states, "FP32")
+        for model in whole.models:
+            first, second = (bytes(each[model.name].run([request]).outputs[0]) for each in runners)
+            assert first == second
 
 
 def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
