@@ -7,7 +7,7 @@ from importlib import import_module
 BENCHMARKS = {
     "engines": ("engines",),
     "gemm": ("grouped_gemm", "gemm_sweep", "host_cost"),
-    "layer": ("moe_layer", "cpu_layer", "numerics", "weights"),
+    "layer": ("moe_layer", "cpu_layer", "expert_store", "numerics", "weights"),
     "ranks": ("parallel", "placement"),
     "serving": (
         "serving",

@@ -1,10 +1,11 @@
 """FP8 quantization, routing, experts and their grouped GEMMs; independent of HTTP, YAML and metrics."""
 
 from expertd.kernels.backends import Backend, backend_names, resolve_backend
-from expertd.kernels.fused_experts import fused_experts
+from expertd.kernels.fused_experts import fused_experts, fused_experts_in_parts
 from expertd.kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
 from expertd.kernels.ops.activation import Activation, OtherGlu, Swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import Permutation, compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import (
     HiddenStates,
@@ -28,6 +29,7 @@ __all__ = [
     "Activation",
     "Backend",
     "ExpertBiases",
+    "ExpertPart",
     "HiddenStates",
     "OtherGlu",
     "Overlap",
@@ -47,6 +49,7 @@ __all__ = [
     "dequantize_rows",
     "expand_rows",
     "fused_experts",
+    "fused_experts_in_parts",
     "grouped_gemm_contiguous",
     "grouped_gemm_masked",
     "overlaps",

@@ -1,5 +1,7 @@
 """Checks the arguments of experts, of one rank and of several: metadata only, as in checks.py."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from expertd.kernels.checks import (
     refusal,
 )
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.limits import MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
@@ -49,6 +52,43 @@ def check_experts(
         _check_out(out, (num_tokens, h), device)
     if offsets is not None:
         _check_offsets(offsets, num_groups, device)
+
+
+def check_experts_in_parts(
+    capabilities: Capabilities,
+    hidden_states: HiddenStates,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_groups: int,
+    out: Tensor | None,
+    activation: Activation,
+    num_sms: int | None,
+) -> None:
+    """Raise ValueError (name, expected, got) unless `fused_experts_in_parts` can serve these arguments."""
+    num_tokens, h, device = _check_hidden_states(capabilities, hidden_states)
+    check_activation(activation)
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise refusal("num_groups", f"1 to {MAX_GROUPS}", num_groups)
+    _check_routing(topk_ids, topk_weights, num_tokens, device)
+    check_num_sms(num_sms)
+    if out is not None:
+        _check_out(out, (num_tokens, h), device)
+
+
+def checked_parts(
+    capabilities: Capabilities, parts: Iterable[ExpertPart], num_groups: int, h: int, device: torch.device
+) -> Iterator[ExpertPart]:
+    """The parts, each checked when it comes; ValueError unless they have `num_groups` in all."""
+    count, last = 0, None
+    for part in parts:
+        if part is not last:  # which often comes twice
+            size, last = _check_experts(capabilities, *part, None, h, device), part
+        count += size
+        if count > num_groups:
+            break
+        yield part
+    if count != num_groups:
+        raise refusal("parts groups", f"{num_groups} in all", count)
 
 
 def check_parallel(

@@ -1,12 +1,15 @@
 """The public function for all experts of a layer: checks arguments and calls a backend."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from expertd.kernels.backends import Backend, backend_for
-from expertd.kernels.expert_checks import check_experts
+from expertd.kernels.expert_checks import check_experts, check_experts_in_parts, checked_parts
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.stages import Stages
@@ -74,4 +77,46 @@ def fused_experts(
             write_no_rows(offsets, rows.device)
         return out
     chosen.experts(*operands, out, activation, num_sms, offsets, biases, stages)
+    return out
+
+
+def fused_experts_in_parts(
+    hidden_states: HiddenStates,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    parts: Iterable[ExpertPart],
+    num_groups: int,
+    *,
+    num_experts: int | None = None,
+    out: Tensor | None = None,
+    activation: Activation = SILU,
+    backend: Backend | str | None = None,
+    num_sms: int | None = None,
+) -> Tensor:
+    """As `fused_experts`, with weights that come one part after another, and bitwise its result.
+
+    parts        experts of groups that follow each other, `num_groups` in all. The next one is asked for once
+                 the launches with the one before are on the stream: it may have the stream wait for what
+                 fills its memory, also where an earlier part was
+    topk_ids     int32 [T, top_k]: groups of all parts; others name none
+    num_groups   at most 1024
+    num_experts  the experts among which the tokens are divided, to choose tiles by; None: num_groups
+
+    The other arguments are those of `fused_experts`. A part is checked when it comes: ValueError (name,
+    expected, got) may be raised after others were launched.
+    """
+    rows = values_of(hidden_states)
+    chosen = backend_for(backend, rows, "hidden_states")
+    can, operands = chosen.capabilities, (hidden_states, topk_ids, topk_weights)
+    check_experts_in_parts(can, *operands, num_groups, out, activation, num_sms)
+    if out is None:
+        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    checked = checked_parts(can, parts, num_groups, rows.shape[1], rows.device)
+    if rows.shape[0] == 0:
+        for _ in checked:
+            """Launches nothing."""
+        return out
+    chosen.experts_in_parts(
+        *operands, checked, num_groups, num_experts or num_groups, out, activation, num_sms
+    )
     return out

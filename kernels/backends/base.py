@@ -1,7 +1,7 @@
 """The interface every backend of grouped GEMMs and experts implements."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from expertd.backends import Capabilities
 from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.checks import check_router
+from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, quantize_rows
 from expertd.kernels.ops.router import choose_experts
@@ -147,6 +148,33 @@ class Backend(ABC):
         unpermute_rows(rows, permutation.inverse, topk_weights, permutation.absent, out)
         if stages is not None:
             stages.mark("combine")
+
+    @torch.no_grad()
+    def experts_in_parts(
+        self,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        parts: Iterable[ExpertPart],
+        num_groups: int,
+        num_experts: int,
+        out: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+    ) -> None:
+        """See `fused_experts_in_parts`. This default waits for the device."""
+        permutation = compute_permutation(topk_ids, num_groups)
+        rows = torch.empty((topk_ids.numel(), out.shape[1]), dtype=torch.bfloat16, device=out.device)
+        bounds, first = permutation.offsets.tolist(), 0
+        for part in parts:
+            groups = slice(first, first + part.num_groups + 1)
+            own = slice(bounds[first], bounds[groups.stop - 1])
+            offsets = permutation.offsets[groups] - own.start
+            if own.stop > own.start:
+                tokens = permutation.token_ids[own]
+                rows[own] = self.ffn(hidden_states, tokens, *part, offsets, activation, num_sms)
+            first += part.num_groups
+        unpermute_rows(rows, permutation.inverse, topk_weights, permutation.absent, out)
 
     def ffn(
         self,

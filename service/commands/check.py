@@ -124,15 +124,19 @@ def _checks(settings: "Settings") -> Iterator[Result]:
         return f"layers to serve: {', '.join(model.name for model in settings.models)}{read}"
 
     yield (resolved := _result("checkpoints", checkpoints))
+    has_slots = True
     for name, check, only_on_node_0 in _CHECKS:
         if only_on_node_0 and settings.node_rank > 0:
             yield Result(name, True, _ON_NODE_0)
         else:
-            yield _result(name, partial(check, settings))
-    if resolved.ok:
+            yield (result := _result(name, partial(check, settings)))
+            has_slots &= bool(result.ok) or check is not _expert_store
+    if resolved.ok and has_slots:
         yield from _memory(settings)
     else:
         unknown = "not known without the checkpoints' layers"
+        if resolved.ok:
+            unknown = "not known without another weights_budget"
         yield from (Result(name, None, unknown) for name in ("memory", "host memory"))
 
 
@@ -246,6 +250,32 @@ def _temporary_folder(settings: "Settings") -> str:
         return f"warning: {error}"
 
 
+_COPY_RATES = {"PCIe 4 x16": 25e9, "PCIe 5 x16": 55e9}
+_ZIPF = {"uniform": 0.0, "Zipf": 1.0}
+
+
+def _expert_store(settings: "Settings") -> str:
+    """What steps of a token can expect of `weights_budget`, by arithmetic."""
+    from expertd.service.engine.memory_needs import check_expert_slots, expert_slots
+    from expertd.service.moe.expert_budget import lru_hit_rate
+    from expertd.service.ranks.shares import size
+
+    check_expert_slots(settings)
+    if not (slots := expert_slots(settings)):
+        return "none" if settings.weights_budget is None else "none: all experts fit into weights_budget"
+    models = [model for model in settings.models if model.name in slots]
+    held = {model.name: len(model.shape.held_experts) for model in models}
+    texts = []
+    for law, exponent in _ZIPF.items():
+        rates = {name: lru_hit_rate(held[name], slots[name], exponent) for name in held}
+        missed = sum((1 - rates[model.name]) * model.top_k * model.shape.expert_bytes for model in models)
+        speeds = ", ".join(f"{rate / missed:.0f} tokens/s by {link}" for link, rate in _COPY_RATES.items())
+        hits = sum(rates.values()) / len(rates)
+        texts.append(f"{law} routing: hits {hits:.0%}, {size(int(missed))} to copy for a token: {speeds}")
+    on_device = f"{sum(slots.values())} of {sum(held.values())} experts on the device"
+    return f"{on_device}; by copies alone, one token at a time, {'; '.join(texts)}"
+
+
 def _cpus(settings: "Settings") -> str:
     return check_cpus(settings, _capabilities(settings))
 
@@ -280,6 +310,7 @@ _CHECKS: list[tuple[str, "Callable[[Settings], str | None]", bool]] = [
     ("channels", _channels, True),
     ("temporary folder", _temporary_folder, False),
     ("backend", check_backend, False),
+    ("expert store", _expert_store, False),
     ("kernel cache", _kernel_cache, False),
     ("cpus", _cpus, False),
     ("partitions", check_partitions, False),

@@ -63,9 +63,11 @@ def check_before_listening(settings: "Settings") -> None:
     Raises ValueError, RuntimeError or UnwritableError.
     """
     from expertd.kernels import resolve_backend
+    from expertd.service.engine.memory_needs import check_expert_slots
 
     _check_devices(settings)
     check_sockets(settings)
+    check_expert_slots(settings)
     if settings.num_ranks == 1 and settings.backend != "auto":  # which is chosen, and logged, later
         resolve_backend(settings.backend)
     if settings.devices is None and settings.partitions:  # else the ranks look at them

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from expertd.backends import Capabilities
 from expertd.service.device.host_memory import free_host_bytes
-from expertd.service.engine.memory_needs import staging_of_model
+from expertd.service.engine.memory_needs import host_experts_bytes, staging_of_model
 from expertd.service.http.listening import has_channels
 from expertd.service.http.worker_setup import channel_sizes, shares
 from expertd.service.ranks.front.staging import staging_bytes
@@ -19,7 +19,8 @@ from expertd.service.settings.model import Settings
 
 _BUFFERED = "limits.max_buffered_bytes"
 _OF_GRPC = " of gRPC"
-_NO_SETTINGS = {"layers", "steps"}
+_EXPERTS = "experts that weights_budget leaves there"
+_NO_SETTINGS = {"layers", "steps", _EXPERTS}
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,12 @@ def host_memory(settings: Settings, capabilities: Capabilities) -> HostMemory:
     buffered = {_BUFFERED: _buffered_bytes(settings)}
     steps = {"steps": _staged_bytes(settings, capabilities)}
     shared = {"shared_memory.max_bytes": settings.shared_memory.max_bytes * settings.shared_memory.enabled}
+    experts = {_EXPERTS: host_experts_bytes(settings)}
     if capabilities.on_gpu:
-        pinned, at_most = {**buffered, **steps}, shared
+        pinned, at_most = {**experts, **buffered, **steps}, shared
     else:
         layers = sum(share.num_bytes for _, share, _ in shares_here(settings, capabilities))
-        pinned, at_most = {}, {"layers": layers, **steps, **buffered}
+        pinned, at_most = {}, {"layers": layers, **experts, **steps, **buffered}
     at_most["channels.max_bytes"] = settings.channels.max_bytes * has_channels(settings)
     # Messages of single calls, and of streams.
     has_grpc = settings.grpc.port is not None
@@ -128,8 +130,11 @@ def _what_would_do(settings: Settings, capabilities: Capabilities, free: int) ->
     """A hint: memory for bodies with which the rest fits; empty if none would do."""
     limits = settings.limits.model_copy(update={"max_buffered_bytes": settings.min_buffered_bytes})
     fewer = settings.model_copy(update={"limits": limits})
-    if _buffered_bytes(fewer) + _staged_bytes(fewer, capabilities) <= free:
+    experts = host_experts_bytes(settings)
+    if _buffered_bytes(fewer) + _staged_bytes(fewer, capabilities) + experts <= free:
         return f"; {_BUFFERED} of {limits.max_buffered_bytes} would do"
+    if experts > free:
+        return ""
     return "; lower limits.max_body_bytes or limits.max_batch_tokens"
 
 

@@ -24,7 +24,8 @@ _SMALL_SECONDS = 1.0  # small requests are taken to come for as long after one h
 class EarlySteps:
     """Decides by what is queued and what runs; for the thread that uses the device, but for `note`.
 
-    max_running  steps at a time: 2, one whose bytes are copied and one that computes; or 3, with the next one
+    max_running  steps at a time: 2, one whose bytes are copied and one that computes; 3, with the next one;
+                 or 1, where a step's beginning waits for the one before
     """
 
     max_running = 2

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.checkpoints.identity import checkpoint_id, file_id, random_id
 from expertd.service.checkpoints.weights import read_layer
 from expertd.service.moe.base import Layer
+from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.tensor_file import TensorFile, TensorFileError
@@ -70,6 +71,28 @@ def packed_layer_of(
     return layer
 
 
+def stored_layers(memory: StoreMemory, slots: Mapping[str, int]) -> MakeLayer:
+    """What makes layers with stores of their experts, by their slots; others as `packed_layer_of`."""
+
+    def make(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
+        if model.name not in slots:
+            return packed_layer_of(model, backend, device, cancelled)
+        weights = weights_of(model, device, cancelled, experts_on=torch.device("cpu"))
+        store = ExpertStore(memory, model.name, model.shape, weights, slots[model.name], backend)
+        own = replace(
+            weights,
+            router=weights.router.to(device),
+            gate_up=store.slots.gate_up,
+            down=store.slots.down,
+            router_bias=None if weights.router_bias is None else weights.router_bias.to(device),
+            shared_gate=None if weights.shared_gate is None else weights.shared_gate.to(device),
+        )
+        rule, routing = rule_of(model), model.routing.rule
+        return MoELayer(model.shape, own, backend, routing=routing, rule=rule, store=store)
+
+    return make
+
+
 def rule_of(model: ModelSettings) -> ExpertRule:
     """What the experts of `model` compute."""
     return model.rule if isinstance(model, CheckpointModelSettings) else COMMON
@@ -89,12 +112,17 @@ def has_biases(model: ModelSettings) -> bool:
 
 
 def weights_of(
-    model: ModelSettings, device: torch.device, cancelled: Cancelled, held: Sequence[int] | None = None
+    model: ModelSettings,
+    device: torch.device,
+    cancelled: Cancelled,
+    held: Sequence[int] | None = None,
+    experts_on: torch.device | None = None,
 ) -> ExpertWeights:
     """The weights of `model` on `device`. Raises as `load` does.
 
-    held  these of the model's routed experts in this order, also several times, then the shared ones that
-          are computed here; None: the model's
+    held        these of the model's routed experts in this order, also several times, then the shared ones
+                that are computed here; None: the model's
+    experts_on  where the experts' matrices are, and other tensors may be; None: `device`
     """
     every = model.shape.held_experts
     part = None if held is None else [expert - every.start for expert in held]
@@ -103,10 +131,11 @@ def weights_of(
         if part is not None:
             shape = replace(shape, local_experts=range(len(part)))
             source = source.part(part, len(every))
-        return _from_checkpoint(model.name, source, shape, device, cancelled)
+        return _from_checkpoint(model.name, source, shape, experts_on or device, cancelled)
+    shape, given = model.stored_shape, (part, model.shared_experts)
     if model.weights.path is not None:
-        return load_weights(model.weights.path, model.stored_shape, device, part, model.shared_experts)
-    return random_weights(model.stored_shape, model.weights.seed or 0, device, part, model.shared_experts)
+        return load_weights(model.weights.path, shape, experts_on or device, *given)
+    return random_weights(shape, model.weights.seed or 0, device, *given, experts_on)
 
 
 def weights_ids(models: Iterable[ModelSettings]) -> dict[str, str]:

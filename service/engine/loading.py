@@ -15,13 +15,15 @@ from expertd.kernels import Backend, resolve_backend
 from expertd.kernels.backends import why_not
 from expertd.service.device import Stream, device_of
 from expertd.service.engine.calls import CallServer
-from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of, stop_if
+from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of, stop_if, stored_layers
 from expertd.service.engine.local_models import Held, LocalModels
+from expertd.service.engine.memory_needs import expert_slots
 from expertd.service.engine.metrics.ranks import RankState
 from expertd.service.engine.placement import Placements
 from expertd.service.engine.profiling import Recordings
 from expertd.service.engine.steps import Runner
 from expertd.service.memory import OpenCuda, Register, nothing_to_register
+from expertd.service.moe.expert_store import StoreMemory
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.step.step_counts import NOTHING, StepUse
 from expertd.service.settings.model import Settings
@@ -157,7 +159,10 @@ def load(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    models = LocalModels(settings, backend, partitions, make_layer or packed_layer_of, barrier, held)
+    store = StoreMemory(device) if (slots := expert_slots(settings)) else None
+    if make_layer is None:
+        make_layer = packed_layer_of if store is None else stored_layers(store, slots)
+    models = LocalModels(settings, backend, partitions, make_layer, barrier, held, store)
     models.load_all([model for model in settings.models if model.load], cancelled)
     decode, prefill = models.sets[0], models.sets[-1]
     return Loaded(
@@ -171,13 +176,14 @@ def load(
         device.register_files,
         device.open_cuda,
         failure=device.failure,
-        models=models if decode is prefill else None,
+        models=models if decode is prefill and store is None else None,
         prefill_runners=prefill.runners,
         prepare_thread=device.prepare_thread,
         use=models.use,
         gpus=device.uuids,
         route=models.route,
         streams=models.streams,
+        max_running=2 if store is None else 1,
         calls=models.calls if decode is prefill and settings.num_ranks == 1 else None,
     )
 

@@ -17,6 +17,7 @@ from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
 from expertd.service.engine.memory_needs import needs_of_model, needs_of_models, staging_of_model
 from expertd.service.engine.runner_sets import RunnerSet
 from expertd.service.moe.base import Layer
+from expertd.service.moe.expert_store import StoreMemory
 from expertd.service.moe.needs import Needs
 from expertd.service.moe.out_of_memory import does_not_fit, in_one_sentence
 from expertd.service.moe.request import LayerRequest, zero_request
@@ -44,6 +45,7 @@ class LocalModels:
     make_layer  makes each model's layer
     barrier     waits for those who run a layer's steps together with this process, before they begin
     held        the experts of each model that this process holds; None: all of the model's
+    store       what stores of experts share, and count; None: there are none
     sets        the runners of the loaded models, for each lane
     calls       to the layers, by GPUs of callers; None: the backend answers none
     """
@@ -56,6 +58,7 @@ class LocalModels:
         make_layer: MakeLayer,
         barrier: Callable[[], None],
         held: Held | None = None,
+        store: StoreMemory | None = None,
     ) -> None:
         # The front end of several ranks hands them no traces.
         traced = settings.tracing.endpoint is not None and settings.num_ranks == 1
@@ -64,7 +67,7 @@ class LocalModels:
         self.sets = [RunnerSet(lane, self._device, partitions, timer) for lane in lanes_of(settings)]
         self._settings, self._limits = settings, settings.limits
         self._backend = backend
-        self._make_layer, self._barrier, self._held = make_layer, barrier, held
+        self._make_layer, self._barrier, self._held, self._store = make_layer, barrier, held, store
         self._staged_bytes = 0
         self._pools: dict[Staging, GraphPool] = {}
         self.calls: DeviceCalls | None = None
@@ -174,7 +177,8 @@ class LocalModels:
                 weights[name] = runner.layer.weights.num_bytes
         copies = [each.host_copies for each in self.sets]
         total = HostCopies(sum(each.num_bytes for each in copies), sum(each.seconds for each in copies))
-        return StepUse(launches, weights, total, self._memory(sum(weights.values())))
+        stores = {} if self._store is None else dict(self._store.counts)
+        return StepUse(launches, weights, total, self._memory(sum(weights.values())), stores)
 
     def streams(self) -> list[tuple[str, Stream]]:
         """The streams of all steps, each with a name; none on a CPU. One may have several names."""

@@ -4,12 +4,43 @@ from collections.abc import Sequence
 
 from expertd.backends import Capabilities
 from expertd.service.engine.layers import has_biases, rule_of
+from expertd.service.moe.expert_budget import chunks_bytes, slots_within
 from expertd.service.moe.needs import GRAPH_TOKENS, Needs, needs_of, part_of_layer, staging_bytes, together
+from expertd.service.moe.separate import needs_two_calls
 from expertd.service.moe.step.batch import FLOATS
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
 from expertd.service.settings.parts import Limits
 from expertd.service.settings.served import ModelSettings
+
+
+def expert_slots(settings: Settings) -> dict[str, int]:
+    """The slots for routed experts of each layer whose experts are in the host's memory, by `weights_budget`.
+
+    {} if there is no budget, or all experts fit into it. Raises ValueError (name, expected, got).
+    """
+    if settings.weights_budget is None:
+        return {}
+    return slots_within(settings.weights_budget, {model.name: model.shape for model in settings.models})
+
+
+def check_expert_slots(settings: Settings) -> None:
+    """Raise ValueError (name, expected, got) unless `weights_budget` can be kept. Reads only headers."""
+    slots = expert_slots(settings)
+    for model in (model for model in settings.models if model.name in slots):
+        if needs_two_calls(model.shape, rule_of(model)):
+            expected = "layers whose routed and shared experts follow one rule"
+            raise ValueError(f"weights_budget: expected {expected}, got others in model {model.name}")
+        if has_biases(model):
+            expected = "experts without biases"
+            raise ValueError(f"weights_budget: expected {expected}, got some in model {model.name}")
+
+
+def host_experts_bytes(settings: Settings) -> int:
+    """Bytes of the host's memory for routed experts that are not all on the device."""
+    slots = expert_slots(settings)
+    shapes = [model.shape for model in settings.models if model.name in slots]
+    return sum(len(shape.held_experts) * shape.expert_bytes for shape in shapes)
 
 
 def needs_of_model(
@@ -26,15 +57,17 @@ def needs_of_model(
     limits    of the steps; None: those of the settings
     staging   bytes by which memory for all layers grows
     """
+    slots = expert_slots(settings).get(model.name)
+    graph_tokens = GRAPH_TOKENS * settings.num_ranks if settings.nnodes == 1 and slots is None else 0
     return needs_of(
-        part_of_layer(model.shape, num_held),
+        part_of_layer(model.shape, num_held if slots is None else slots),
         (limits or settings.limits).max_batch_tokens,
         capabilities,
         staging=staging,
         has_biases=has_biases(model),
         weighs_input=rule_of(model).weighs_input,
-        keeps_fp8=settings.placement.policy is not None,
-        graph_tokens=GRAPH_TOKENS * settings.num_ranks if settings.nnodes == 1 else 0,
+        keeps_fp8=settings.placement.policy is not None or slots is not None,
+        graph_tokens=graph_tokens,
     )
 
 
@@ -45,6 +78,8 @@ def needs_of_models(
 
     On a GPU each lane has memory of its own for its steps; a CPU's are small beside the weights.
     """
+    slots = expert_slots(settings)
+    chunks = chunks_bytes(model.shape for model, _ in held if model.name in slots)
     weights = steps = graphs = 0
     for lane in lanes_of(settings) if capabilities.on_gpu else lanes_of(settings)[-1:]:
         needs = together(
@@ -55,7 +90,7 @@ def needs_of_models(
         graphs += 0 if lane.is_prefill else needs.graphs
         if capabilities.on_gpu:
             steps += max((staging_of_model(lane.limits, model) for model, _ in held), default=0)
-    return Needs(weights, steps, graphs)
+    return Needs(weights + chunks, steps, graphs)
 
 
 def staging_of_model(limits: Limits, model: ModelSettings) -> int:

@@ -21,7 +21,9 @@ from expertd.kernels import (
 )
 from expertd.kernels.device_calls import CallTable
 from expertd.layout import Layout
+from expertd.service.moe.expert_store import ExpertStore
 from expertd.service.moe.masked import masked_experts
+from expertd.service.moe.needs import part_of_layer
 from expertd.service.moe.separate import SeparateExperts, needs_two_calls
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, check_weights, without_data
@@ -39,6 +41,8 @@ class MoELayer:
                        ones the contiguous layout; must be 0 for a layer that holds only some of its experts,
                        and for another rule than the common one, with biases, and if the hidden size is not a
                        multiple of 128
+    store              has the experts, and `weights` those that are on the device, see `ExpertStore`; None:
+                       `weights` has all. With a store, calls wait for the routing, and keep state
 
     The layer is batch-invariant up to rounding: a token's result does not depend on the rest of the batch.
     Activations are rounded to FP8, or to bf16 on a CPU in the contiguous layout. NaN in a token stays in its
@@ -59,21 +63,25 @@ class MoELayer:
         routing: Routing | None = None,
         rule: ExpertRule = COMMON,
         masked_max_tokens: int = 0,
+        store: ExpertStore | None = None,
     ) -> None:
-        check_weights(shape, weights)
+        check_weights(shape if store is None else part_of_layer(shape, store.num_slots), weights)
         self.routing = routing or Routing()
         self.routing.check(shape.num_experts, shape.top_k)
         self._rule = rule
         two_calls = needs_two_calls(shape, rule)
         if two_calls and weights.biases is not None:
             raise ValueError("biases: expected none with this rule of the experts, got some")
+        if store is not None and (two_calls or weights.biases is not None):
+            raise ValueError("store: expected none with this rule of the experts, or biases, got one")
         self._separate = SeparateExperts(shape, weights, backend, rule) if two_calls else None
         _check_masked(shape, masked_max_tokens, rule == COMMON and weights.biases is None)
         self.shape = shape
         self.tokens_per_expert = partial(tokens_per_expert, shape)
         self.weights = weights
         self.backend = backend
-        self.is_capturable = backend.capabilities.captures
+        self._store = store
+        self.is_capturable = backend.capabilities.captures and store is None
         self.masked_max_tokens = masked_max_tokens
         device = weights.router.device
         self._shared_ids = torch.arange(
@@ -96,6 +104,8 @@ class MoELayer:
 
         Afterwards `weights` has no data of it. One after the other, so that the FP8 of the first is freed.
         """
+        if self._store is not None:
+            return  # copies change the experts
         matrix = self.weights.matrix(name)
         if self._separate is None:
             packed = self.backend.packed(matrix)
@@ -170,7 +180,7 @@ class MoELayer:
         out            float32, bfloat16 or float16 [T, H] to write to; None: a new float32 tensor
         offsets        int32 [G + 1] to write to, on the device or pinned: see `fused_experts`
         stages         notified of "router" unless the routing is given, and of the stages of `fused_experts`,
-                       in the masked layout of "experts"
+                       in the masked layout and with a store of "experts"
 
         Raises ValueError (name, expected, got).
         """
@@ -182,6 +192,11 @@ class MoELayer:
             routed, shared = self._held(topk_ids, topk_weights), self._shared(hidden_states)
             return self._separate(hidden_states, routed, shared, num_sms, out, offsets, stages)
         group_ids, weights = self._groups(hidden_states, topk_ids, topk_weights)
+        if self._store is not None:
+            result = self._store(hidden_states, group_ids, weights, self._rule.routed, num_sms, out, offsets)
+            if stages is not None:
+                stages.mark("experts")
+            return result
         gate_up, down = self.weights.gate_up, self.weights.down
         num_tokens = len(topk_ids)
         if num_tokens > 0 and self.layout(num_tokens) is Layout.MASKED:

@@ -96,6 +96,7 @@ def random_weights(
     device: torch.device | str,
     part: Sequence[int] | None = None,
     shared_experts: bool = True,
+    experts_on: torch.device | None = None,
 ) -> ExpertWeights:
     """Normal weights with variance 1/fan-in, quantized; reproducible for a seed on one type of device.
 
@@ -103,14 +104,15 @@ def random_weights(
 
     part            these of the held routed experts in this order, also several times; None: all
     shared_experts  whether the shared ones follow
+    experts_on      where the matrices are, with the values that they have on `device`; None: there, too
     """
     whole, held = replace(shape, local_experts=None), shape.held_experts
     kept = _kept(whole, held if part is None else [held[place] for place in part], shared_experts)
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
     i, h = shape.intermediate_size, shape.hidden_size
-    gate_up = _random_experts(whole.num_groups, kept, 2 * i, h, generator)
-    down = _random_experts(whole.num_groups, kept, h, i, generator)
+    gate_up = _random_experts(whole.num_groups, kept, 2 * i, h, generator, experts_on)
+    down = _random_experts(whole.num_groups, kept, h, i, generator, experts_on)
     return ExpertWeights(router, gate_up, down)
 
 
@@ -201,11 +203,17 @@ def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
 
 
 def _random_experts(
-    num_groups: int, kept: list[int], n: int, k: int, generator: torch.Generator
+    num_groups: int,
+    kept: list[int],
+    n: int,
+    k: int,
+    generator: torch.Generator,
+    device: torch.device | None,
 ) -> Quantized:
-    data = torch.empty((len(kept), n, k), dtype=torch.float8_e4m3fn, device=generator.device)
+    device = device or generator.device
+    data = torch.empty((len(kept), n, k), dtype=torch.float8_e4m3fn, device=device)
     blocks = len(kept), -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-    scales = torch.empty(blocks, dtype=torch.float32, device=generator.device)
+    scales = torch.empty(blocks, dtype=torch.float32, device=device)
     places = defaultdict[int, list[int]](list)
     for place, group in enumerate(kept):
         places[group].append(place)

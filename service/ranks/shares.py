@@ -13,16 +13,23 @@ from expertd.service.device.cuda import num_gpus
 from expertd.service.device.gpu_memory import free_gpu_bytes
 from expertd.service.device.host_memory import free_host_bytes
 from expertd.service.engine.layers import rule_of
-from expertd.service.engine.memory_needs import needs_of_models, with_fewer_tokens
+from expertd.service.engine.memory_needs import (
+    check_expert_slots,
+    expert_slots,
+    needs_of_models,
+    with_fewer_tokens,
+)
 from expertd.service.moe.needs import GRAPH_TOKENS, Needs
 from expertd.service.moe.placement import contiguous_placement
 from expertd.service.moe.separate import rows_per_token
 from expertd.service.moe.split import experts_of_rank, part_of
+from expertd.service.settings.checks import disagreements
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers, spans
 
 _FEWEST_TOKENS = 64  # of a step that is worth a hint
+_BUDGET_STEP = 100_000_000
 
 
 class ExchangeSizes(NamedTuple):
@@ -126,7 +133,8 @@ def shares_here(settings: Settings, capabilities: Capabilities) -> Iterator[tupl
 
 def what_would_do(settings: Settings, capabilities: Capabilities, available: int) -> str:
     """A hint: a change of the settings with which everything would fit; empty if none is known."""
-    return more_ranks(settings, capabilities, available) or fewer_tokens(settings, capabilities, available)
+    hint = more_ranks(settings, capabilities, available) or fewer_tokens(settings, capabilities, available)
+    return hint + smaller_budget(settings, capabilities, available)
 
 
 def fewer_tokens(settings: Settings, capabilities: Capabilities, available: int) -> str:
@@ -141,8 +149,31 @@ def fewer_tokens(settings: Settings, capabilities: Capabilities, available: int)
     return ""
 
 
+def smaller_budget(settings: Settings, capabilities: Capabilities, available: int) -> str:
+    """A hint: a `weights_budget` with which a GPU with this free memory would do; empty if none would."""
+    if not capabilities.on_gpu:
+        return ""
+    (share, *_) = shares_of(settings, capabilities)
+    shapes = [model.shape for model in settings.models]
+    experts = sum(
+        (len(shape.held_experts) + shape.num_shared_experts) * shape.expert_bytes for shape in shapes
+    )
+    others = share.num_bytes - min(experts, settings.weights_budget or experts)
+    budget = (available - others) // _BUDGET_STEP * _BUDGET_STEP
+    changed = settings.model_copy(update={"weights_budget": budget})
+    if budget <= 0 or any(disagreements(changed)):
+        return ""
+    try:
+        check_expert_slots(changed)
+    except ValueError:
+        return ""
+    return f"; weights_budget of {size(budget)} would do, with all experts in the host's memory"
+
+
 def more_ranks(settings: Settings, capabilities: Capabilities, available: int) -> str:
     """A hint: how many ranks, each with this free memory, would do; empty if no number would."""
+    if capabilities.on_gpu and not capabilities.joint_exchange:
+        return ""
     for count in range(settings.num_ranks + 1, MAX_RANKS + 1):
         update = {"devices": f"0-{count - 1}"} if capabilities.on_gpu else {"ranks": count}
         try:
@@ -157,13 +188,15 @@ def more_ranks(settings: Settings, capabilities: Capabilities, available: int) -
 
 def _share(settings: Settings, rank: int, capabilities: Capabilities) -> Share:
     held, numbers_held = defaultdict[str, list[str]](list), []
+    slots = expert_slots(settings)
     for model in (model for model in settings.models if model.load):
         experts = experts_of(settings, model, rank)
         shared = ""
         if model.num_shared_experts:
             word = "and" if model.shared_experts else "without the"
             shared = f" {word} {model.num_shared_experts} shared"
-        held[f"experts {spans(set(experts))} of {model.num_experts}{shared}"].append(model.name)
+        in_slots = f", {slots[model.name]} at a time" if model.name in slots else ""
+        held[f"experts {spans(set(experts))} of {model.num_experts}{in_slots}{shared}"].append(model.name)
         numbers_held.append((model, len(experts)))
     exchange = exchange_bytes(settings) if capabilities.on_gpu and settings.num_ranks > 1 else 0
     names = {what: tuple(names) for what, names in held.items()}

@@ -21,6 +21,7 @@ def disagreements(settings: Fields) -> Iterator[str]:
     yield from _wrong_ranks(settings)
     yield from _wrong_lanes(settings)
     yield from _wrong_buffers(settings)
+    yield from _wrong_budget(settings)
 
 
 def _wrong_names(settings: Fields) -> Iterator[str]:
@@ -194,3 +195,24 @@ def _wrong_lanes(settings: Fields) -> Iterator[str]:
     for key, partition in served:
         if partition is not None:
             yield f"{key}.partition: expected null with lanes, got {partition!r}"
+
+
+def _wrong_budget(settings: Fields) -> Iterator[str]:
+    """What does not fit experts in the host's memory."""
+    if settings.weights_budget is None:
+        return
+    got = settings.weights_budget
+    if settings.num_ranks > 1:
+        yield f"weights_budget: expected null with several ranks, got {got}"
+    if settings.lanes.are_on:
+        yield f"weights_budget: expected null with lanes, got {got}"
+    served = [
+        (f"models.{number}", each.load, each.masked_max_tokens) for number, each in enumerate(settings.models)
+    ]
+    for number, given in enumerate(settings.checkpoints):
+        served.append((f"checkpoints.{number}", given.load, given.masked_max_tokens))
+    for key, load, masked_max_tokens in served:
+        if not load:
+            yield f"{key}.load: expected true with weights_budget, got false"
+        if masked_max_tokens:
+            yield f"{key}.masked_max_tokens: expected 0 with weights_budget, got {masked_max_tokens}"

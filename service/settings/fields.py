@@ -23,7 +23,7 @@ from expertd.service.settings.parts import (
 from expertd.service.settings.rendezvous import Rendezvous
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import Devices, numbers
-from expertd.service.settings.values import HostName
+from expertd.service.settings.values import HostName, NumBytes
 from expertd.service.util.sentences import shown
 
 ENV_PREFIX = "EXPERTD_"
@@ -136,6 +136,12 @@ class Fields(BaseSettings):
     )
     overlap: OverlapSettings = Field(
         default=OverlapSettings(), description="communication between GPUs while GEMMs run"
+    )
+    weights_budget: NumBytes | None = Field(
+        default=None,
+        description="bytes on the device for the experts of all layers, e.g. `10GiB`; if they need more, all "
+        "are in the host's memory, and the device has those that were used last (docs/expert-store.md); "
+        "null: the device has all of them",
     )
     partitions: dict[str, int] = Field(
         default={},

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from expertd.service.util.sentences import shown
 
@@ -62,6 +62,27 @@ def check_host(host: str) -> str:
 
 
 HostName = Annotated[str, AfterValidator(check_host)]
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{kind}": base ** (power + 1)
+    for kind, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT")
+}
+_SIZE = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,6}})?) *({'|'.join(_UNITS)})", re.IGNORECASE)
+
+
+def _to_bytes(value: object) -> object:
+    """10737418240 for "10GiB"."""
+    if not isinstance(value, str):
+        return value
+    if (found := _SIZE.fullmatch(value)) is None:
+        raise ValueError(f"expected bytes, or a number with a unit like 10GiB, got {shown(value)}")
+    units = {name.upper(): factor for name, factor in _UNITS.items()}
+    return int(float(found[1]) * units[found[2].upper()])
+
+
+NumBytes = Annotated[int, BeforeValidator(_to_bytes), Field(ge=1), WithJsonSchema({"type": "string"})]
+"""A number of bytes, in settings also with a unit."""
 
 
 class Value(NamedTuple):

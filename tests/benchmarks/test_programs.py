@@ -10,6 +10,7 @@ import torch
 import benchmarks.gemm.gemm_sweep
 import benchmarks.gemm.grouped_gemm
 import benchmarks.gemm.host_cost
+import benchmarks.layer.expert_store
 import benchmarks.layer.layer_peers
 import benchmarks.layer.moe_layer
 import benchmarks.layer.numerics
@@ -57,8 +58,8 @@ def test_rounding_errors_are_plausible(family: str) -> None:
     "benchmark",
     [
         benchmarks.gemm.gemm_sweep, benchmarks.gemm.grouped_gemm, benchmarks.gemm.host_cost,
-        benchmarks.layer.moe_layer, benchmarks.ranks.parallel, benchmarks.serving.serving,
-        benchmarks.serving.steps, benchmarks.serving.stream_steps,
+        benchmarks.layer.expert_store, benchmarks.layer.moe_layer, benchmarks.ranks.parallel,
+        benchmarks.serving.serving, benchmarks.serving.steps, benchmarks.serving.stream_steps,
     ],
 )  # fmt: skip
 def test_a_missing_gpu_is_reported_in_a_sentence(

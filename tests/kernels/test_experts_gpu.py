@@ -14,6 +14,7 @@ from expertd.kernels import (
     Swiglu,
     compute_permutation,
     fused_experts,
+    fused_experts_in_parts,
     quantize_blocks,
     quantize_rows,
     resolve_backend,
@@ -23,6 +24,7 @@ from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_st
 from expertd.kernels.backends.hopper.permute_rows import permute_rows
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.ops.activation import SILU, Activation
+from tests.kernels.expert_parts import in_one_memory, num_groups_of, placed
 from tests.kernels.helpers import diff, expected_experts, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu
@@ -152,6 +154,23 @@ def test_experts(sizes: tuple[int, int, int, int], tokens: int, backend: str) ->
     assert torch.equal(out, again)
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(layer.run(dtype, backend=backend), out.to(dtype))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 300, 2000])
+@pytest.mark.parametrize("sizes", [(1024, 384, 24, 4), (2048, 768, 128, 8)])
+@on_both
+def test_parts_give_the_bits_of_the_whole(
+    sizes: tuple[int, int, int, int], tokens: int, backend: str
+) -> None:
+    """Parts of a few experts, in random order, each of which overwrites the one before."""
+    layer = _layer(*sizes, tokens)
+    hidden_states, topk_ids, topk_weights, gate_up, down = layer
+    cuts = [cut.tolist() for cut in torch.randperm(sizes[2]).tensor_split(5)]
+    groups, parts = placed(topk_ids, cuts, sizes[2]), in_one_memory(gate_up, down, cuts)
+    out = fused_experts_in_parts(
+        hidden_states, groups, topk_weights, parts, num_groups_of(cuts), num_experts=sizes[2], backend=backend
+    )
+    assert torch.equal(out, layer.run(backend=backend))
 
 
 @on_both

@@ -14,6 +14,7 @@ from expertd.kernels import (
     compute_permutation,
     dequantize_rows,
     fused_experts,
+    fused_experts_in_parts,
     quantize_blocks,
     quantize_rows,
 )
@@ -22,6 +23,7 @@ from expertd.kernels.backends.reference import matrices
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu, rounded_swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
+from tests.kernels.expert_parts import Cuts, in_one_memory, num_groups_of, placed
 from tests.kernels.helpers import diff, expected_experts, fresh_generator, random_rows, random_weights
 
 # The `diff` from rounding hidden states, activations and rows in 10662 draws of 1 to 1025 rows: to bf16
@@ -375,3 +377,44 @@ def test_offsets_are_the_rows_of_earlier_groups(outside: int) -> None:
     out = fused_experts(*arguments, backend=ReferenceBackend(), offsets=offsets)
     assert torch.equal(out, case.run())
     assert offsets.tolist() == [0, 5, 5, 35, 36, 42]
+
+
+@pytest.mark.parametrize("cuts", [[range(6)], [[4, 0], [5], [1, 2, 3]], [[3], [0], [2], [5], [1]]])
+@pytest.mark.parametrize("make", [ReferenceBackend, Composed])
+def test_parts_give_the_bits_of_the_whole(make: type[Backend], cuts: Cuts) -> None:
+    """In any order, in memory that the next part overwrites; experts of no part add nothing."""
+    case, backend = _case([3, 0, 7, 1, 9, 4], slots=5, outside=6), make()
+    held = torch.zeros(7, dtype=torch.bool)
+    held[[expert for cut in cuts for expert in cut]] = True
+    ids = case.topk_ids.where(held[case.topk_ids.clamp(-1, 6)], -1)
+    expected = replace(case, topk_ids=ids).run(make())
+    out = fused_experts_in_parts(
+        case.hidden_states,
+        placed(case.topk_ids, cuts, 6),
+        case.topk_weights,
+        in_one_memory(case.gate_up, case.down, cuts),
+        num_groups_of(cuts),
+        num_experts=6,
+        backend=backend,
+    )
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize(("num_groups", "got"), [(3, 2), (1, 2)])
+def test_parts_have_all_groups(num_groups: int, got: int, num_tokens: int) -> None:
+    case = _case([2, 2], slots=2)
+    arguments = case.hidden_states[:num_tokens], case.topk_ids[:num_tokens], case.topk_weights[:num_tokens]
+    parts = in_one_memory(case.gate_up, case.down, [[0], [1]])
+    with pytest.raises(ValueError, match=f"parts groups: expected {num_groups} in all, got {got}"):
+        fused_experts_in_parts(*arguments, parts, num_groups, backend=ReferenceBackend())
+
+
+def test_wrong_parts_are_refused() -> None:
+    case, other = _case([2, 2], slots=2), _case([2, 2], slots=2, h=2 * H)
+    arguments = case.hidden_states, case.topk_ids, case.topk_weights
+    parts = in_one_memory(other.gate_up, other.down, [[0, 1]])
+    with pytest.raises(ValueError, match=r"gate_up shape: expected \(2, 256, 256\)"):
+        fused_experts_in_parts(*arguments, parts, 2, backend=ReferenceBackend())
+    with pytest.raises(ValueError, match="num_groups: expected 1 to 1024, got 1025"):
+        fused_experts_in_parts(*arguments, (), 1025, backend=ReferenceBackend())

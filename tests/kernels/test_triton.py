@@ -18,6 +18,7 @@ from expertd.kernels import (
     compute_permutation,
     dequantize_rows,
     fused_experts,
+    fused_experts_in_parts,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
     permute_rows,
@@ -32,6 +33,7 @@ from expertd.kernels.backends.triton.targets import TARGETS, target_of
 from expertd.kernels.backends.triton.variants import heights, variants_for
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.request_table import DATATYPES, MAX_REQUESTS
+from tests.kernels.expert_parts import in_one_memory, num_groups_of, placed
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,
@@ -236,6 +238,16 @@ def test_experts_match_float64(rows: list[int], backend: TritonBackend) -> None:
         with forbid_host_sync():
             again = layer.run(backend)
         assert torch.equal(again, out)
+
+
+def test_parts_give_the_bits_of_the_whole(any_backend: TritonBackend) -> None:
+    layer, cuts = _layer([2, 0, 7, 3], outside=2, h=256), [[2, 0], [3], [1]]
+    hidden_states, topk_ids, topk_weights, gate_up, down = layer
+    groups, parts = placed(topk_ids, cuts, 4), in_one_memory(gate_up, down, cuts)
+    out = fused_experts_in_parts(
+        hidden_states, groups, topk_weights, parts, num_groups_of(cuts), backend=any_backend
+    )
+    assert torch.equal(out, layer.run(any_backend))
 
 
 def test_experts_with_many_rows(any_backend: TritonBackend) -> None:

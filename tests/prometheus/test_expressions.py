@@ -21,7 +21,7 @@ from tests.prometheus.processes import (
     rules,
     selectors,
 )
-from tests.service.apps import tiny_settings
+from tests.service.apps import MODEL, tiny_settings
 from tests.service.engine.fake_nvml import fake_nvml
 from tests.service.load import Load
 from tests.service.processes import server_process
@@ -59,23 +59,24 @@ class Scraped(NamedTuple):
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
-    """Prometheus after some seconds of load on two servers."""
+    """Prometheus after some seconds of load on three servers."""
     with ExitStack() as stack:
         fake_nvml(stack.enter_context(pytest.MonkeyPatch.context()))
         settings = (
             tiny_settings(lanes=LANES),
             tiny_settings(ranks=2, placement={"policy": "static"}),
+            tiny_settings(models=[{**MODEL, "num_experts": 8}], weights_budget=330_000),  # 6 experts
         )
         servers = [
             stack.enter_context(server_process(each, tmp_path_factory.mktemp("server"))) for each in settings
         ]
         gpu = stack.enter_context(gpu_exporter())
-        caller = stack.enter_context(caller_exporter([f"http://{server.url}" for server in servers]))
+        caller = stack.enter_context(caller_exporter([f"http://{server.url}" for server in servers[:2]]))
         targets = [*(server.url for server in servers), gpu, caller]
         running = stack.enter_context(prometheus(targets, tmp_path_factory.mktemp("prometheus")))
         stack.enter_context(Load(servers))
         of_all = "count(expertd:request_seconds:p99 > 0)"
-        wait_for(lambda: (found := running.query(of_all)) and found[0][1] >= 2, "rules have seen load", 120)
+        wait_for(lambda: (found := running.query(of_all)) and found[0][1] >= 3, "rules have seen load", 120)
         yield Scraped(running, [server.url for server in servers], gpu)
 
 

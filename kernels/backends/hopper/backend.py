@@ -1,6 +1,6 @@
 """The Hopper backend: grouped GEMMs and a layer's experts as kernels compiled just in time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from expertd.kernels.expert_checks import check_parallel
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.checks import check_logits, check_router
+from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.partitions import SMPartitions
@@ -120,6 +121,26 @@ class HopperBackend(Backend):
             biases,
             stages,
         )
+
+    def experts_in_parts(
+        self,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        parts: Iterable[ExpertPart],
+        num_groups: int,
+        num_experts: int,
+        out: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+    ) -> None:
+        """See `fused_experts_in_parts`, and `experts` for num_sms=1."""
+        operands = topk_ids, topk_weights, parts, num_groups, num_experts, out, activation, num_sms
+        if num_sms == 1:
+            super().experts_in_parts(hidden_states, *operands)
+            return
+        on = current_stream(_current(values_of(hidden_states), "hidden_states"))
+        self._layer.experts_in_parts(on, _with_aligned_rows(hidden_states), *operands)
 
     def parallel_experts(
         self,

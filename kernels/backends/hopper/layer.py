@@ -1,5 +1,7 @@
 """A layer on Hopper: a sequence of launches, each of which may begin before the preceding one ends."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from expertd.kernels.backends.hopper.unpermute_rows import unpermute_calls, unpe
 from expertd.kernels.device_calls import CallTable
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized
 from expertd.kernels.overlap import Overlap
@@ -75,10 +78,7 @@ class HopperLayer:
         permutation = compute_permutation(self._kernels, on, topk_ids, down.data.shape[0], num_sms, offsets)
         if stages is not None:
             stages.mark("sort")
-        if isinstance(hidden_states, Quantized):
-            a = permute_rows(self._kernels, on, hidden_states, permutation.inverse)
-        else:
-            a = quantize_permute(self._kernels, on, hidden_states, permutation.inverse)
+        a = self._permuted(on, hidden_states, permutation)
         if stages is not None:
             stages.mark("quantize")
         rows = self._rows(on, a, permutation, gate_up, down, activation, num_sms, biases, stages)
@@ -110,6 +110,35 @@ class HopperLayer:
         rows = self._rows(on, a, permutation, gate_up, down, activation, num_sms, biases)
         added = None if biases is None else (topk_ids, biases.down)
         unpermute_calls(self._kernels, on, rows, permutation.inverse, topk_weights, calls, added)
+
+    def experts_in_parts(
+        self,
+        on: OnStream,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        parts: Iterable[ExpertPart],
+        num_groups: int,
+        num_experts: int,
+        out: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+    ) -> None:
+        """Write out; see `fused_experts_in_parts`. Two launches for each part, and three for all.
+
+        hidden_states as in `experts`.
+        """
+        permutation = compute_permutation(self._kernels, on, topk_ids, num_groups, num_sms)
+        a = self._permuted(on, hidden_states, permutation)
+        size = topk_ids.numel(), out.shape[1]
+        rows, first = torch.empty(size, dtype=torch.bfloat16, device=topk_ids.device), 0
+        for part in parts:
+            end = first + part.num_groups
+            own = permutation._replace(offsets=permutation.offsets[first : end + 1])
+            activated = self._activate(on, a, own, part.gate_up, activation, num_experts, num_sms)
+            self._down(on, activated, own, part.down, rows, num_experts, num_sms, range(size[1]))
+            first = end
+        unpermute_rows(self._kernels, on, rows, permutation.inverse, topk_weights, out)
 
     def parallel_experts(
         self,
@@ -194,6 +223,14 @@ class HopperLayer:
             stages.mark("down")
         return rows
 
+    def _permuted(
+        self, on: OnStream, hidden_states: HiddenStates, permutation: DevicePermutation
+    ) -> Quantized:
+        """Permuted rows e4m3 [T * top_k, H]."""
+        if isinstance(hidden_states, Quantized):
+            return permute_rows(self._kernels, on, hidden_states, permutation.inverse)
+        return quantize_permute(self._kernels, on, hidden_states, permutation.inverse)
+
     def _activate(
         self,
         on: OnStream,
@@ -205,7 +242,7 @@ class HopperLayer:
         num_sms: int | None,
         bias: Tensor | None = None,
     ) -> Quantized:
-        """The first GEMM: permuted rows e4m3 [R, I]; num_experts: of all ranks."""
+        """The first GEMM: permuted rows e4m3 [R, I]; num_experts: of all ranks, and parts."""
         first = Groups(permutation.offsets, ready=True, tile_counter=permutation.tile_counters[0])
         expected_m = a.data.shape[0] / num_experts
         return self._gemm.multiply_swiglu(on, a, gate_up, first, activation, expected_m, num_sms, bias)

@@ -1,5 +1,6 @@
 """The Triton backend: grouped GEMMs and a layer's experts as kernels for any NVIDIA GPU from Ampere on."""
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from expertd.kernels.backends.triton.variants import heights, variants_for
 from expertd.kernels.checks import refusal
 from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, RequestTable
 from expertd.kernels.stages import Stages
@@ -95,15 +97,40 @@ class TritonBackend(Backend):
         mark("sort")
         a = self._permute(hidden_states, inverse)
         mark("quantize")
-        activated = self._activate(a, gate_up, own_offsets, activation, num_sms, biases)
+        expected_m = inverse.numel() / down.data.shape[0]
+        activated = self._activate(a, gate_up, own_offsets, activation, expected_m, num_sms, biases)
         mark("gate_up")
         rows = torch.empty((inverse.numel(), down.data.shape[1]), dtype=torch.bfloat16, device=out.device)
-        expected_m = rows.shape[0] / down.data.shape[0]
         bias = None if biases is None else biases.down
         self._multiply_into(Layout.CONTIGUOUS, activated, down, own_offsets, rows, expected_m, num_sms, bias)
         mark("down")
         self._combine(rows, inverse, topk_weights, out)
         mark("combine")
+
+    @torch.no_grad()
+    def experts_in_parts(
+        self,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        parts: Iterable[ExpertPart],
+        num_groups: int,
+        num_experts: int,
+        out: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+    ) -> None:
+        """See `fused_experts_in_parts`: two launches for each part, and three for all."""
+        _check_device("hidden_states", values_of(hidden_states))
+        all_offsets, inverse = self._permutation(topk_ids, num_groups)
+        a, expected_m, first = self._permute(hidden_states, inverse), inverse.numel() / num_experts, 0
+        rows = torch.empty((inverse.numel(), out.shape[1]), dtype=torch.bfloat16, device=out.device)
+        for part in parts:
+            offsets = all_offsets[first : first + part.num_groups + 1]
+            activated = self._activate(a, part.gate_up, offsets, activation, expected_m, num_sms)
+            self._multiply_into(Layout.CONTIGUOUS, activated, part.down, offsets, rows, expected_m, num_sms)
+            first += part.num_groups
+        self._combine(rows, inverse, topk_weights, out)
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
         """See `Backend.unpermute`; one launch for bf16 rows [R, H], H a multiple of 16."""
@@ -178,13 +205,14 @@ class TritonBackend(Backend):
         b: Quantized,
         offsets: Tensor,
         activation: Activation,
+        expected_m: float,
         num_sms: int | None,
-        biases: ExpertBiases | None,
+        biases: ExpertBiases | None = None,
     ) -> Quantized:
         """Permuted rows e4m3 [R, I], activated: a [R, K] times b [G, 2I, K], gates first."""
         (num_groups, n2, k), num_rows = b.data.shape, a.data.shape[0]
         n, device = n2 // 2, a.data.device
-        gated, expected_m = self._variants.multiply_gated, num_rows / num_groups
+        gated = self._variants.multiply_gated
         height = plans.choose(gated, expected_m, num_groups, n, num_sms or _sms(device))
         variant = gated[height]
         programs = self._kernels.programs(variant, device, num_sms)

@@ -5,7 +5,7 @@ and temperature of GPUs by NVML.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -35,7 +35,7 @@ COPY_BYTES = MetricFamily("counter", "host_copy_bytes", "bytes of these copies",
 WEIGHTS = MetricFamily(
     "gauge",
     "weights_bytes",
-    "bytes of the model's weights, in FP8; a CPU keeps their matrices in bf16. 0: not loaded",
+    "bytes of the model's weights on the device, in FP8; a CPU keeps their matrices in bf16. 0: not loaded",
     "bytes",
     ("model",),
     when=_ONE,
@@ -55,6 +55,19 @@ MEMORY_USED = MetricFamily(
 )
 MEMORY_TOTAL = MetricFamily(
     "gauge", "device_memory_total_bytes", "total memory", "bytes", needs_gpu=True, when=_ONE
+)
+
+
+def _of_store(name: str, text: str, unit: str) -> MetricFamily:
+    when = "with `weights_budget`, if it is smaller than the experts"
+    return MetricFamily("counter", f"expert_store_{name}", text, unit, ("model",), when=when)
+
+
+_STORE_FAMILIES = (  # in the order of `StoreCounts`
+    _of_store("hits", "experts with tokens in a step that were on the device", "experts"),
+    _of_store("misses", "experts with tokens in a step that were copied from the host's memory", "experts"),
+    _of_store("copy_bytes", "bytes of these copies", "bytes"),
+    _of_store("wait_seconds", "time in which the device waited for these copies", "seconds"),
 )
 
 
@@ -79,6 +92,10 @@ def use_metrics(models: Sequence[str], use: StepUse) -> Iterator[Metric]:
     yield COPY_SECONDS.counter(use.copies.seconds)
     yield COPY_BYTES.counter(use.copies.num_bytes)
     yield from samples(WEIGHTS, {model: use.weights.get(model, 0) for model in models})
+    if use.stores:
+        rows = {model: astuple(counts) for model, counts in use.stores.items()}
+        for index, family in enumerate(_STORE_FAMILIES):
+            yield from samples(family, {model: row[index] for model, row in rows.items()})
     if use.memory is not None:
         yield from samples(MEMORY, use.memory)
 
@@ -148,7 +165,8 @@ PEAK_BYTES = _gauge(
     "bytes per second",
 )
 FAMILIES = (
-    STEPS, COPY_SECONDS, COPY_BYTES, WEIGHTS, MEMORY, MEMORY_USED, MEMORY_TOTAL, *_CALL_FAMILIES,
+    STEPS, COPY_SECONDS, COPY_BYTES, WEIGHTS, *_STORE_FAMILIES, MEMORY, MEMORY_USED, MEMORY_TOTAL,
+    *_CALL_FAMILIES,
     POWER, POWER_LIMIT, ENERGY, SM_CLOCK, MEMORY_CLOCK, TEMPERATURE, BUSY, THROTTLED, PEAK_FLOPS, PEAK_BYTES,
 )  # fmt: skip
 # By the names of NVML, without their prefix nvmlClocksEventReason. Idle is none.

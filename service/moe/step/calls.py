@@ -26,8 +26,10 @@ _FIRST = -1  # priority of the stream: calls are the shortest steps
 def why_not(layer: Layer) -> str | None:
     """Why a layer answers no calls; None if it does."""
     capabilities = layer.backend.capabilities
-    if not (capabilities.device_calls and layer.is_capturable):
+    if not capabilities.device_calls:
         return f"expected a backend with device calls, got {layer.backend.name!r}"
+    if not layer.is_capturable:
+        return "expected a layer whose experts are all on the GPU, got one with weights_budget"
     if layer.shape.top_k > MAX_GIVEN_TOP_K:
         return f"expected top_k at most {MAX_GIVEN_TOP_K}, got {layer.shape.top_k}"
     if any(layer.layout(count) is not Layout.CONTIGUOUS for count in CALL_TOKEN_COUNTS):

@@ -147,7 +147,11 @@ class DeviceSteps:
         graph: Graph | None = None
         if stages is not None:
             compute(stages=stages)
-        elif len(parts) == 1 and len(batch.with_routing) in (0, len(batch.requests)):
+        elif (
+            self._layer.is_capturable
+            and len(parts) == 1
+            and len(batch.with_routing) in (0, len(batch.requests))
+        ):
             # All of its memory is in the buffers, or the request's own.
             graph = self._recurring.run(key, compute, buffers.pool, stream)
         else:

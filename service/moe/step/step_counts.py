@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -57,6 +57,22 @@ class HostCopies:
         self.num_bytes += num_bytes
 
 
+@dataclass(slots=True)
+class StoreCounts:
+    """What the steps of a layer did whose experts are in the host's memory. For one thread at a time.
+
+    hits        experts with tokens in a step that were on the device
+    misses      those that were copied to it
+    num_bytes   of these copies
+    wait_seconds  in which the device waited for them
+    """
+
+    hits: int = 0
+    misses: int = 0
+    num_bytes: int = 0
+    wait_seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class StepUse:
     """What all layers of a process have used.
@@ -65,12 +81,14 @@ class StepUse:
     copies    of the host
     memory    bytes of the GPU in use, by owner: weights, staging (rows of steps), workspace (graphs and
               temporary tensors), outside (CUDA itself, and other processes); None on a CPU
+    stores    of the layers whose experts are in the host's memory, by model
     """
 
     launches: dict[str, Launches]
     weights: dict[str, int]
     copies: HostCopies
     memory: dict[str, int] | None
+    stores: dict[str, StoreCounts] = field(default_factory=dict)
 
 
 NOTHING = StepUse({}, {}, HostCopies(), None)

@@ -73,6 +73,28 @@ def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output
     assert "experts 6-7 of 8 without the 1 shared: " in str(about["checks"])
 
 
+def test_check_says_what_a_budget_gives(config: Path, capsys: Output) -> None:
+    layer = "{name: a, hidden_size: 2048, intermediate_size: 768, num_experts: 128, top_k: 8}"
+    arguments = ("--config", config, "--port", "0", "--backend", "reference", "--set", f"models=[{layer}]")
+
+    def detail(*more: str) -> str:
+        _, about = check(capsys, *arguments, *more)
+        (result,) = (each for each in about["checks"] if each["name"] == "expert store")
+        return str(result["detail"])
+
+    assert detail() == "none"
+    assert detail("--set", "weights_budget=1GiB") == "none: all experts fit into weights_budget"
+    said = detail("--set", f"weights_budget={10 * 2**30 // 48}")
+    assert said.startswith("41 of 128 experts on the device; by copies alone, one token at a time, ")
+    rate = 55e9 / (8 * (1 - 41 / 128) * 3 * (2048 * 768 + 4 * 16 * 6))
+    assert (
+        f"uniform routing: hits 32%, 25.7 MB to copy for a token: {rate * 25 / 55:.0f} tokens/s by PCIe 4"
+        in said
+    )
+    assert f" {rate:.0f} tokens/s by PCIe 5 x16; Zipf routing: hits 70%" in said
+    assert detail("--set", "weights_budget=1MiB").startswith("weights_budget: expected at least ")
+
+
 def test_check_prints_every_setting_with_its_origin(
     config: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +113,7 @@ def test_check_prints_every_setting_with_its_origin(
     assert rows["host"] == ("127.0.0.1", "default")
     assert [result["name"] for result in about["checks"]] == [
         "settings", "checkpoints", "weights", "grpc", "tracing", "keys", "tls", "address", "rendezvous",
-        "channels", "temporary folder", "backend", "kernel cache", "cpus",
+        "channels", "temporary folder", "backend", "expert store", "kernel cache", "cpus",
         "partitions",
         "memory",
         "host memory",

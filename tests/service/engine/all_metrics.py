@@ -12,7 +12,7 @@ from expertd.service.engine.metrics.ranks import RankDevice, RankState, placemen
 from expertd.service.engine.metrics.steps import QueueState, lane_queue_metrics, queue_metrics
 from expertd.service.engine.placement import PlacementState
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.step.step_counts import HostCopies, Launches, StepUse
+from expertd.service.moe.step.step_counts import HostCopies, Launches, StepUse, StoreCounts
 
 SHAPE = LayerShape(128, 128, 4, 2)
 
@@ -46,7 +46,8 @@ def everything() -> Metrics:
     metrics.watch_buffered("engine", lambda: 1)
     metrics.watch_ranks(lambda: [RankState(True, 1, 0.5, 10, RankDevice((5, 9), 3, 1.5, 2, "GPU-a"))])
     metrics.watch(lambda: queue_metrics({"tiny": QueueState(1, 2, 3)}))
-    use = StepUse({"tiny": Launches(1, 2, 3, 4)}, {"tiny": 5}, HostCopies(6, 7.0), {"weights": 8})
+    stores = {"tiny": StoreCounts(1, 2, 3, 4.0)}
+    use = StepUse({"tiny": Launches(1, 2, 3, 4)}, {"tiny": 5}, HostCopies(6, 7.0), {"weights": 8}, stores)
     metrics.watch(lambda: use_metrics(["tiny"], use))
     metrics.watch(lambda: memory_metrics((1, 2)))
     calls = map(CallCounts, *(itertools.count(first) for first in (1, 2, 3, 4)))  # more at each scrape

@@ -1,5 +1,6 @@
 """Which experts of which layers each rank holds, and the memory for them, by arithmetic."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from expertd.service.ranks.shares import (
     free_bytes,
     more_ranks,
     shares_of,
+    smaller_budget,
 )
 from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import LaneSettings
 from expertd.service.settings.served import CheckpointSettings
 from tests.service.checkpoints.builders import edit_json
 from tests.service.checkpoints.encoders import bf16
@@ -74,6 +77,7 @@ def test_a_whole_model_fits_on_eight_gpus_and_not_on_four() -> None:
     assert all(share.num_bytes > h200 for share in shares_of(on_four, HOPPER))
     assert more_ranks(on_four, HOPPER, available=h200) == "; 6 such GPUs would do"
     assert more_ranks(on_four, HOPPER, available=20_000_000_000) == ""
+    assert more_ranks(on_four, BACKENDS["triton"], available=h200) == "", "whose GPUs share no layer"
 
 
 def test_what_does_not_fit_gpus_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +98,26 @@ def test_what_does_not_fit_gpus_is_refused_with_the_numbers(monkeypatch: pytest.
     assert str(caught.value) == expected
     assert "(weights 167.1 GB, steps " in expected
     assert ", graphs " in expected
+
+
+def test_a_hint_says_which_budget_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"name": "a", "hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
+    settings = Settings.model_validate({"models": [model], "backend": "triton"})
+    needed = shares_of(settings, HOPPER)[0].num_bytes
+    monkeypatch.setattr(module, "free_bytes", lambda settings, capabilities: [needed - 300_000_000])
+    with pytest.raises(MemoryError) as caught:
+        check_device_memory(settings, HOPPER)
+    hint = r"; weights_budget of (\d+\.\d MB) would do, with all experts in the host's memory$"
+    found = re.search(hint, str(caught.value))
+    assert found is not None, caught.value
+    values = settings.model_dump() | {"weights_budget": found[1]}
+    check_device_memory(Settings.model_validate(values), HOPPER)
+    values["weights_budget"] = "500MB"
+    with pytest.raises(MemoryError, match=hint):
+        check_device_memory(Settings.model_validate(values), HOPPER)
+    assert smaller_budget(settings, HOPPER, needed - 600_000_000) == "", "without slots for the top_k"
+    with_lanes = settings.model_copy(update={"lanes": LaneSettings(decode_max_tokens=8)})
+    assert smaller_budget(with_lanes, HOPPER, needed - 300_000_000) == ""
 
 
 def test_a_hint_says_how_many_tokens_would_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,14 @@ from tests.service.settings.refusals import MODEL, check_refused
             "tracing: {endpoint: 'http://[::1'}",
             r"tracing\.endpoint: expected a URL such as .*, got 'http://\[::1'",
         ),
+        *(
+            (
+                f"weights_budget: {text}",
+                r"weights_budget: expected bytes, or a number with a unit like 10GiB, got ",
+            )
+            for text in ("10 apples", "-1GiB", "GiB", "1e9", "''")
+        ),
+        ("weights_budget: 0", r"weights_budget: expected .* greater than or equal to 1, got 0"),
         ("port: many", r"port: expected a valid integer.*got 'many'"),
         ("backend: tpu", r"backend: expected one of auto, .*got 'tpu'"),
         (

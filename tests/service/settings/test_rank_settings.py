@@ -65,6 +65,14 @@ def config(tmp_path: Path) -> Path:
             r"placement\.interval_seconds: expected a number greater than 0, got 0",
         ),
         ("ranks: 2\non_rank_loss: shrink", r"on_rank_loss: "),
+        (
+            "ranks: 2\nweights_budget: 1GiB",
+            r"weights_budget: expected null with several ranks, got 1073741824",
+        ),
+        (
+            "lanes: {decode_max_tokens: 8}\nweights_budget: 1GiB",
+            r"weights_budget: expected null with lanes, got 1073741824",
+        ),
     ],
 )
 def test_ranks_that_are_impossible_are_refused(tmp_path: Path, text: str, expected: str) -> None:

@@ -1,0 +1,17 @@
+"""A part of a layer's experts, for calls whose weights come one part after another."""
+
+from typing import NamedTuple
+
+from expertd.kernels.ops.quantize import Quantized
+
+
+class ExpertPart(NamedTuple):
+    """Consecutive groups: gate_up [G, 2I, H] and down [G, H, I], as in `fused_experts`."""
+
+    gate_up: Quantized
+    down: Quantized
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return self.down.data.shape[0]

@@ -1,0 +1,87 @@
+"""How a budget of a device's memory is divided among layers whose experts are in the host's memory.
+
+Does not import torch. See docs/expert-store.md.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import exp
+
+from expertd.limits import MAX_GROUPS
+from expertd.service.moe.shape import LayerShape
+
+_CHUNK_BYTES = 16 * 1024 * 1024
+_LONGEST, _HALVINGS = 2.0**64, 60  # of a search for a number of uses
+
+
+def chunk_experts(shape: LayerShape) -> int:
+    """The experts that a step copies at a time if not all that it needs fit into the slots.
+
+    Few enough for two chunks to take little of the budget, and for the products with the last one, which no
+    copy hides, to take little time.
+    """
+    return max(1, min(_CHUNK_BYTES // shape.expert_bytes, len(shape.held_experts) // 16))
+
+
+def chunk_sizes(shape: LayerShape) -> tuple[int, int, int]:
+    """Equal for layers that share chunks, since their steps take turns."""
+    return shape.hidden_size, shape.intermediate_size, chunk_experts(shape)
+
+
+def chunks_bytes(shapes: Iterable[LayerShape]) -> int:
+    """Bytes for the chunks of these layers: two of each size, one to be copied, one to be multiplied."""
+    each = {chunk_sizes(shape): shape for shape in shapes}
+    return sum(2 * chunk_experts(shape) * shape.expert_bytes for shape in each.values())
+
+
+def slots_within(budget: int, shapes: Mapping[str, LayerShape]) -> dict[str, int]:
+    """The slots of each layer for routed experts, with all experts in `budget` bytes; {}: all of them fit.
+
+    Every layer gets slots for the same part of its routed experts, and room for its shared ones. Raises
+    ValueError (name, expected, got) if a layer would have fewer than its top_k, or has too many experts.
+    """
+    routed = {name: len(shape.held_experts) * shape.expert_bytes for name, shape in shapes.items()}
+    fixed = sum(shape.num_shared_experts * shape.expert_bytes for shape in shapes.values())
+    if fixed + sum(routed.values()) <= budget:
+        return {}
+    fixed += chunks_bytes(shapes.values())
+    part = max(0, budget - fixed) / sum(routed.values())
+    slots = {name: int(part * len(shape.held_experts)) for name, shape in shapes.items()}
+    least = {name: min(shape.top_k, len(shape.held_experts)) for name, shape in shapes.items()}
+    if any(slots[name] < least[name] for name in shapes):
+        needed = max(least[name] / len(shape.held_experts) for name, shape in shapes.items())
+        num_bytes = fixed + needed * sum(routed.values())
+        expected = f"at least {num_bytes / 1e6 + 0.1:.1f} MB, with which each layer has slots for its top_k"
+        raise ValueError(f"weights_budget: expected {expected}, got {budget / 1e6:.1f} MB")
+    most = {name: _most_slots(shape) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if most[name] < least[name]:
+            expected = f"layers of at most {MAX_GROUPS // 2} experts"
+            raise ValueError(f"weights_budget: expected {expected}, got {shape.num_experts} of model {name}")
+    return {name: min(slots[name], most[name]) for name in shapes}
+
+
+def _most_slots(shape: LayerShape) -> int:
+    """With more, a step might have too many groups: the slots twice, and what does not fit by chunks."""
+    chunk = chunk_experts(shape)
+    return MAX_GROUPS - len(shape.held_experts) - 2 * shape.num_shared_experts - chunk
+
+
+def lru_hit_rate(num_experts: int, num_slots: int, exponent: float) -> float:
+    """The part of a token's experts that are in slots, if the least recently used leave and Zipf's law holds.
+
+    exponent  of the law by which experts are chosen, each time anew; 0: all equally often. Che's
+              approximation: an expert stays for the time in which as many others are used as there are slots
+    """
+    ranks = range(1, num_experts + 1)
+    parts = [1 / rank**exponent for rank in ranks]
+    shares = [part / sum(parts) for part in parts]
+    least, most = 0.0, 1.0
+    while sum(1 - exp(-share * most) for share in shares) < num_slots and most < _LONGEST:
+        most *= 2
+    for _ in range(_HALVINGS):
+        middle = (least + most) / 2
+        if sum(1 - exp(-share * middle) for share in shares) < num_slots:
+            least = middle
+        else:
+            most = middle
+    return float(sum(share * (1 - exp(-share * most)) for share in shares))

@@ -1,0 +1,362 @@
+"""The experts of a layer in the host's memory, of which the device has those that were used last.
+
+A step copies the experts that it lacks while those that are there are multiplied. See docs/expert-store.md.
+"""
+
+import mmap
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from expertd.kernels import (
+    Activation,
+    Backend,
+    ExpertPart,
+    HiddenStates,
+    Quantized,
+    fused_experts_in_parts,
+)
+from expertd.limits import SCALE_BLOCK
+from expertd.service.device import Copies, Device, Event, Stream
+from expertd.service.memory import Mapped
+from expertd.service.moe.expert_budget import chunk_experts, chunk_sizes
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.step.staging import GrowingBuffer
+from expertd.service.moe.step.step_counts import StoreCounts
+from expertd.service.moe.weights import ExpertWeights
+
+_Experts = NDArray[np.intp]
+_NO_FILE = -1  # the descriptor of memory without a file
+
+
+@dataclass(frozen=True)
+class Fetches:
+    """How a step gets the experts that it needs.
+
+    present   experts that are in slots
+    fetched   experts that are copied to slots, of experts that the step does not need
+    slots     the slot of each of these
+    streamed  further ones, for which there is no slot
+    """
+
+    present: _Experts
+    fetched: _Experts
+    slots: _Experts
+    streamed: _Experts
+
+
+class SlotTable:
+    """Which expert is in which slot; the least recently used leave first."""
+
+    def __init__(self, num_experts: int, num_slots: int) -> None:
+        self.slot_of: _Experts = np.full(num_experts, -1, np.intp)
+        """The slot of each expert; -1: none."""
+        self._expert_in: _Experts = np.full(num_slots, -1, np.intp)
+        self._last_used = np.zeros(num_slots, np.int64)  # the number of a step
+        self._step = 0
+
+    def take(self, tokens: NDArray[np.intp]) -> Fetches:
+        """What a step with these tokens of each expert [E] gets; the slots are its experts' from now on.
+
+        Where more experts are missing than slots are free, those with the most tokens get them.
+        """
+        self._step += 1
+        needed = np.flatnonzero(tokens)
+        slots = self.slot_of[needed]
+        present, missing = needed[slots >= 0], needed[slots < 0]
+        self._last_used[self.slot_of[present]] = self._step
+        free = np.argsort(self._last_used, kind="stable")[: len(self._last_used) - len(present)]
+        missing = missing[np.argsort(-tokens[missing], kind="stable")]
+        # In order of their numbers: copies between neighbors become one.
+        fetched, streamed = np.sort(missing[: len(free)]), np.sort(missing[len(free) :])
+        used = np.sort(free[: len(fetched)])
+        left = self._expert_in[used]
+        self.slot_of[left[left >= 0]] = -1
+        self._expert_in[used], self.slot_of[fetched], self._last_used[used] = fetched, used, self._step
+        return Fetches(present, fetched, used, streamed)
+
+    def clear(self) -> None:
+        """No slot has an expert."""
+        self.slot_of[:] = -1
+        self._expert_in[:] = -1
+        self._last_used[:] = 0
+
+
+@dataclass
+class _Chunk:
+    """Room on the device for a few experts of any layer of a size, while a step needs them."""
+
+    part: ExpertPart
+    copied: Event
+    free: Event
+
+
+class StoreMemory:
+    """What the stores of a process share: a stream for copies, and room for what does not fit into slots.
+
+    Steps of one layer after another use it, on one thread.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.copies = device.new_stream()
+        self.host_ids = GrowingBuffer(device, is_pinned=True)
+        self.host_groups = GrowingBuffer(device, is_pinned=True)
+        self.ids_copied, self.groups_copied = device.new_event(), device.new_event()
+        self.counts: dict[str, StoreCounts] = {}
+        """By model."""
+        self._chunks: dict[tuple[int, int, int], tuple[_Chunk, _Chunk]] = {}
+
+    def chunks(self, shape: LayerShape) -> tuple[_Chunk, _Chunk]:
+        """The two chunks for layers of this size."""
+        size = chunk_sizes(shape)
+        if size not in self._chunks:
+            self._chunks[size] = self._new_chunk(shape), self._new_chunk(shape)
+        return self._chunks[size]
+
+    def _new_chunk(self, shape: LayerShape) -> _Chunk:
+        part = new_part(shape, chunk_experts(shape), self.device.tensors)
+        return _Chunk(part, self.device.new_event(), self.device.new_event())
+
+
+class HostExperts:
+    """The routed experts of a layer in the host's memory, from which the device can copy."""
+
+    def __init__(self, weights: ExpertPart, num_experts: int, device: Device) -> None:
+        sources = [tensor[:num_experts] for matrix in weights for tensor in matrix]
+        starts = np.cumsum([0, *(-(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for tensor in sources)])
+        # Not torch's pinned memory, of which it takes a power of two.
+        memory = mmap.mmap(-1, int(starts[-1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        kept = []
+        for tensor, start in zip(sources, starts, strict=False):
+            own = whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            own.view(torch.uint8).copy_(tensor.view(torch.uint8))
+            kept.append(own)
+        self.part = ExpertPart(Quantized(*kept[:2]), Quantized(*kept[2:]))
+        self._sources = [(tensor.data_ptr(), tensor[0].nbytes) for tensor in kept]
+        unregister = device.register(Mapped(whole.data_ptr(), whole.numel(), _NO_FILE))
+        weakref.finalize(self, unregister).atexit = False
+
+    def copies(self, experts: Sequence[int], to: ExpertPart, places: Sequence[int]) -> Copies:
+        """Those of each expert to its place in a part."""
+        copies = Copies()
+        for (source, size), target in zip(self._sources, _tensors(to), strict=True):
+            address = target.data_ptr()
+            for expert, place in zip(experts, places, strict=True):
+                copies.add(address + place * size, source + expert * size, size, target)
+        return copies
+
+
+class _Pass(NamedTuple):
+    """A part of a step's experts.
+
+    copied  what it waits for; None: it is there
+    chunk   where it is, to be given back; None: in slots
+    """
+
+    part: ExpertPart
+    copied: Event | None = None
+    chunk: _Chunk | None = None
+
+
+class ExpertStore:
+    """The experts of one layer: all in the host's memory, some in slots of the device, and the shared ones.
+
+    num_slots  of routed experts
+    host       the routed experts in the host's memory
+    slots      the experts on the device: those in slots, then the shared ones
+    counts     what steps did
+    """
+
+    def __init__(
+        self, memory: StoreMemory, name: str, shape: LayerShape, weights: ExpertWeights, num_slots: int,
+        backend: Backend,
+    ) -> None:  # fmt: skip
+        held, self._device = len(shape.held_experts), memory.device
+        self._memory, self._shape, self._backend = memory, shape, backend
+        self.num_slots, self._packs = num_slots, backend.capabilities.packs
+        whole = ExpertPart(weights.gate_up, weights.down)
+        self.host = HostExperts(whole, held, self._device)
+        self.slots = new_part(shape, num_slots + shape.num_shared_experts, self._device.tensors)
+        for source, target in zip(_tensors(whole), _tensors(self.slots), strict=True):
+            target[num_slots:].view(torch.uint8).copy_(source[held:].view(torch.uint8))
+        self._chunks = memory.chunks(shape)
+        self._table = SlotTable(held, num_slots)
+        self._places = np.arange(shape.num_groups + 2)  # of experts, by id + 1; at both ends those of none
+        self.counts = memory.counts.setdefault(name, StoreCounts())
+        self._used, self._slots_copied = self._device.new_event(), self._device.new_event()
+        self._waits = deque[tuple[Event, Event]]()  # of steps: before and after
+        self._device.synchronize()
+
+    def __call__(
+        self,
+        hidden_states: HiddenStates,
+        group_ids: Tensor,
+        topk_weights: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+        out: Tensor | None,
+        offsets: Tensor | None,
+    ) -> Tensor:
+        """As `fused_experts` with all experts, and bitwise its result. Waits for group_ids."""
+        try:
+            return self._run(hidden_states, group_ids, topk_weights, activation, num_sms, out, offsets)
+        except BaseException:
+            self._table.clear()  # copies may not have been made
+            raise
+
+    def _run(
+        self,
+        hidden_states: HiddenStates,
+        group_ids: Tensor,
+        topk_weights: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+        out: Tensor | None,
+        offsets: Tensor | None,
+    ) -> Tensor:
+        stream = self._device.current_stream()
+        ids = self._on_host(group_ids, stream)
+        held, num_groups = len(self._table.slot_of), self._shape.num_groups
+        at = np.take(self._places, ids + 1, mode="clip")
+        tokens = np.bincount(at.ravel(), minlength=num_groups + 2)[1:-1]
+        fetches = self._table.take(tokens[:held])
+        # Before the rest, which the host does while they run.
+        self._fetch(fetches.fetched, self.slots, fetches.slots, self._used, self._slots_copied)
+        passes, group_of = self._passes(fetches)
+        groups = self._to_device(group_of[at], group_ids, stream)
+        if offsets is not None:
+            sums = np.zeros(num_groups + 1, np.int32)
+            np.cumsum(tokens, out=sums[1:])
+            offsets.copy_(torch.from_numpy(sums))
+        self.counts.hits += len(fetches.present)
+        self.counts.misses += len(fetches.fetched) + len(fetches.streamed)
+        self._note_waits()
+        return fused_experts_in_parts(
+            hidden_states, groups, topk_weights, self._parts(passes, fetches.streamed, stream),
+            sum(each.part.num_groups for each in passes),
+            num_experts=num_groups, out=out, activation=activation, backend=self._backend, num_sms=num_sms,
+        )  # fmt: skip
+
+    def _passes(self, fetches: Fetches) -> tuple[list[_Pass], NDArray[np.int32]]:
+        """A step's passes, and int32 the group in them of each expert of the layer, by id + 1; -1: none."""
+        held, num_groups, slots = len(self._table.slot_of), self._shape.num_groups, self.slots
+        group_of = np.full(num_groups + 2, -1, np.int32)
+        passes, first = list[_Pass](), 0
+        if len(fetches.present) or num_groups > held or not len(fetches.fetched):
+            passes.append(_Pass(slots))
+            group_of[fetches.present + 1] = self._table.slot_of[fetches.present]
+            group_of[held + 1 : -1] = np.arange(self.num_slots, slots.num_groups)
+            first = slots.num_groups
+        if len(fetches.fetched):
+            passes.append(_Pass(slots, self._slots_copied))
+            group_of[fetches.fetched + 1] = first + fetches.slots
+            first += slots.num_groups
+        group_of[fetches.streamed + 1] = first + np.arange(len(fetches.streamed))
+        size = self._chunks[0].part.num_groups
+        for number in range(-(-len(fetches.streamed) // size)):
+            passes.append(_Pass((chunk := self._chunks[number % 2]).part, chunk.copied, chunk))
+        return passes, group_of
+
+    def _parts(self, passes: Sequence[_Pass], streamed: _Experts, stream: Stream) -> Iterator[ExpertPart]:
+        """The parts of a step, one pass after another; copies are enqueued as soon as there is room."""
+        size = self._chunks[0].part.num_groups
+        left = iter(np.split(streamed, range(size, len(streamed), size)) if len(streamed) else ())
+
+        def fetch_next(chunk: _Chunk) -> None:
+            if (experts := next(left, None)) is not None:
+                self._fetch(experts, chunk.part, np.arange(len(experts)), chunk.free, chunk.copied)
+
+        for chunk in self._chunks:
+            fetch_next(chunk)
+        for part, copied, used in passes:
+            if copied is not None:
+                self._wait(copied, stream)
+            yield part
+            if used is not None:
+                used.free.record(stream)
+                fetch_next(used)
+        self._used.record(stream)
+
+    def _fetch(self, experts: _Experts, to: ExpertPart, places: _Experts, free: Event, copied: Event) -> None:
+        """Copy experts to places in a part once `free` has passed; then comes `copied`."""
+        if not len(experts):
+            return
+        began, stream, at = time.perf_counter(), self._memory.copies, places.tolist()
+        copies = self.host.copies(experts.tolist(), to, at)
+        stream.wait_event(free)
+        self._device.copy(copies, stream)
+        copied.record(stream)
+        self.counts.num_bytes += len(experts) * self._shape.expert_bytes
+        for matrix, kept in zip(to, self.host.part, strict=True) if self._packs else ():
+            prepared = [self._backend.prepare_weights(_group(kept, expert)) for expert in experts]
+            self._backend.weights_changed(matrix, at, prepared)
+        if self._device.is_host:  # which waits for its copies here
+            self.counts.wait_seconds += time.perf_counter() - began
+
+    def _wait(self, copied: Event, stream: Stream) -> None:
+        """Have the stream wait, and time it."""
+        before, after = self._device.new_event(timing=True), self._device.new_event(timing=True)
+        before.record(stream)
+        stream.wait_event(copied)
+        after.record(stream)
+        if not self._device.is_host:
+            self._waits.append((before, after))
+
+    def _note_waits(self) -> None:
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            self.counts.wait_seconds += before.elapsed_time(after) / 1e3
+
+    def _on_host(self, ids: Tensor, stream: Stream) -> NDArray[np.int32]:
+        """int32 ids, once the stream has them."""
+        if self._device.is_host:
+            return ids.numpy()
+        memory = self._memory
+        on_host = memory.host_ids.take(ids.nbytes).view(torch.int32).view(ids.shape)
+        on_host.copy_(ids, non_blocking=True)
+        memory.ids_copied.record(stream)
+        memory.ids_copied.synchronize()
+        return on_host.numpy()
+
+    def _to_device(self, groups: NDArray[np.int32], like: Tensor, stream: Stream) -> Tensor:
+        if self._device.is_host:
+            return torch.from_numpy(groups)
+        memory = self._memory
+        memory.groups_copied.synchronize()  # of the step before
+        on_host = memory.host_groups.take(like.nbytes).view(torch.int32).view(like.shape)
+        np.copyto(on_host.numpy(), groups)
+        made = torch.empty_like(like)
+        made.copy_(on_host, non_blocking=True)
+        memory.groups_copied.record(stream)
+        return made
+
+
+def new_part(shape: LayerShape, num_groups: int, device: torch.device) -> ExpertPart:
+    """Room for experts of a layer on a device, filled with zeros."""
+    h, i = shape.hidden_size, shape.intermediate_size
+
+    def matrices(n: int, k: int) -> Quantized:
+        blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+        data = torch.zeros((num_groups, n, k), dtype=torch.uint8, device=device)
+        scales = torch.zeros((num_groups, *blocks), dtype=torch.float32, device=device)
+        return Quantized(data.view(torch.float8_e4m3fn), scales)
+
+    return ExpertPart(matrices(2 * i, h), matrices(h, i))
+
+
+def _tensors(part: ExpertPart) -> tuple[Tensor, ...]:
+    return *part.gate_up, *part.down
+
+
+def _group(weights: Quantized, group: int) -> Quantized:
+    return Quantized(weights.data[group], weights.scales[group])

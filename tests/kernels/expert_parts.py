@@ -1,0 +1,42 @@
+"""A layer's experts cut into parts, for tests on any backend."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from expertd.kernels import ExpertPart, Quantized
+
+Cuts = Sequence[Sequence[int]]
+"""The experts of each part."""
+
+
+def num_groups_of(cuts: Cuts) -> int:
+    """The groups of parts that are all as large as the largest."""
+    return len(cuts) * max(map(len, cuts))
+
+
+def placed(topk_ids: Tensor, cuts: Cuts, num_experts: int) -> Tensor:
+    """The groups of topk_ids in these parts; ids that name no expert, or one of no part, name no group."""
+    lookup = torch.full((num_experts + 2,), -1, dtype=torch.int32)
+    for number, cut in enumerate(cuts):
+        for place, expert in enumerate(cut):
+            lookup[expert + 1] = number * max(map(len, cuts)) + place
+    return lookup.to(topk_ids.device)[topk_ids.clamp(-1, num_experts).long() + 1].contiguous()
+
+
+def in_one_memory(gate_up: Quantized, down: Quantized, cuts: Cuts) -> Iterator[ExpertPart]:
+    """The parts, each of which overwrites the one before when it is asked for."""
+    part = ExpertPart(*(_room(weights, max(map(len, cuts))) for weights in (gate_up, down)))
+    for cut in cuts:
+        for place, expert in enumerate(cut):
+            for whole, own in zip((gate_up, down), part, strict=True):
+                own.data[place].view(torch.uint8).copy_(whole.data[expert].view(torch.uint8))
+                own.scales[place].copy_(whole.scales[expert])
+        yield part
+
+
+def _room(weights: Quantized, num_groups: int) -> Quantized:
+    data, scales = (tensor.new_empty((num_groups, *tensor.shape[1:])) for tensor in weights)
+    data.view(torch.uint8).fill_(0xFF)  # NaN
+    return Quantized(data, scales.fill_(torch.nan))

@@ -1,0 +1,153 @@
+"""A server whose layer's experts do not all fit into its budget: answers, metrics, and what it refuses."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from expertd.backends import BACKENDS
+from expertd.service.checkpoints import resolve_checkpoints
+from expertd.service.commands import host_memory as host_memory_module
+from expertd.service.commands.devices import check_before_listening
+from expertd.service.commands.host_memory import check_host_memory, host_memory
+from expertd.service.engine.loading import load
+from expertd.service.engine.memory_needs import expert_slots, needs_of_models
+from expertd.service.moe.weights import random_weights, save_weights
+from expertd.service.ranks.shares import shares_of
+from expertd.service.settings.model import Settings
+from tests.kernels.helpers import fresh_generator
+from tests.service.apps import HIDDEN, MODEL, hidden_request, output_of, rows, serving, tiny_settings
+from tests.service.checkpoints.builders import Checkpoint
+from tests.service.moe.requests import layer_request
+from tests.service.settings.refusals import MODEL as YAML_MODEL
+from tests.service.settings.refusals import check_refused
+
+HOPPER = BACKENDS["hopper"]
+WIDE = {**MODEL, "num_experts": 32, "num_shared_experts": 1}
+EXPERT = 3 * (HIDDEN * 128 + 4)  # bytes
+
+
+def settings(experts: int, **changes: Any) -> Settings:
+    """With a budget for so many experts, of 33."""
+    return tiny_settings(**{"models": [WIDE], "weights_budget": experts * EXPERT, **changes})
+
+
+async def test_answers_are_those_without_a_budget() -> None:
+    requests = [rows(num_tokens, seed) for seed, num_tokens in enumerate((1, 1, 2, 4, 1, 40, 3))]
+    outputs: list[list[Any]] = []
+    for given in (settings(13), settings(33)):
+        async with serving(given) as server:
+            outputs.append([output_of(await server.infer(*hidden_request(each))) for each in requests])
+            hits, misses, copied = (
+                server.metric(f"expert_store_{name}_total", model="tiny")
+                for name in ("hits", "misses", "copy_bytes")
+            )
+            assert server.metric("weights_bytes", model="tiny") < 34 * EXPERT + 32 * HIDDEN * 4
+            if given.weights_budget == 33 * EXPERT:
+                assert (hits, misses) == (0, 0), "there is no store"
+                continue
+            assert hits > 0
+            assert copied == misses * EXPERT > 0
+            assert server.metric("expert_store_wait_seconds_total", model="tiny") > 0
+            assert server.metric("weights_bytes", model="tiny") < 14 * EXPERT
+            refused = await server.http.post("/v2/repository/models/tiny/unload")
+            assert refused.status_code == 409
+            assert "repository: expected no weights_budget to load and unload" in refused.text
+    for first, second in zip(*outputs, strict=True):
+        if len(first) < 16:
+            np.testing.assert_array_equal(first, second)
+        else:  # oneDNN's bits depend on how many rows it gets
+            np.testing.assert_allclose(first, second, rtol=0, atol=1e-2)
+
+
+def test_the_device_needs_the_budget_and_the_host_the_experts() -> None:
+    given, whole = settings(13), tiny_settings(models=[WIDE])
+    assert expert_slots(given) == {"tiny": 8}, "beside 1 shared expert, and 2 chunks of 2"
+    held = [(given.models[0], 32)]
+    with_budget, without = (needs_of_models(each, held, HOPPER) for each in (given, whole))
+    assert with_budget.weights == without.weights - (33 - 13) * EXPERT
+    assert (with_budget.graphs, without.graphs > 0) == (0, True), "their steps are no graphs"
+    (share,) = shares_of(given, HOPPER)
+    assert share.text.startswith("tiny: experts 0-31 of 32, 8 at a time and 1 shared: ")
+    pinned, others = (sum(host_memory(each, HOPPER).pinned.values()) for each in (given, whole))
+    assert pinned - others == 32 * EXPERT
+
+
+def test_a_host_without_room_for_the_experts_is_told_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = {**WIDE, "hidden_size": 4096, "intermediate_size": 4096, "num_experts": 64}
+    given = tiny_settings({"max_buffered_bytes": 64 << 20}, models=[model], weights_budget="2GiB")
+    monkeypatch.setattr(host_memory_module, "free_host_bytes", lambda: 3 << 30)
+    with pytest.raises(MemoryError) as caught:
+        check_host_memory(given, HOPPER)
+    expected = (
+        r"host memory: expected room for 3\.3 GB that a GPU needs pinned from the start \(experts that "
+        r"weights_budget leaves there 3\.2 GB, .*\), got 3\.2 GB free"
+    )
+    assert re.fullmatch(expected, str(caught.value)), caught.value
+
+
+def test_a_budget_that_cannot_be_kept_is_refused() -> None:
+    expected = r"weights_budget: expected at least 0\.4 MB, with which each layer has .*, got 0\.2 MB"
+    with pytest.raises(ValueError, match=expected):
+        check_before_listening(settings(5))
+
+
+@pytest.mark.slow
+def test_layers_of_a_checkpoint_share_a_budget(tmp_path: Path) -> None:
+    """With shared experts, a router's bias, and one of the files' encodings, decoded on the host."""
+    directory = Checkpoint("deepseek-v3", tmp_path / "model", torch.float32).directory
+    served = [{"path": directory, "layers": "all"}]
+    whole = resolve_checkpoints(tiny_settings(models=[], checkpoints=served))
+    shape = whole.models[0].shape
+    budget = 2 * 4 * shape.expert_bytes + 2 * shape.expert_bytes  # slots and a shared one, and two chunks
+    given = resolve_checkpoints(tiny_settings(models=[], checkpoints=served, weights_budget=budget))
+    assert expert_slots(given) == {model.name: 3 for model in whole.models}
+    generator = fresh_generator()
+    runners: list[Any] = [load(each, lambda: False).runners for each in (given, whole)]
+    for num_tokens in (1, 3, 2, 5):
+        hidden_states = torch.randn(num_tokens, shape.hidden_size, generator=generator)
+        request = layer_request(hidden_states, "FP32")
+        for model in whole.models:
+            first, second = (bytes(each[model.name].run([request]).outputs[0]) for each in runners)
+            assert first == second
+
+
+def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
+    given = settings(13, models=[{**WIDE, "weights": {"path": tmp_path / "layer.safetensors"}}])
+    shape = given.models[0].shape
+    save_weights(tmp_path / "layer.safetensors", random_weights(shape, 1, "cpu"))
+    check_before_listening(given)
+    tensors = load_file(tmp_path / "layer.safetensors")
+    tensors["gate_up_bias"] = tensors["router"].new_zeros(33, 256)
+    tensors["down_bias"] = tensors["router"].new_zeros(33, HIDDEN)
+    save_file(tensors, tmp_path / "layer.safetensors")
+    with pytest.raises(
+        ValueError, match="weights_budget: expected experts without biases, got some in model"
+    ):
+        check_before_listening(given)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("load: false", r"models\.0\.load: expected true with weights_budget, got false"),
+        ("masked_max_tokens: 8", r"models\.0\.masked_max_tokens: expected 0 with weights_budget, got 8"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, more: str, expected: str) -> None:
+    text = f"models: [{YAML_MODEL[:-1]}, {more}}}]\nweights_budget: 10GiB\n"
+    check_refused(tmp_path, text, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("10GiB", 10 << 30), ("1.5 gb", 1_500_000_000), ("512MiB", 512 << 20), (4096, 4096), ("4096", 4096)],
+)
+def test_budgets_have_units(text: str | int, num_bytes: int) -> None:
+    assert tiny_settings(weights_budget=text).weights_budget == num_bytes

@@ -1,0 +1,349 @@
+"""Experts in the host's memory, without a GPU: which are kept, when they are copied, and the same bits."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from expertd.kernels import (
+    Backend,
+    ExpertPart,
+    Quantized,
+    dequantize_blocks,
+    dequantize_rows,
+    resolve_backend,
+)
+from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.service.device import Copies
+from expertd.service.device.cpu import CpuDevice
+from expertd.service.memory import Mapped, Unregister
+from expertd.service.moe.expert_store import SlotTable, StoreMemory
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights
+from tests.kernels.helpers import fresh_generator
+from tests.service.moe.requests import layer_request, rows_of
+from tests.service.moe.stored import store_of, stores_and_whole
+
+SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=48, top_k=3, num_shared_experts=1)
+SLOTS = 8
+
+
+def taken(table: SlotTable, *experts: int, **tokens: int) -> tuple[list[int], ...]:
+    """What a step with these experts gets: present, fetched, their slots, streamed."""
+    counts = np.zeros(len(table.slot_of), np.intp)
+    counts[list(experts)] = 1
+    for name, count in tokens.items():
+        counts[int(name.removeprefix("e"))] = count
+    fetches = table.take(counts)
+    return tuple(
+        each.tolist() for each in (fetches.present, fetches.fetched, fetches.slots, fetches.streamed)
+    )
+
+
+def test_the_least_recently_used_experts_leave_first() -> None:
+    table = SlotTable(8, 3)
+    assert taken(table, 5, 2) == ([], [2, 5], [0, 1], [])
+    assert taken(table, 2) == ([2], [], [], [])
+    assert taken(table, 7) == ([], [7], [2], [])
+    assert taken(table, 1) == ([], [1], [1], []), "5 was used first"
+    assert taken(table, 5, 7) == ([7], [5], [0], []), "and then 2"
+    assert table.slot_of.tolist() == [-1, 1, -1, -1, -1, 0, -1, 2]
+
+
+def test_experts_that_a_step_needs_stay() -> None:
+    table = SlotTable(8, 2)
+    taken(table, 3, 4)
+    taken(table, 4)
+    assert taken(table, 0, 1, 3) == ([3], [0], [1], [1]), "4 was used last, but not by this step"
+
+
+def test_those_with_the_most_tokens_get_the_slots() -> None:
+    table = SlotTable(8, 2)
+    assert taken(table, e0=1, e1=5, e2=2, e6=5) == ([], [1, 6], [0, 1], [0, 2])
+    assert taken(table, e1=1, e6=1, e0=9) == ([1, 6], [], [], [0]), "no slot is free"
+
+
+def test_a_cleared_table_has_no_experts() -> None:
+    table = SlotTable(4, 2)
+    taken(table, 0, 1)
+    table.clear()
+    assert taken(table, 1) == ([], [1], [0], [])
+
+
+def test_tables_stay_consistent() -> None:
+    generator = np.random.default_rng(fresh_generator().initial_seed())
+    table = SlotTable(20, 6)
+    for _ in range(300):
+        before = table.slot_of.copy()
+        tokens = generator.poisson(generator.choice([0.1, 0.5, 3]), 20)
+        fetches = table.take(tokens)
+        needed = set(np.flatnonzero(tokens))
+        parts = [set(each.tolist()) for each in (fetches.present, fetches.fetched, fetches.streamed)]
+        assert set.union(*parts) == needed
+        assert sum(map(len, parts)) == len(needed)
+        assert parts[0] == {expert for expert in needed if before[expert] >= 0}
+        kept = table.slot_of[table.slot_of >= 0]
+        assert len(set(kept)) == len(kept) <= 6
+        assert all(table.slot_of[list(parts[0])] == before[list(parts[0])])
+        assert all(table.slot_of[list(parts[2])] < 0)
+        assert not (parts[2] and len(kept) < 6), "slots stay empty only if all fit"
+
+
+class Plain(ReferenceBackend):
+    """Reads the weights that are in memory when it multiplies, and keeps none."""
+
+    capabilities = replace(ReferenceBackend.capabilities, packs=False)
+    ffn = Backend.ffn
+
+    def contiguous(self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: Any) -> None:
+        rows = dequantize_rows(*a, torch.float32)
+        for group, (start, end) in enumerate(pairwise(offsets.tolist())):
+            for row in range(start, end):  # one by one: a GEMM's bits may depend on its height
+                out[row] = dequantize_blocks(b.data[group], b.scales[group]) @ rows[row]
+
+
+def hidden_states(tokens: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(tokens, SHAPE.hidden_size, generator=generator)
+
+
+TOKENS = (1, 1, 2, 30, 1, 4, 0, 2, 60, 3)
+
+
+@pytest.mark.parametrize("make", [Plain, ReferenceBackend])
+def test_steps_of_any_size_have_the_bits_of_whole_layers(make: Callable[[], Backend]) -> None:
+    generator = fresh_generator()
+    seed = generator.initial_seed() % 1000
+    made = stores_and_whole(SHAPE, SLOTS, make(), "cpu", [seed, seed + 1])
+    for tokens in (
+        TOKENS if make is Plain else (1, 1, 2, 0, 4, 3)
+    ):  # of few rows: oneDNN's bits depend on them
+        for _, layer, whole in made:
+            given = hidden_states(tokens, generator)
+            offsets, expected = (torch.full((50,), -1, dtype=torch.int32) for _ in range(2))
+            out = layer(given, offsets=offsets)
+            assert torch.equal(out, whole(given, offsets=expected)), f"{tokens} tokens"
+            assert torch.equal(offsets, expected)
+    for store, _, _ in made:
+        assert store.counts.hits > 0
+        assert store.counts.num_bytes == store.counts.misses * SHAPE.expert_bytes
+        assert store.counts.wait_seconds > 0
+
+
+def test_given_routing_may_name_no_expert_and_others_may_be_elsewhere() -> None:
+    shape = replace(SHAPE, local_experts=range(10, 34))
+    ((_, layer, whole),) = stores_and_whole(shape, SLOTS, Plain(), "cpu", [7])
+    generator = fresh_generator()
+    given = hidden_states(9, generator)
+    ids = torch.rand(9, 48, generator=generator).argsort(1)[:, :3].int().contiguous()
+    ids[2:6, 1], ids[3] = -1, -1
+    weights = torch.rand(9, 3, generator=generator)
+    assert torch.equal(layer(given, ids, weights), whole(given, ids, weights))
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_step_may_need_no_expert(tokens: int) -> None:
+    ((store, layer, _),) = stores_and_whole(replace(SHAPE, num_shared_experts=0), SLOTS, Plain(), "cpu", [7])
+    given = hidden_states(tokens, fresh_generator())
+    ids, weights = torch.full((tokens, 3), -1, dtype=torch.int32), torch.ones(tokens, 3)
+    assert torch.equal(layer(given, ids, weights), torch.zeros_like(given))
+    assert (store.counts.hits, store.counts.misses) == (0, 0)
+
+
+def test_a_runner_counts_tokens_of_all_experts() -> None:
+    ((_, layer, whole),) = stores_and_whole(SHAPE, SLOTS, resolve_backend("reference"), "cpu", [7])
+    request = layer_request(hidden_states(4, fresh_generator()), "FP32")
+    results = [LayerRunner(each, CpuDevice(torch.device("cpu"))).run([request]) for each in (layer, whole)]
+    first, second = (rows_of(result.outputs[0], "FP32", SHAPE.hidden_size) for result in results)
+    assert torch.equal(first, second)
+    assert results[0].tokens_per_expert.tolist() == results[1].tokens_per_expert.tolist()
+
+
+class Log(list[tuple[Any, ...]]):
+    """What was enqueued, in this order."""
+
+
+class LoggedEvent:
+    """Passes at once; says what recorded it, and who waits for it."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def record(self, stream: "LazyStream") -> None:
+        self._log.append(("record", self, stream.name))
+        stream.enqueue(lambda: None, self)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0
+
+
+class LazyStream:
+    """Does nothing before another stream waits for it; the compute stream does all at once."""
+
+    stream_id = 0
+
+    def __init__(self, log: Log, name: str) -> None:
+        self.name, self._log = name, log
+        self._left: list[tuple[Callable[[], None], object]] = []
+        self._others: list[LazyStream] = []
+
+    def beside(self, other: "LazyStream") -> None:
+        self._others.append(other)
+
+    def enqueue(self, work: Callable[[], None], event: object = None) -> None:
+        if self.name == "compute":
+            work()
+        else:
+            self._left.append((work, event))
+
+    def wait_event(self, event: Any) -> None:
+        self._log.append(("wait", event, self.name))
+        for other in self._others:
+            other.run_to(event)
+
+    def run_to(self, event: object) -> None:
+        """All up to where the event was recorded last."""
+        places = [place for place, (_, recorded) in enumerate(self._left) if recorded is event]
+        for work, _ in self._left[: places[-1] + 1 if places else 0]:
+            work()
+        del self._left[: places[-1] + 1 if places else 0]
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class LazyDevice(CpuDevice):
+    """A CPU whose copies are made as late as events allow, as on a GPU."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.log = Log()
+        self.registered: list[Mapped] = []
+        self.fails = False
+        self._compute, self._copies = LazyStream(self.log, "compute"), LazyStream(self.log, "copies")
+        self._compute.beside(self._copies)
+
+    def new_stream(self, priority: int = 0) -> Any:
+        return self._copies
+
+    def current_stream(self) -> Any:
+        return self._compute
+
+    def new_event(self, timing: bool = False) -> Any:
+        return LoggedEvent(self.log)
+
+    def copy(self, copies: Copies, stream: Any) -> None:
+        if self.fails:
+            raise RuntimeError("the copy failed")
+        made = [(to, source, size) for to, source, size in copies]
+        self.log.append(("copy", [(to, size) for to, _, size in made]))
+        stream.enqueue(lambda: super(LazyDevice, self).copy(copies, stream))
+
+    @property
+    def register(self) -> Callable[[Mapped], Unregister]:
+        def register(memory: Mapped) -> Unregister:
+            self.registered.append(memory)
+            return lambda: self.registered.remove(memory)
+
+        return register
+
+
+class Logged(Plain):
+    """Notes which memory each part of a step is read from."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def experts_in_parts(self, *arguments: Any) -> None:
+        before, parts, after = arguments[:3], arguments[3], arguments[4:]
+
+        def noted() -> Iterator[ExpertPart]:
+            for part in parts:
+                yield part
+                self._log.append(("read", [(t.data_ptr(), t.nbytes) for each in part for t in each]))
+
+        experts: Callable[..., None] = super().experts_in_parts
+        experts(*before, noted(), *after)
+
+
+def test_steps_wait_for_copies_and_copies_for_what_reads_the_memory() -> None:
+    device, generator = LazyDevice(), fresh_generator()
+    memory = StoreMemory(device)
+    backend = Logged(device.log)
+    made = [store_of(memory, SHAPE, SLOTS, backend, seed, str(seed)) for seed in (1, 2)]
+    whole = [MoELayer(SHAPE, random_weights(SHAPE, seed, "cpu"), Plain()) for seed in (1, 2)]
+    for tokens in TOKENS:
+        for (_, layer), other in zip(made, whole, strict=True):
+            given = hidden_states(tokens, generator)
+            assert torch.equal(layer(given), other(given)), "a step read what was not copied yet"
+    check_order(device.log)
+    assert [store.counts.wait_seconds > 0 for store, _ in made] == [True, True]
+
+
+def check_order(log: Log) -> None:
+    """See that each copy comes after a wait for an event that was recorded after the memory's last use."""
+    last_read: dict[tuple[int, int], int] = {}  # of memory, by its address and size
+    recorded: dict[Any, int] = {}
+    waited, overwritten = -1, 0
+    for place, (kind, *what) in enumerate(log):
+        if kind == "record" and what[1] == "compute":
+            recorded[what[0]] = place
+        elif kind == "wait" and what[1] == "copies":
+            waited = recorded.get(what[0], -1)
+        elif kind == "read":
+            last_read |= dict.fromkeys(what[0], place)
+        elif kind == "copy":
+            for to, _ in what[0]:
+                for (address, size), read in last_read.items():
+                    if address <= to < address + size:
+                        overwritten += 1
+                        assert waited > read, f"entry {place} of the log overwrites what entry {read} reads"
+    assert overwritten > 100
+
+
+def test_a_step_that_fails_leaves_no_wrong_experts() -> None:
+    device = LazyDevice()
+    _, layer = store_of(StoreMemory(device), SHAPE, SLOTS, Plain(), 3)
+    whole = MoELayer(SHAPE, random_weights(SHAPE, 3, "cpu"), Plain())
+    given = hidden_states(2, fresh_generator())
+    expected = whole(given)
+    device.fails = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            layer(given)
+    device.fails = False
+    assert torch.equal(layer(given), expected)
+
+
+def test_host_memory_is_registered_as_long_as_it_is_used() -> None:
+    device = LazyDevice()
+    store, layer = store_of(StoreMemory(device), SHAPE, SLOTS, Plain(), 3)
+    ((memory,), tensors) = device.registered, [t for each in store.host.part for t in each]
+    assert sum(tensor.nbytes for tensor in tensors) == 48 * SHAPE.expert_bytes
+    ends = memory.address, memory.address + memory.num_bytes
+    assert all(ends[0] <= t.data_ptr() <= t.data_ptr() + t.nbytes <= ends[1] for t in tensors)
+    del store, layer, tensors
+    assert not device.registered
+
+
+def test_layers_of_one_size_share_chunks() -> None:
+    memory = StoreMemory(CpuDevice(torch.device("cpu")))
+    other = replace(SHAPE, num_experts=40, top_k=5)
+    assert memory.chunks(SHAPE) is not memory.chunks(replace(SHAPE, hidden_size=128))
+    assert memory.chunks(replace(other, num_experts=48)) is memory.chunks(SHAPE)
+    assert memory.chunks(other) is not memory.chunks(SHAPE), "with fewer experts at a time"

@@ -1,0 +1,92 @@
+"""Experts in the host's memory on a GPU: the bits of a layer that has all, and steps that wait for copies."""
+
+import pytest
+import torch
+
+from expertd.kernels import quantize_rows, resolve_backend
+from expertd.service.device import device_of
+from expertd.service.engine.layers import layer_of, stored_layers
+from expertd.service.engine.memory_needs import expert_slots
+from expertd.service.moe.expert_store import StoreMemory
+from expertd.service.moe.runner import LayerRunner
+from expertd.service.moe.shape import LayerShape
+from tests.kernels.helpers import fresh_generator
+from tests.service.apps import tiny_settings
+from tests.service.moe.requests import as_bytes, layer_request, on_gpu, pinned, rows_of
+from tests.service.moe.stored import stores_and_whole
+
+pytestmark = pytest.mark.gpu
+on_both = pytest.mark.parametrize("backend", ["hopper", "triton"])
+
+# Copying an expert takes about as long as a launch, or longer: a step that does not wait has other bits.
+SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=48, top_k=4, num_shared_experts=1)
+SLOTS = 12
+
+
+@on_both
+def test_steps_of_any_size_have_the_bits_of_whole_layers(backend: str) -> None:
+    """Steps of two layers, which share chunks, are enqueued while those before them run."""
+    generator = fresh_generator("cuda")
+    seed = generator.initial_seed() % 1000
+    made = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1])
+    outputs = []
+    for turn in range(40):
+        tokens = (1, 2, 3, 1, 700, 5, 40, 1)[turn % 8]
+        hidden_states = torch.randn(tokens, SHAPE.hidden_size, device="cuda", generator=generator).bfloat16()
+        outputs += [(layer(hidden_states), hidden_states, whole) for _, layer, whole in made]
+    for number, (out, hidden_states, whole) in enumerate(outputs):
+        assert torch.equal(out, whole(hidden_states)), f"call {number}, {len(hidden_states)} tokens"
+    for store, _, _ in made:
+        counts = store.counts
+        assert counts.hits > 40
+        assert counts.num_bytes == counts.misses * SHAPE.expert_bytes
+        store._note_waits()
+        assert 0 < counts.wait_seconds < 60
+
+
+@on_both
+def test_a_step_whose_experts_are_there_copies_nothing(backend: str) -> None:
+    seed = fresh_generator().initial_seed() % 1000
+    ((store, layer, whole),) = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed])
+    hidden_states = torch.randn(2, SHAPE.hidden_size, device="cuda").bfloat16()
+    routing = whole.route(hidden_states)
+    for given in (hidden_states, quantize_rows(hidden_states)):
+        expected = whole(given, *routing)
+        layer(given, *routing)
+        copied = store.counts.num_bytes
+        for _ in range(3):
+            assert torch.equal(layer(given, *routing), expected)
+        assert store.counts.num_bytes == copied > 0
+
+
+@on_both
+def test_the_runner_serves_requests_from_any_memory(backend: str) -> None:
+    seed = fresh_generator().initial_seed() % 1000
+    ((_, layer, whole),) = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed])
+    runner = LayerRunner(layer, device_of("cuda"))
+    runner.staging.allow_graphs()  # of layers without a store
+    for tokens in (1, 9, 300):
+        hidden_states = torch.randn(tokens, SHAPE.hidden_size).bfloat16()
+        expected = whole(hidden_states.cuda()).cpu()
+        for place in (as_bytes, pinned, on_gpu):
+            request = layer_request(hidden_states, place=place)
+            for _ in range(4):  # a step of a layer without a store would become a graph
+                (output,) = runner.run([request]).outputs
+                assert torch.equal(rows_of(output, "FP32", SHAPE.hidden_size), expected)
+    assert runner.launches.recurring == runner.launches.graph == 0
+
+
+@on_both
+def test_a_budget_is_kept(backend: str) -> None:
+    model = {
+        "name": "tiny", "hidden_size": 2048, "intermediate_size": 768, "num_experts": 48, "top_k": 4,
+        "datatype": "BF16",
+    }  # fmt: skip
+    given = tiny_settings(models=[model], backend=backend, weights_budget="100MiB")
+    before, memory = torch.cuda.memory_allocated(), StoreMemory(device_of("cuda"))
+    make = stored_layers(memory, expert_slots(given))
+    layer = make(given.models[0], resolve_backend(backend), torch.device("cuda", 0), lambda: False)
+    assert 80 << 20 < torch.cuda.memory_allocated() - before < 101 << 20, "with the router"
+    whole = layer_of(given.models[0], resolve_backend(backend), torch.device("cuda", 0), lambda: False)
+    hidden_states = torch.randn(100, 2048, device="cuda").bfloat16()
+    assert torch.equal(layer(hidden_states), whole(hidden_states)), "random weights are those of the GPU"
