@@ -1,22 +1,43 @@
-// Compile-time parameters of a variant (TileConfig in kernels/backends/hopper/tiles.py), and the sizes of a launch.
+// A variant at compile time: its parameters (TileConfig in kernels/backends/hopper/tiles.py), and what follows from
+// them.
 #pragma once
 
 #include "floats.cuh"
-#include "scheduler.cuh"
 
-constexpr Layout kLayout = MASKED ? Layout::kMasked : Layout::kContiguous;
-constexpr bool kSwapAb = SWAP_AB;      // b, not a, is on wgmma's M side
-constexpr bool kSwiglu = SWIGLU;       // out is silu(gate) * up in FP8, with a scale per row and 128 columns
-constexpr bool kOtherGlu = OTHER_GLU;  // with SwiGLU: biases, and the variations of another gated activation
-constexpr int kBlockM = BLOCK_M;       // rows of a in a tile, at most
-constexpr int kBlockN = BLOCK_N;       // rows of b in a tile; with SwiGLU, 64 gate rows and the matching 64 up rows
-constexpr int kOutBlockN = kSwiglu ? kBlockN / 2 : kBlockN;  // columns of out in a tile; rows of b per TMA load
-constexpr int kBlockK = floats::kScaleBlock;                 // columns that share a scale; bytes of a swizzled row
-constexpr int kLoadsOfB = kSwiglu ? 2 : 1;                   // a K block of b takes as many
-constexpr int kStages = STAGES;
-constexpr int kCluster = CLUSTER;  // CTAs with neighboring columns that load the rows of a together
-constexpr int kBoxM = BOX_M;       // rows of a per TMA load
+// How results leave: a type and a file each. EPILOGUE is one of them.
+struct Bf16Epilogue;   // rows of bf16
+class SwapAbEpilogue;  // the same from swapped operands: b, not a, is on wgmma's M side
+template <typename Activation>
+class GluEpilogue;  // gates and ups, activated and in FP8, with a scale per row and 128 columns
+struct Swiglu;      // Activations: silu(gate) * up,
+struct OtherGlu;    // and another one, with biases
+using Epilogue = EPILOGUE;
+
+template <typename, typename>
+constexpr bool kSame = false;
+template <typename T>
+constexpr bool kSame<T, T> = true;
+template <typename>
+constexpr bool kActivates = false;
+template <typename Activation>
+constexpr bool kActivates<GluEpilogue<Activation>> = true;
+
+enum class Layout { kContiguous, kMasked };
+constexpr Layout kLayout = Layout::LAYOUT;
+constexpr bool kSwapAb = kSame<Epilogue, SwapAbEpilogue>;
+constexpr bool kGlu = kActivates<Epilogue>;
+constexpr bool kStoresBoxes = !kSwapAb && !kGlu;
+constexpr int kBlockM = BLOCK_M;  // rows of a in a tile, at most
+constexpr int kBlockN = BLOCK_N;  // rows of b in a tile; with an activation, 64 gate rows and the matching 64 up rows
+constexpr int kBlockK = floats::kScaleBlock;     // columns that share a scale; bytes of a swizzled row
+constexpr int kLoadsOfB = kGlu ? 2 : 1;          // a K block of b takes as many
+constexpr int kOutBlockN = kBlockN / kLoadsOfB;  // columns of out in a tile; rows of b per TMA load
+constexpr int kStages = STAGES;                  // K blocks of a and b in flight
+constexpr int kCluster = CLUSTER;                // CTAs with neighboring columns that load a's rows together
+constexpr int kTileN = kOutBlockN * kCluster;    // columns of out in a cluster's tile
+constexpr int kBoxM = BOX_M;                     // rows of a per TMA load
 constexpr int kCtasPerSm = CTAS_PER_SM;
+constexpr int kArrivals = ARRIVALS;  // lanes that arrive at a barrier for a warp: one, or all for racecheck
 
 constexpr int kConsumerGroups = kSwapAb ? 2 : kBlockM / 64;  // warpgroups
 constexpr int kConsumerWarps = kConsumerGroups * 4;
@@ -24,7 +45,7 @@ constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapAb ? 16 : 64;  // a tile's height is rounded up to a multiple of this
 // Scales of b in a tile: gate and up, or neighbors.
-constexpr int kScaleParts = kSwiglu || floats::kScaleBlock % kBlockN != 0 ? 2 : 1;
+constexpr int kScaleParts = kGlu || floats::kScaleBlock % kBlockN != 0 ? 2 : 1;
 // K blocks whose scales a warp has in flight.
 constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 || kCluster == 1 ? 2 : 1;
 // K blocks of b that are loaded before the preceding launch is complete: they go through the SM's port, 64 bytes a
@@ -47,26 +68,3 @@ static_assert((kConsumerGroups * kConsumerRegisters + kProducerRegisters) * 128 
 // oldest in a full ring, the other scale warps may be at earlier blocks, and one more tile is announced ahead.
 constexpr int kTiles = kStages + kScaleWarps;
 constexpr int kTakeAhead = 4;  // a cluster takes its next tile this many K blocks before the end of the current one
-
-// One lane arrives at a barrier for its whole warp. racecheck cannot track that, so in the sanitizer build all arrive.
-#ifndef EVERY_LANE_ARRIVES
-#define EVERY_LANE_ARRIVES 0
-#endif
-constexpr int kArrivals = EVERY_LANE_ARRIVES ? 32 : 1;  // per warp
-
-using Scheduler = TileScheduler<kLayout, kBlockM, kOutBlockN * kCluster, kHeightStep>;
-
-// The problem, as every role of a CTA needs it.
-struct Problem {
-    const int n, k_blocks;
-    const int rows_per_group;  // max_m; 0 in the contiguous layout, where Tile::row counts from the first row of all
-    const int rank;            // of this CTA in its cluster
-
-    // This CTA's part of its cluster's tile; its columns lie past n if only the other CTA has any.
-    __device__ __forceinline__ Tile part_of(Tile tile) const {
-        tile.column += rank * kOutBlockN;
-        return tile;
-    }
-    // The tile's first row in a and out.
-    __device__ __forceinline__ int first_row(const Tile& tile) const { return tile.group * rows_per_group + tile.row; }
-};

@@ -3,8 +3,7 @@
 // half after the other, with the accumulators of one.
 #pragma once
 
-#include "config.cuh"
-#include "storage.cuh"
+#include "pipeline.cuh"
 #include "wgmma.cuh"
 
 namespace normal {
@@ -31,20 +30,20 @@ class Consumer {
     __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
         StageRing stage_ring;
         for (TileRing tile_ring;; tile_ring.advance()) {
-            const Tile tile = announced_tile(shared_, tile_ring, problem);
+            const Tile tile = shared_.announced_tile(tile_ring, problem);
             if (tile.rows < 0) break;
             // Through a shuffle the compiler knows that the warp agrees; else it would wait after each wgmma of a pair.
             const bool computes = tile.rows > first_row_ && tile.column < problem.n;
             if (!__shfl_sync(0xffffffff, computes, 0)) {  // only release the stages
                 for (int left = problem.k_blocks; left > 0; --left, stage_ring.advance()) {
-                    ptx::mbarrier_wait(&shared_.full[stage_ring.index], stage_ring.phase);
-                    release(&shared_.empty[stage_ring.index]);
+                    shared_.wait_full(stage_ring.index, stage_ring.phase);
+                    shared_.release(stage_ring.index);
                 }
                 continue;
             }
-            if constexpr (kOtherGlu) epilogue.prepare(tile);
+            epilogue.prepare(tile);
             Sums sum = {};
-            if constexpr (!kSwiglu) second_ = floats::kScaleBlock - tile.column % floats::kScaleBlock;
+            if constexpr (!kGlu) second_ = floats::kScaleBlock - tile.column % floats::kScaleBlock;
             if constexpr (kInPairs)
                 multiply_in_pairs(sum, stage_ring, problem.k_blocks);
             else
@@ -60,13 +59,13 @@ class Consumer {
         Accumulators acc[2];  // not set to 0: ptxas would wait for the first product before it sets the second
         StageRing done = stage_ring;
         const auto multiply = [&](Accumulators& acc) {
-            ptx::mbarrier_wait(&shared_.full[stage_ring.index], stage_ring.phase);
+            shared_.wait_full(stage_ring.index, stage_ring.phase);
             this->multiply(acc, stage_ring.index);
             stage_ring.advance();
         };
         const auto promote_next = [&](const Accumulators& acc) {
             const Scales scales = scales_of(done.index);
-            release(&shared_.empty[done.index]);
+            shared_.release(done.index);
             promote(sum, acc, scales);
             done.advance();
         };
@@ -92,15 +91,15 @@ class Consumer {
     }
 
     __device__ __forceinline__ void accumulate(Sums& sum, Accumulators& acc, int stage, u32 phase) {
-        ptx::mbarrier_wait(&shared_.full[stage], phase);
+        shared_.wait_full(stage, phase);
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             multiply(acc, stage, half);
             Scales scales;
-            if constexpr (!kSwiglu) scales = scales_of(stage);
+            if constexpr (!kGlu) scales = scales_of(stage);
             wgmma::wait(acc);
-            if constexpr (kSwiglu) scales = scales_of(stage);  // no earlier: there are no registers for them
-            if (half == kHalves - 1) release(&shared_.empty[stage]);
+            if constexpr (kGlu) scales = scales_of(stage);  // no earlier: there are no registers for them
+            if (half == kHalves - 1) shared_.release(stage);
             promote(sum, acc, scales, half);
         }
     }
@@ -147,7 +146,7 @@ class Consumer {
     // Whether accumulator i belongs to the tile's first part.
     __device__ __forceinline__ bool is_first_part(int i, int half) const {
         if constexpr (kHalves == 2) return half == 0;
-        if constexpr (kSwiglu) return i < 32;
+        if constexpr (kGlu) return i < 32;
         return kScaleParts == 1 || i / kAligned * kAligned * 2 < second_;
     }
 

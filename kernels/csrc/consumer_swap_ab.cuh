@@ -2,13 +2,12 @@
 // steps of 16. A group of 20 rows costs the tensor cores 32 and the epilogue 20; promotion reads a scale per column.
 #pragma once
 
-#include "config.cuh"
-#include "storage.cuh"
+#include "pipeline.cuh"
 #include "wgmma.cuh"
 
 namespace swap_ab {
 
-static_assert(!kSwapAb || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kSwiglu),
+static_assert(!kSwapAb || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kGlu),
               "there is code for heights up to 64, none for a CTA without columns and none for SwiGLU");
 
 // A warpgroup's loop over all tiles.
@@ -21,7 +20,7 @@ class Consumer {
     __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
         StageRing stage_ring;
         for (TileRing tile_ring;; tile_ring.advance()) {
-            const Tile tile = announced_tile(shared_, tile_ring, problem);
+            const Tile tile = shared_.announced_tile(tile_ring, problem);
             if (tile.rows < 0) break;
             switch ((tile.rows + 15) / 16) {
                 case 1: multiply<1>(epilogue, stage_ring, tile, problem.k_blocks); break;
@@ -49,7 +48,7 @@ class Consumer {
         float sum[kSlices * 8] = {}, acc[2][kSlices * 8] = {};
         StageRing done = stage_ring;
         const auto multiply = [&](float (&d)[kSlices* 8]) {
-            ptx::mbarrier_wait(&shared_.full[stage_ring.index], stage_ring.phase);
+            shared_.wait_full(stage_ring.index, stage_ring.phase);
             wgmma::multiply_block<16 * kSlices>(d, b + stage_ring.index * kBlockN * kBlockK,
                                                 a + stage_ring.index * kBlockM * kBlockK);
             stage_ring.advance();
@@ -66,7 +65,7 @@ class Consumer {
                 sum[i + 2] += acc[i + 2] * scale.x;
                 sum[i + 3] += acc[i + 3] * scale.y;
             }
-            release(&shared_.empty[done.index]);
+            shared_.release(done.index);
             done.advance();
         };
         wgmma::in_pairs(acc, k_blocks, multiply, promote);

@@ -1,15 +1,13 @@
 // Dynamic persistent scheduling: maps tile numbers to tiles in both layouts, from offsets or counts on the device.
 #pragma once
 
-#include "ptx.cuh"
-
-enum class Layout { kContiguous, kMasked };
+#include "config.cuh"
 
 // One output tile of a cluster: `rows` rows of one group against kTileN columns.
 struct alignas(16) Tile {
     int group;
     int row;     // first row: in all of `a` (contiguous) or within its group (masked)
-    int rows;    // 1 .. kTileM, all of this group; -1: no more tiles
+    int rows;    // 1 .. kBlockM, all of this group; -1: no more tiles
     int column;  // first output column of the cluster's tile
 };
 
@@ -19,18 +17,27 @@ struct Cut {
     int tall_first;  // a group's taller tiles come before its others
 };
 
-// The columns of out that a launch computes; `first` is a multiple of a tile's.
+// The columns of out that a launch computes; `first` is a multiple of kTileN.
 struct Columns {
     int first, count;
 };
 
+// The groups of a launch, and what it computes of them.
+struct Groups {
+    const int* extents;  // offsets [num_groups + 1] or counts [num_groups]
+    int num_groups;
+    int n, k;            // of each
+    int max_rows;        // M, or max_m; extents outside [0, max_rows] are clamped: no store may miss `out`
+    int rows_per_group;  // max_m, or 0 in the contiguous layout
+    Cut cut;
+    Columns columns;
+};
+
 // Used by a whole warp and kept in its registers, a lane for each group: nothing is loaded before a launch's first tile
 // is known, which keeps start-up latency low. More than 32 groups are looked at 32 at a time.
-template <Layout kLayout, int kTileM, int kTileN, int kHeightStep>
-class TileScheduler {
+class Scheduler {
   public:
-    // Extents outside [0, max_rows] are clamped: they must not become stores outside `out`.
-    __device__ __forceinline__ TileScheduler(int num_groups, int max_rows, Columns columns, Cut cut)
+    __device__ __forceinline__ Scheduler(int num_groups, int max_rows, Columns columns, Cut cut)
         : num_groups_(num_groups),
           max_rows_(max_rows),
           columns_(columns),

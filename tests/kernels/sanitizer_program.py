@@ -41,7 +41,8 @@ SHAPES = (([3, 0, 70, 1, 200], 264, 384), ([1], 8, 128), ([17], 136, 256), ([0, 
 def every_lane_arrives(variant: Variant) -> Variant:
     """racecheck cannot track one lane that arrives at a barrier for its warp, so here every lane arrives."""
     source = variant.source
-    return variant._replace(source=replace(source, defines=(*source.defines, ("EVERY_LANE_ARRIVES", "1"))))
+    defines = tuple((name, "32" if name == "ARRIVALS" else value) for name, value in source.defines)
+    return variant._replace(source=replace(source, defines=defines))
 
 
 def whole_layer(tokens: int, h: int = 256, *, is_biased: bool = False) -> None:

@@ -1,8 +1,10 @@
 """Host files pass the parameters that device files declare: number, order and width for every kernel."""
 
+import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import Structure, sizeof
 from functools import cache
 from threading import Barrier
 from types import SimpleNamespace
@@ -28,10 +30,12 @@ from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream
 from expertd.kernels.backends.hopper.layer import HopperLayer
+from expertd.kernels.backends.hopper.parameters import TensorMapWords
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import H200
 from expertd.kernels.backends.hopper.scatter_rows import answer_calls
+from expertd.kernels.backends.hopper.tensor_maps import PackedTensorMap, Rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.jit import Variant
@@ -48,6 +52,12 @@ CONFIGS = few_of(tiles.CONFIGS, (tiles.SWAP_AB, tiles.NORMAL))
 
 class TensorMap:
     """A stand-in for cuda.core's."""
+
+
+def packed_map(rows: Rows, box_rows: int) -> PackedTensorMap:
+    """A stand-in that says what it describes."""
+    address, _ = rows.__cuda_array_interface__["data"]
+    return PackedTensorMap(None, TensorMapWords(address, box_rows))
 
 
 class RecordingKernels(Kernels):
@@ -73,13 +83,21 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Variant, li
     def record(stream: object, config: object, kernel: Variant, *arguments: Any) -> None:
         made.append((kernel, list(arguments)))
 
+    def record_packed(
+        self: Kernels, on: OnStream, variant: Variant, grid: Grid, parameters: Structure
+    ) -> None:
+        made.append((variant, [parameters]))
+
     core = SimpleNamespace(launch=record, LaunchConfig=SimpleNamespace)
     launch.launch_config.cache_clear()
-    for module in (launch, grouped_gemm, tensor_maps):
+    monkeypatch.setattr(Kernels, "launch_packed", record_packed)
+    for module in (launch, tensor_maps):
         monkeypatch.setattr(module, "cuda_core", lambda: core)
     monkeypatch.setattr(grouped_gemm, "rates", lambda device: H200)
-    for module in (grouped_gemm, layer):
-        monkeypatch.setattr(module, "describe_rows", lambda rows, box_rows, l2_promotion=True: TensorMap())
+    monkeypatch.setattr(layer, "describe_rows", lambda rows, box_rows, l2_promotion=True: TensorMap())
+    monkeypatch.setattr(
+        grouped_gemm, "pack_rows", lambda rows, box_rows, l2_promotion=True: packed_map(rows, box_rows)
+    )
     monkeypatch.setattr(TileCounters, "prepare", lambda self, device: None)
     monkeypatch.setattr(TileCounters, "get", lambda self, device, stream: COUNTER)
     monkeypatch.setattr(
@@ -93,10 +111,18 @@ def width(argument: Any) -> int:
     """The bytes that cuda.core passes; an int is a pointer."""
     if isinstance(argument, TensorMap):
         return 128
+    if isinstance(argument, Structure):
+        return sizeof(argument)
     if isinstance(argument, np.generic):
         return argument.itemsize
     assert type(argument) is int
     return 8
+
+
+def values(struct: Structure) -> list[Any]:
+    """Of all fields, those of structs within it included."""
+    found = [getattr(struct, name) for name, *_ in struct._fields_]
+    return [each for one in found for each in (values(one) if isinstance(one, Structure) else [one])]
 
 
 @cache
@@ -126,17 +152,20 @@ def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Varia
     shape = (T, H) if layout is Layout.CONTIGUOUS else (G, T, H)
     extents = torch.zeros(G + 1, dtype=torch.int32)
     out = torch.empty(*shape[:-1], N, dtype=torch.bfloat16)
-    gemm.multiply(
-        ON, layout, quantized(*shape, block=1), quantized(G, N, H, block=128), Groups(extents), out, T, None
-    )
+    a, b = quantized(*shape, block=1), quantized(G, N, H, block=128)
+    gemm.multiply(ON, layout, a, b, Groups(extents), out, T, None)
     ((variant, arguments),) = launches
     assert variant is grouped_gemm.VARIANTS[layout, config]
     assert [width(argument) for argument in arguments] == parameters(variant)
-    numbers = [int(argument) for argument in arguments if isinstance(argument, np.integer)]
+    (given,) = arguments
     max_m = 0 if layout is Layout.CONTIGUOUS else T
     strides = [0, 2, 1] if layout is Layout.CONTIGUOUS else [2 * T, 2, 1]
-    assert numbers == [*strides, G, N, H, T, max_m, 16, 1, 0, N, 0]
-    assert arguments[-1] == COUNTER
+    assert values(given.scales) == [a.scales.data_ptr(), *strides, b.scales.data_ptr()]
+    assert values(given.groups) == [extents.data_ptr(), G, N, H, T, max_m, 16, 1, 0, N]
+    assert (given.output.out, given.extents_ready, given.tile_counter) == (out.data_ptr(), 0, COUNTER)
+    assert list(given.a_map[:2]) == [a.data.data_ptr(), config.box_m]
+    assert list(given.b_map[:2]) == [b.data.data_ptr(), config.out_block_n]
+    assert list(given.out_map[:2]) == ([0, 0] if config.swap_ab else [out.data_ptr(), 16])
 
 
 def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
@@ -157,9 +186,10 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
     (_, permutation), (_, _), (swiglu, first), (_, second), (_, _) = launches
     assert swiglu is grouped_gemm.VARIANTS[Layout.CONTIGUOUS, tiles.SWIGLU_FEW]
-    assert second[-1] - first[-1] == 8  # two int32
-    assert first[-1] == permutation[-1]
-    assert [first[17], second[17]] == [1, 1]
+    assert second[0].tile_counter - first[0].tile_counter == 8  # two int32
+    assert first[0].tile_counter == permutation[-1]
+    assert [first[0].extents_ready, second[0].extents_ready] == [1, 1]
+    assert values(first[0].output.activation) == [1.0, math.inf]
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -248,9 +278,10 @@ def test_a_layer_with_biases(launches: list[tuple[Variant, list[Any]]]) -> None:
     for variant, arguments in launches:
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
     (_, first), (_, second), (_, last) = launches[2:]
-    assert first[9:11] == [N, 256]  # n, and k with the columns that are zeros
-    assert second[9:11] == [h, N]
-    assert biases.gate_up.data_ptr() in first
+    assert values(first[0].groups)[2:4] == [N, 256]  # n, and k with the columns that are zeros
+    assert values(second[0].groups)[2:4] == [h, N]
+    alpha, limit = np.float32(1.702), 7.0
+    assert values(first[0].output.activation) == [alpha, limit, biases.gate_up.data_ptr(), 1.0, 0]
     assert biases.down.data_ptr() in last
 
 
@@ -292,7 +323,7 @@ def test_a_layer_of_ranks(
     assert names[4] == f"combine_rows_{how}fp32"
     for variant, arguments in (*launches[:2], launches[4]):
         assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
-    assert launches[2][1][9:11] == [N, 2176], "n, and k with the columns that are zeros"
+    assert values(launches[2][1][0].groups)[2:4] == [N, 2176], "n, and k with the columns that are zeros"
     assert (biases is not None and biases.down.data_ptr() in launches[4][1]) == biased
 
 

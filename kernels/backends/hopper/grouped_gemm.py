@@ -4,15 +4,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper import plans, tiles
-from expertd.kernels.backends.hopper.launch import Kernels, OnStream, cuda_core, multiprocessors
+from expertd.kernels.backends.hopper import parameters, plans, tiles
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, multiprocessors
 from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import Rates, rates
-from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
+from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, pack_rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.jit import Source, Variant
@@ -21,13 +20,9 @@ from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
 
-# cuda.core takes 32-bit arguments as NumPy scalars; the same few values recur.
-_int32 = functools.lru_cache(np.int32)
-_uint32 = functools.lru_cache(np.uint32)
-_float32 = functools.lru_cache(np.float32)
-
 _STORE_BOX = 16  # rows of out per TMA store
 _KEPT = 4096
+_NO_MAP = parameters.TensorMapWords()
 
 Choose = Callable[[Layout, int, int, int, float, int, bool, Rates], GemmPlan]
 """`plans.choose`, or another function with its signature."""
@@ -35,16 +30,15 @@ Choose = Callable[[Layout, int, int, int, float, int, bool, Rates], GemmPlan]
 
 def _variant(layout: Layout, config: TileConfig) -> Variant:
     defines = {
-        "MASKED": int(layout is Layout.MASKED),
-        "SWAP_AB": int(config.swap_ab),
+        "LAYOUT": f"k{layout.value.capitalize()}",
+        "EPILOGUE": config.epilogue,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
         "CLUSTER": config.cluster,
         "BOX_M": config.box_m,
-        "SWIGLU": int(config.swiglu),
-        "OTHER_GLU": int(config.other_glu),
         "CTAS_PER_SM": config.ctas,
+        "ARRIVALS": 1,
         "STORAGE_BYTES": config.storage_bytes,
     }
     named = tuple((name, str(value)) for name, value in defines.items())
@@ -88,25 +82,23 @@ class Groups(NamedTuple):
 class _Prepared(NamedTuple):
     """The part of a launch that depends only on its sizes and plan."""
 
-    kernel: Any
-    launch_config: Any
-    box_m: int
-    box_n: int
-    stores_boxes: bool  # of out, through a tensor map
+    variant: Variant
+    grid: Grid
+    config: TileConfig
     masked: bool
-    sizes: tuple[np.int32, ...]  # num_groups, n, k
-    cut: tuple[np.int32, ...]  # tile_steps, tall_first
+    sizes: tuple[int, int, int]  # num_groups, n, k
+    cut: parameters.Cut
 
 
-def _rule(activation: Activation, bias: Tensor | None, other: bool) -> tuple[Any, ...]:
-    """The kernel's arguments for the activation; `other`: the kernel has all rules, see GluRule."""
-    of_every = _float32(activation.alpha), _float32(activation.limit)
+def _arguments(activation: Activation, bias: Tensor | None, other: bool) -> Any:
+    """The kernel's arguments for the activation; `other`: the kernel has all rules."""
+    alpha, limit = activation.alpha, activation.limit
     if not other:
-        return of_every
+        return parameters.Swiglu(alpha, limit)
     offset, after = 0.0, False
     if isinstance(activation, OtherGlu):
         offset, after = activation.up_offset, activation.clamp_after
-    return *of_every, 0 if bias is None else bias.data_ptr(), _float32(offset), _int32(after)
+    return parameters.OtherGlu(alpha, limit, None if bias is None else bias.data_ptr(), offset, after)
 
 
 class GroupedGemm:
@@ -116,8 +108,8 @@ class GroupedGemm:
         self.tile_counters = TileCounters()
         self._kernels = kernels
         self._choose = choose
-        self._tensor_maps = TensorMapCache(describe_rows)
-        self._out_tensor_maps = TensorMapCache(functools.partial(describe_rows, l2_promotion=False))
+        self._tensor_maps = TensorMapCache(pack_rows)
+        self._out_tensor_maps = TensorMapCache(functools.partial(pack_rows, l2_promotion=False))
         self._chosen = functools.lru_cache(_KEPT)(self._choose_and_prepare)
         self._planned = functools.lru_cache(_KEPT)(self._prepare)
 
@@ -140,8 +132,10 @@ class GroupedGemm:
         num_groups, n, k = b.data.shape
         columns = columns or range(n)
         prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms, len(columns))
-        out_map = (self._out_tensor_maps.get(out, _STORE_BOX),) if prepared.stores_boxes else ()
-        self._launch(on, prepared, a, b, groups, columns, out.data_ptr(), *out_map)
+        stores_boxes = not prepared.config.swap_ab
+        out_map = self._out_tensor_maps.get(out, _STORE_BOX).words if stores_boxes else _NO_MAP
+        output = parameters.Bf16Output(out.data_ptr())
+        self._launch(on, prepared, a, b, groups, columns, output, out_map)
 
     def multiply_swiglu(
         self,
@@ -167,10 +161,9 @@ class GroupedGemm:
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), dtype=torch.float32, device=a.data.device)
-        self._launch(
-            on, prepared, a, b, groups, range(n),
-            data.data_ptr(), scales.data_ptr(), _uint32(m), *_rule(activation, bias, other),
-        )  # fmt: skip
+        make = parameters.OtherGluOutput if other else parameters.SwigluOutput
+        output = make(data.data_ptr(), scales.data_ptr(), m, _arguments(activation, bias, other))
+        self._launch(on, prepared, a, b, groups, range(n), output)
         return Quantized(data, scales.t())
 
     def _choose_and_prepare(
@@ -199,22 +192,13 @@ class GroupedGemm:
         num_sms: int | None,
     ) -> _Prepared:
         config, variant = plan.config, VARIANTS[layout, plan.config]
-        kernel = self._kernels.get(device, variant)
+        self._kernels.get(device, variant)
         self.tile_counters.prepare(device)
-        launch_config = cuda_core().LaunchConfig(
-            grid=multiprocessors(device, num_sms) // config.cluster * config.ctas,
-            cluster=config.cluster if config.cluster > 1 else None,
-            block=variant.threads,
-            shmem_size=config.shared_bytes(num_groups),
-            programmatic_stream_serialization=True,
-        )
+        clusters = multiprocessors(device, num_sms) // config.cluster * config.ctas
+        grid = Grid(clusters, config.cluster, config.shared_bytes(num_groups))
         whole_k = -(-k // SCALE_BLOCK) * SCALE_BLOCK  # TMA reads zeros past the last column
-        sizes = (np.int32(num_groups), np.int32(n), np.int32(whole_k))
-        cut = (np.int32(plan.tile_steps), np.int32(plan.tall_first))
-        stores_boxes, masked = not config.swap_ab and not config.swiglu, layout is Layout.MASKED
-        return _Prepared(
-            kernel, launch_config, config.box_m, config.out_block_n, stores_boxes, masked, sizes, cut
-        )
+        cut = parameters.Cut(plan.tile_steps, plan.tall_first)
+        return _Prepared(variant, grid, config, layout is Layout.MASKED, (num_groups, n, whole_k), cut)
 
     def _launch(
         self,
@@ -224,28 +208,25 @@ class GroupedGemm:
         b: Quantized,
         groups: Groups,
         columns: range,
-        *outputs: Any,
+        output: parameters.Output,
+        out_map: Any = _NO_MAP,
     ) -> None:
-        kernel, launch_config, box_m, box_n, _, masked, sizes, cut = prepared
+        variant, grid, config, masked, sizes, cut = prepared
         rows, *strides = a.data.shape[-2], *a.scales.stride()
+        if not masked:
+            strides = [0, *strides]
         counter = groups.tile_counter
-        cuda_core().launch(
-            on.stream,
-            launch_config,
-            kernel,
-            self._tensor_maps.get(a.data, box_m),
-            self._tensor_maps.get(b.data, box_n),
-            a.scales.data_ptr(),
-            *map(_uint32, strides if masked else (0, *strides)),
-            b.scales.data_ptr(),
-            groups.extents.data_ptr(),
-            *sizes,
-            _int32(rows),
-            _int32(rows if masked else 0),
-            *cut,
-            _int32(columns.start),
-            _int32(len(columns)),
-            _int32(groups.ready),
-            *outputs,
+        packed = parameters.PARAMETERS[type(output)](
+            self._tensor_maps.get(a.data, config.box_m).words,
+            self._tensor_maps.get(b.data, config.out_block_n).words,
+            out_map,
+            parameters.Scales(a.scales.data_ptr(), *strides, b.scales.data_ptr()),
+            parameters.Groups(
+                groups.extents.data_ptr(), *sizes, rows, rows if masked else 0,
+                cut, parameters.Columns(columns.start, len(columns)),
+            ),
+            output,
+            groups.ready,
             self.tile_counters.get(on.device, on.handle) if counter is None else counter.data_ptr(),
-        )
+        )  # fmt: skip
+        self._kernels.launch_packed(on, variant, grid, packed)

@@ -1,5 +1,6 @@
 """Shared by all launches: kernels loaded on devices, torch's stream, the configuration of a grid."""
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable
@@ -92,6 +93,18 @@ class Kernels:
         values = (a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
         cuda_core().launch(on.stream, launch_config(grid, variant.threads), kernel, *values)
 
+    def launch_packed(self, on: OnStream, variant: Variant, grid: Grid, parameters: ctypes.Structure) -> None:
+        """Launch a kernel whose only parameter is a struct; cuda.core passes none by value."""
+        from cuda.bindings import driver
+
+        kernel = self.get(on.device, variant)
+        addresses = ctypes.c_void_p(ctypes.addressof(parameters))
+        (status,) = driver.cuLaunchKernelEx(
+            _native_config(on, grid, variant.threads), kernel.handle, ctypes.addressof(addresses), 0
+        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{variant.source.name}: expected to be launched, got {status.name}")
+
     def ctas_per_sm(self, device: int, variant: Variant, shared_bytes: int) -> int:
         """The CTAs with this much dynamic shared memory that an SM runs at once, by the driver."""
         key = device, variant.source.name, shared_bytes
@@ -138,6 +151,28 @@ def launch_config(grid: Grid, threads: int) -> Any:
         shmem_size=grid.shared_bytes,
         programmatic_stream_serialization=True,
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _native_config(on: OnStream, grid: Grid, threads: int) -> Any:
+    """The driver's configuration of the same launch on this stream; nobody changes it."""
+    from cuda.bindings import driver
+
+    of = driver.CUlaunchAttributeID
+    early, cluster = driver.CUlaunchAttribute(), driver.CUlaunchAttribute()
+    early.id = of.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    cluster.id = of.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dimension = cluster.value.clusterDim
+    dimension.x, dimension.y, dimension.z = grid.cluster, 1, 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid.clusters * grid.cluster, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = grid.shared_bytes
+    config.hStream = driver.CUstream(on.handle)
+    config.attrs = [early, cluster] if grid.cluster > 1 else [early]
+    config.numAttrs = len(config.attrs)
+    return config
 
 
 def current_stream(device: int) -> OnStream:

@@ -1,13 +1,15 @@
 """Tensor maps, which describe tensors to TMA, cached for as long as their tensors live."""
 
+import ctypes
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.launch import cuda_core
+from expertd.kernels.backends.hopper.parameters import TensorMapWords
 
 _BOX_BYTES = 128  # of a row, as wide as the swizzle
 
@@ -58,6 +60,24 @@ def describe_rows(rows: Rows, box_rows: int, l2_promotion: bool = True) -> Any:
     """The tensor map of rows, which TMA copies in boxes of box_rows x 128 bytes."""
     view = cuda_core().utils.StridedMemoryView.from_cuda_array_interface(rows, stream_ptr=-1)
     return view.as_tensor_map(options=_options(box_rows, _BOX_BYTES // rows.itemsize, l2_promotion))
+
+
+class PackedTensorMap(NamedTuple):
+    """A tensor map, and its words for a struct; the words alone would not keep the memory alive."""
+
+    described: Any
+    words: Any
+
+
+def pack_rows(rows: Rows, box_rows: int, l2_promotion: bool = True) -> PackedTensorMap:
+    """`describe_rows` for a struct of parameters."""
+    from cuda.core._kernel_arg_handler import ParamHolder  # nothing public has the words
+
+    described = describe_rows(rows, box_rows, l2_promotion)
+    holder = ParamHolder((described,))  # has the address of the address of each argument
+    address = ctypes.c_uint64.from_address(holder.ptr).value
+    words = TensorMapWords.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(TensorMapWords)))
+    return PackedTensorMap(described, words)
 
 
 @functools.cache

@@ -45,6 +45,13 @@ class TileConfig:
         return f"{swap_ab}m{self.block_m}{columns}{cluster}{activation}{ctas}"
 
     @property
+    def epilogue(self) -> str:
+        """The type in csrc/ that stores its results."""
+        if self.swiglu:
+            return f"GluEpilogue<{'OtherGlu' if self.other_glu else 'Swiglu'}>"
+        return "SwapAbEpilogue" if self.swap_ab else "Bf16Epilogue"
+
+    @property
     def out_block_n(self) -> int:
         """Columns of out in a CTA's tile, and rows of b per TMA load."""
         return self.block_n // 2 if self.swiglu else self.block_n

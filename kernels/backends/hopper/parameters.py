@@ -1,0 +1,131 @@
+"""What a launch of csrc/grouped_gemm.cu passes: one struct, with the layout of csrc/parameters.cuh.
+
+Fields have the names of the device's; csrc says what they mean. The struct ends with an `output` of the
+variant's epilogue (csrc/epilogue_*.cuh), and two fields more.
+"""
+
+from ctypes import Array, Structure, c_float, c_int32, c_uint8, c_uint32, c_uint64, c_void_p, sizeof
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    TensorMapWords = Array[c_uint64]
+else:
+    TensorMapWords = c_uint64 * 16
+    """The 128 opaque bytes of a tensor map."""
+
+_ALIGNMENT = 64  # of a tensor map, and so of the struct
+
+
+class Scales(Structure):
+    """The scales of both operands."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("a_stride_group", c_uint32),
+        ("a_stride_m", c_uint32),
+        ("a_stride_k", c_uint32),
+        ("b", c_void_p),
+    )
+
+
+class Cut(Structure):
+    """How rows are cut into tiles."""
+
+    _fields_ = (("tile_steps", c_int32), ("tall_first", c_int32))
+
+
+class Columns(Structure):
+    """The columns of out that a launch computes."""
+
+    _fields_ = (("first", c_int32), ("count", c_int32))
+
+
+class Groups(Structure):
+    """The groups of a launch, and what it computes of them; csrc/scheduler.cuh."""
+
+    _fields_ = (
+        ("extents", c_void_p),
+        ("num_groups", c_int32),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("max_rows", c_int32),
+        ("rows_per_group", c_int32),
+        ("cut", Cut),
+        ("columns", Columns),
+    )
+
+
+class Bf16Output(Structure):
+    """Of Bf16Epilogue and SwapAbEpilogue."""
+
+    _fields_ = (("out", c_void_p),)
+
+
+class Swiglu(Structure):
+    """Arguments of an activation: csrc/activation_swiglu.cuh."""
+
+    _fields_ = (("alpha", c_float), ("limit", c_float))
+
+
+class OtherGlu(Structure):
+    """The same, of csrc/activation_other_glu.cuh."""
+
+    _fields_ = (
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("bias", c_void_p),
+        ("up_offset", c_float),
+        ("clamp_after", c_int32),
+    )
+
+
+class SwigluOutput(Structure):
+    """Of GluEpilogue<Swiglu>."""
+
+    _fields_ = (
+        ("out", c_void_p),
+        ("scales", c_void_p),
+        ("scale_stride", c_uint32),
+        ("activation", Swiglu),
+    )
+
+
+class OtherGluOutput(Structure):
+    """Of GluEpilogue<OtherGlu>."""
+
+    _fields_ = (
+        ("out", c_void_p),
+        ("scales", c_void_p),
+        ("scale_stride", c_uint32),
+        ("activation", OtherGlu),
+    )
+
+
+Output = Bf16Output | SwigluOutput | OtherGluOutput
+
+
+def _fields(output: type[Output]) -> tuple[tuple[str, type], ...]:
+    return (
+        ("a_map", TensorMapWords),
+        ("b_map", TensorMapWords),
+        ("out_map", TensorMapWords),
+        ("scales", Scales),
+        ("groups", Groups),
+        ("output", output),
+        ("extents_ready", c_int32),
+        ("tile_counter", c_void_p),
+    )
+
+
+def _parameters(output: type[Output]) -> type[Structure]:
+    """The struct for an output. ctypes aligns none to 64 bytes, so the end of it is a field."""
+    unpadded = type("Unpadded", (Structure,), {"_fields_": _fields(output)})
+    padding = -sizeof(unpadded) % _ALIGNMENT
+    fields = (*_fields(output), ("padding", c_uint8 * padding))
+    return type(f"Parameters{output.__name__}", (Structure,), {"_fields_": fields})
+
+
+PARAMETERS: dict[type[Output], type[Structure]] = {
+    output: _parameters(output) for output in (Bf16Output, SwigluOutput, OtherGluOutput)
+}
+"""A launch's struct, by the type of its output."""

@@ -1,0 +1,65 @@
+// Another gated activation than SwiGLU, and biases before it.
+#pragma once
+
+#include "parameters.cuh"
+
+struct OtherGlu {
+    struct Arguments {
+        float alpha, limit;
+        const u16* bias;  // bf16 [num_groups, 2 n], added to gates and ups; null: none
+        float up_offset;  // added to the clamped ups
+        int clamp_after;  // clamp the activated gates instead of the gates
+    };
+    struct Shared {
+        u8 staging[kConsumerWarps][16 * 64];
+        u16 bias[kConsumerWarps][2 * 64];  // of a warp's tile: those of 64 gates, then those of the ups
+    };
+
+    // Starts to copy the tile's biases, which are there when `activate` needs them.
+    static __device__ __forceinline__ void prepare(Shared& shared, const Arguments& given, const Problem& problem,
+                                                   const Tile& tile) {
+        const int lane = threadIdx.x % 32, half = lane / 8, column = lane % 8 * 8;
+        if (given.bias == nullptr || half >= 2) return;
+        const int place = (tile.group * 2 + half) * problem.n + tile.column + column;
+        ptx::copy_async(&shared.bias[threadIdx.x / 32][half * 64 + column], given.bias + place);
+    }
+
+    static __device__ __forceinline__ void activate(Shared& shared, const Arguments& given, float* gate, float* up,
+                                                    int warp, int c) {
+        if (given.bias != nullptr) {
+            ptx::wait_for_async_copies();
+            __syncwarp();
+            const u32* const bias = reinterpret_cast<const u32*>(shared.bias[warp]) + c;
+#pragma unroll
+            for (int i = 0; i < 32; i += 4) {  // columns i / 4 * 8 + c * 2 and the next, of rows r and r + 8
+                add_bias(gate + i, bias[i]);
+                add_bias(up + i, bias[32 + i]);
+            }
+        }
+        if (given.clamp_after)
+            activate<true>(given, gate, up);
+        else
+            activate<false>(given, gate, up);
+    }
+
+  private:
+    template <bool kClampAfter>
+    static __device__ __forceinline__ void activate(const Arguments& given, float* gate, float* up) {
+        const float limit = given.limit, to_exponent = -1.44269504f * given.alpha, up_offset = given.up_offset;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            const float x = kClampAfter ? gate[i] : ptx::min_or_nan(gate[i], limit);
+            const float activated = x * ptx::approximate_reciprocal(1.0f + ptx::approximate_exp2(x * to_exponent));
+            const float factor = ptx::max_or_nan(ptx::min_or_nan(up[i], limit), -limit) + up_offset;
+            gate[i] = (kClampAfter ? ptx::min_or_nan(activated, limit) : activated) * factor;
+        }
+    }
+
+    static __device__ __forceinline__ void add_bias(float* four, u32 two) {
+        const float even = ptx::to_float<true>(two), odd = ptx::to_float<true>(two >> 16);
+        four[0] += even;
+        four[1] += odd;
+        four[2] += even;
+        four[3] += odd;
+    }
+};
