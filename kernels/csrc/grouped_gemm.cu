@@ -1,10 +1,33 @@
-// map
+// Grouped FP8 GEMM for Hopper: out[rows of g] = a[rows of g] * b[g]^T with 1x128 scales on a and 128x128 on b.
+//
+// A CTA is persistent and takes tiles of all groups from a tile counter. Its warps have three roles. They hand each
+// other tiles, and stages of a ring in shared memory: 128 columns of a and b (a K block) and the scales of the product.
+// Each stage has two barriers: `full` once it is loaded, `empty` once it is read. With kCluster 2 a pair of CTAs takes
+// neighboring columns of the same rows, and each CTA loads half of the rows of a for both.
+//
+//   role                       phases                                                   where
+//   a TMA warp                 announce a tile, load a and b, take the next tile        producers.cuh: load_tiles
+//   three scale warps          locate a tile's scales, load and multiply them           producers.cuh: load_scales
+//   1 to 3 warpgroups          multiply a K block, promote (scale and add it in fp32);  consumer_normal.cuh, or
+//   of consumers               after the last one, store the tile: an epilogue          consumer_swap_ab.cuh
+//
+// Read on in this order; the other files of an epilogue or operand order may be left out:
+//
+//   config.cuh                 the variant: tile, stages, roles, and its Epilogue, a type
+//   parameters.cuh             what a launch passes
+//   pipeline.cuh               the shared memory, the ring, how stages and tiles are handed over
+//   producers.cuh, consumer_normal.cuh, epilogue_bf16.cuh       the loops of a plain GEMM
+//   scheduler.cuh              which rows and columns the tile with a number has
+//   consumer_swap_ab.cuh, epilogue_swap_ab.cuh                  few rows: b on wgmma's M side
+//   epilogue_glu.cuh, activation_swiglu.cuh, activation_other_glu.cuh   the first GEMM of a layer
+//   wgmma.cuh, ptx.cuh         K blocks on the tensor cores; one function for each PTX instruction, to look up
 #include "consumer_normal.cuh"
 #include "consumer_swap_ab.cuh"
 #include "producers.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     grouped_gemm(const __grid_constant__ Parameters parameters) {
+    // ---- parameters: read here, once; the compiler would read them again in each loop
     const Operands operands{parameters.a_map, parameters.b_map, parameters.scales};
     const Groups& given = parameters.groups;
     const int* const group_extents = given.extents;
@@ -15,13 +38,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const int extents_ready = parameters.extents_ready;
     const Epilogue::Output output = parameters.output;
     int* const tile_counter = parameters.tile_counter;
+
+    // ---- shared memory
     extern __shared__ __align__(1024) u8 raw[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(raw);
     int* const table = reinterpret_cast<int*>(raw + sizeof(SharedStorage));
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // so the compiler knows that it is uniform
     const int lane = threadIdx.x % 32;
 
-    // ---- barriers
+    // ---- barriers, and meanwhile the cluster's first tile
     if (warp == 0 && ptx::elect_one()) {
         ptx::prefetch_tensor_map(&parameters.a_map);
         ptx::prefetch_tensor_map(&parameters.b_map);
@@ -31,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const int rank = kCluster > 1 ? static_cast<int>(ptx::cluster_rank()) : 0;
     Scheduler scheduler(num_groups, max_rows, columns, cut);
     Tile first{};
-    if (warp == kConsumerWarps && rank == 0) {  // meanwhile
+    if (warp == kConsumerWarps && rank == 0) {
         if (!extents_ready) ptx::grid_dependency_wait();
         scheduler.read(group_extents, table);
         first = scheduler.tile(blockIdx.x / kCluster);

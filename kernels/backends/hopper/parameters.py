@@ -1,17 +1,17 @@
 """What a launch of csrc/grouped_gemm.cu passes: one struct, with the layout of csrc/parameters.cuh.
 
-Fields have the names of the device's; csrc says what they mean. The struct ends with an `output` of the
-variant's epilogue (csrc/epilogue_*.cuh), and two fields more.
+Fields have the names of the device's, where their comments are. `output` is that of the variant's epilogue.
 """
 
 from ctypes import Array, Structure, c_float, c_int32, c_uint8, c_uint32, c_uint64, c_void_p, sizeof
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    TensorMapWords = Array[c_uint64]
-else:
-    TensorMapWords = c_uint64 * 16
+
+class TensorMapWords(Array[c_uint64]):
     """The 128 opaque bytes of a tensor map."""
+
+    _type_ = c_uint64
+    _length_ = 16
+
 
 _ALIGNMENT = 64  # of a tensor map, and so of the struct
 

@@ -24,7 +24,7 @@ class Rows:
         k = data.shape[-1]
         self.itemsize = data.itemsize
         self._memory = data.untyped_storage()
-        self.__cuda_array_interface__ = {
+        self.__cuda_array_interface__: dict[str, Any] = {
             "version": 3,
             "shape": (data.numel() // k, k),
             "typestr": f"<u{data.itemsize}",

@@ -63,7 +63,7 @@ class TileConfig:
 
     @property
     def storage_bytes(self) -> int:
-        """Size of SharedStorage in csrc/storage.cuh, which asserts it."""
+        """Size of SharedStorage in csrc/pipeline.cuh, which asserts it."""
         groups = self.threads // 128 - 1
         scales = self.block_m * 4 * (2 if self.swiglu or SCALE_BLOCK % self.block_n else 1)
         stage = (self.block_n + self.block_m) * BLOCK_K + scales + 2 * 8
