@@ -36,7 +36,7 @@ struct OtherGlu {
                 add_bias(up + i, bias[32 + i]);
             }
         }
-        if (given.clamp_after)
+        if (given.clamp_after)  // outside the loop, where the compiler would leave a branch for each number
             activate<true>(given, gate, up);
         else
             activate<false>(given, gate, up);
