@@ -1,8 +1,10 @@
 """Host files pass the parameters that device files declare: number, order and width for every kernel."""
 
+import ctypes
 import math
 import re
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure, sizeof
 from functools import cache
@@ -24,13 +26,20 @@ from expertd.kernels import (
     jit,
     quantize_rows,
 )
-from expertd.kernels.backends.hopper import gather_rows, grouped_gemm, launch, layer, tensor_maps, tiles
+from expertd.kernels.backends.hopper import (
+    gather_rows,
+    grouped_gemm,
+    launch,
+    layer,
+    parameters,
+    tensor_maps,
+    tiles,
+)
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, PackedLaunch
 from expertd.kernels.backends.hopper.layer import HopperLayer
-from expertd.kernels.backends.hopper.parameters import TensorMapWords
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import H200
@@ -57,7 +66,7 @@ class TensorMap:
 def packed_map(rows: Rows, box_rows: int) -> PackedTensorMap:
     """A stand-in that says what it describes."""
     address, _ = rows.__cuda_array_interface__["data"]
-    return PackedTensorMap(None, TensorMapWords(address, box_rows))
+    return PackedTensorMap(None, struct.pack("=2Q112x", address, box_rows))
 
 
 class RecordingKernels(Kernels):
@@ -84,13 +93,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Variant, li
         made.append((kernel, list(arguments)))
 
     def record_packed(
-        self: Kernels, on: OnStream, variant: Variant, grid: Grid, parameters: Structure
-    ) -> None:
-        made.append((variant, [parameters]))
+        self: Kernels, device: int, variant: Variant, grid: Grid
+    ) -> Callable[[int, bytes], None]:
+        kind = parameters.PARAMETERS[dict(variant.source.defines)["EPILOGUE"]]
+        return lambda stream, packed: made.append((variant, [kind.from_buffer_copy(packed)]))
 
     core = SimpleNamespace(launch=record, LaunchConfig=SimpleNamespace)
     launch.launch_config.cache_clear()
-    monkeypatch.setattr(Kernels, "launch_packed", record_packed)
+    monkeypatch.setattr(Kernels, "packed_launch", record_packed)
     for module in (launch, tensor_maps):
         monkeypatch.setattr(module, "cuda_core", lambda: core)
     monkeypatch.setattr(grouped_gemm, "rates", lambda device: H200)
@@ -126,7 +136,7 @@ def values(struct: Structure) -> list[Any]:
 
 
 @cache
-def parameters(variant: Variant) -> list[int]:
+def widths(variant: Variant) -> list[int]:
     """Bytes of each parameter of the kernel's entry."""
     told = """
         template <int... kBytes> struct Bytes;
@@ -156,7 +166,7 @@ def test_the_gemm(layout: Layout, config: TileConfig, launches: list[tuple[Varia
     gemm.multiply(ON, layout, a, b, Groups(extents), out, T, None)
     ((variant, arguments),) = launches
     assert variant is grouped_gemm.VARIANTS[layout, config]
-    assert [width(argument) for argument in arguments] == parameters(variant)
+    assert [width(argument) for argument in arguments] == widths(variant)
     (given,) = arguments
     max_m = 0 if layout is Layout.CONTIGUOUS else T
     strides = [0, 2, 1] if layout is Layout.CONTIGUOUS else [2 * T, 2, 1]
@@ -183,7 +193,7 @@ def test_a_layer(launches: list[tuple[Variant, list[Any]]]) -> None:
         ["compute_permutation", "quantize_permute", "grouped_gemm", "grouped_gemm", "unpermute_rows"]
     )  # fmt: skip
     for variant, arguments in launches:
-        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+        assert [width(argument) for argument in arguments] == widths(variant), variant.source.name
     (_, permutation), (_, _), (swiglu, first), (_, second), (_, _) = launches
     assert swiglu is grouped_gemm.VARIANTS[Layout.CONTIGUOUS, tiles.SWIGLU_FEW]
     assert second[0].tile_counter - first[0].tile_counter == 8  # two int32
@@ -211,14 +221,14 @@ def test_a_step_of_device_calls(biased: bool, launches: list[tuple[Variant, list
     assert names[:2] == ["compute_permutation", "quantize_permute_calls"]
     assert names[4:] == ["unpermute_rows_biased_calls" if biased else "unpermute_rows_calls"]
     for variant, arguments in launches:
-        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+        assert [width(argument) for argument in arguments] == widths(variant), variant.source.name
     assert launches[1][1][0] == 0x5678
     assert launches[4][1][-2:] == [0x5678, calls.step.data_ptr()]
     launches.clear()
     answer_calls(kernels, ON, torch.zeros(T, H), calls)
     ((variant, arguments),) = launches
     assert variant.source.name == "scatter_rows_calls"
-    assert [width(argument) for argument in arguments] == parameters(variant)
+    assert [width(argument) for argument in arguments] == widths(variant)
 
 
 def test_a_layer_of_rows_that_are_quantized_already(launches: list[tuple[Variant, list[Any]]]) -> None:
@@ -233,7 +243,7 @@ def test_a_layer_of_rows_that_are_quantized_already(launches: list[tuple[Variant
     )  # fmt: skip
     assert [variant.source.entry for variant, _ in launches][:2] == ["compute_permutation", "permute_rows"]
     for variant, arguments in launches:
-        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+        assert [width(argument) for argument in arguments] == widths(variant), variant.source.name
     _, (_, copy), *_ = launches
     assert copy[:5] == [values.data_ptr(), H + H // 32, scales.data_ptr(), (H + H // 32) // 4, 1]
 
@@ -256,7 +266,7 @@ def test_rows_for_other_ranks_lie_beside_their_scales(launches: list[tuple[Varia
     assert (data.shape, scales.shape) == ((T * TOP_K, k), (T * TOP_K, k // 128))
     ((variant, arguments),) = launches
     assert variant.source.name == "dispatch_rows_fp8"
-    assert [width(argument) for argument in arguments] == parameters(variant)
+    assert [width(argument) for argument in arguments] == widths(variant)
     assert made.data_ptr() in arguments
     assert k in arguments
     few = quantize_rows(torch.randn(T, 384))
@@ -276,7 +286,7 @@ def test_a_layer_with_biases(launches: list[tuple[Variant, list[Any]]]) -> None:
     assert names[2] == "contiguous_m64_cluster2_glu"
     assert names[4] == "unpermute_rows_biased_fp32"
     for variant, arguments in launches:
-        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+        assert [width(argument) for argument in arguments] == widths(variant), variant.source.name
     (_, first), (_, second), (_, last) = launches[2:]
     assert values(first[0].groups)[2:4] == [N, 256]  # n, and k with the columns that are zeros
     assert values(second[0].groups)[2:4] == [h, N]
@@ -322,7 +332,7 @@ def test_a_layer_of_ranks(
     assert names[:2] == [permutation[tokens], "dispatch_rows_bf16"]
     assert names[4] == f"combine_rows_{how}fp32"
     for variant, arguments in (*launches[:2], launches[4]):
-        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+        assert [width(argument) for argument in arguments] == widths(variant), variant.source.name
     assert values(launches[2][1][0].groups)[2:4] == [N, 2176], "n, and k with the columns that are zeros"
     assert (biases is not None and biases.down.data_ptr() in launches[4][1]) == biased
 
@@ -334,7 +344,7 @@ def test_routing(routing: Routing, launches: list[tuple[Variant, list[Any]]]) ->
     HopperLayer(kernels, GroupedGemm(kernels)).route(ON, x, router, None, TOP_K, routing, None)
     assert [variant.source.entry for variant, _ in launches] == ["router_logits", "route_tokens"]
     for variant, arguments in launches:
-        assert [width(argument) for argument in arguments] == parameters(variant), variant.source.name
+        assert [width(argument) for argument in arguments] == widths(variant), variant.source.name
 
 
 @pytest.mark.parametrize(
@@ -428,3 +438,33 @@ def test_two_first_launches_at_once_load_one_kernel(monkeypatch: pytest.MonkeyPa
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda device: kernels.get(device, gather_rows.VARIANT), [0, 0])
     assert first is second
+
+
+def test_a_packed_launch_passes_the_address_of_its_struct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a configuration for each stream, made once."""
+    from cuda.bindings import driver
+
+    variant, seen = grouped_gemm.VARIANTS[Layout.CONTIGUOUS, tiles.NORMAL_CLUSTER2], list[Any]()
+    status = driver.CUresult.CUDA_SUCCESS
+
+    def launch_kernel(config: Any, function: Any, addresses: int, extra: int) -> tuple[Any]:
+        packed = ctypes.c_void_p.from_address(addresses).value
+        assert packed is not None
+        seen.append((config, int(function), ctypes.string_at(packed, 3)))
+        return (status,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launch_kernel)
+    packed_launch = PackedLaunch(SimpleNamespace(handle=5), variant, Grid(66, 2, 1000))
+    for stream, packed in ((7, b"abc"), (8, b"def"), (7, b"ghi")):
+        packed_launch(stream, packed)
+    (first, *_), (second, *_), (third, *_) = seen
+    assert [each[1:] for each in seen] == [(5, b"abc"), (5, b"def"), (5, b"ghi")]
+    assert third is first
+    assert [int(config.hStream) for config in (first, second)] == [7, 8]
+    sizes = (first.gridDimX, first.blockDimX, first.sharedMemBytes, first.numAttrs)
+    assert sizes == (132, variant.threads, 1000, 2)
+    assert first.attrs[1].value.clusterDim.x == 2
+    status = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    expected = r"^contiguous_m192_cluster2: expected to be launched, got CUDA_ERROR_INVALID_VALUE$"
+    with pytest.raises(RuntimeError, match=expected):
+        packed_launch(7, b"abc")

@@ -1,49 +1,53 @@
 """The struct that a grouped GEMM is launched with: host and device agree on every field."""
 
-from collections.abc import Iterator
 from ctypes import Structure, sizeof
+from operator import attrgetter
+from typing import Any
 
 import pytest
 
 from expertd.kernels.backends.hopper import parameters, tiles
 from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
+from expertd.kernels.backends.hopper.parameters import PACKERS, PARAMETERS, leaves
 from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.layout import Layout
 from tests.kernels.front_end import errors_of
 
 OFFSET = "__INTADDR__(&((Parameters*)0)->{})"  # NVRTC's compiler has no offsetof without a header
+CONFIGS = {config.epilogue: config for config in (tiles.NORMAL, tiles.SWAP_AB, tiles.SWIGLU, tiles.GLU)}
 
 
-def fields(struct: type[Structure], prefix: str = "", start: int = 0) -> Iterator[tuple[str, int, int]]:
-    """(name, offset, bytes) of all fields, those of structs within it included."""
-    for name, kind, *_ in struct._fields_:
-        if name == "padding":
-            continue
-        offset = start + getattr(struct, name).offset
-        yield prefix + name, offset, sizeof(kind)
-        if issubclass(kind, Structure):
-            yield from fields(kind, f"{prefix}{name}.", offset)
+def test_every_epilogue_has_a_struct() -> None:
+    assert CONFIGS.keys() == PARAMETERS.keys() == {config.epilogue for _, config in VARIANTS}
 
 
-@pytest.mark.parametrize(
-    ("config", "output"),
-    [
-        (tiles.NORMAL, parameters.Bf16Output),
-        (tiles.SWAP_AB, parameters.Bf16Output),
-        (tiles.SWIGLU, parameters.SwigluOutput),
-        (tiles.GLU, parameters.OtherGluOutput),
-    ],
-    ids=["bf16", "swap_ab", "swiglu", "glu"],
-)
-def test_host_and_device_agree_on_the_parameters(config: TileConfig, output: type[parameters.Output]) -> None:
-    struct = parameters.PARAMETERS[output]
-    listed = list(fields(struct))
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_host_and_device_agree_on_the_parameters(config: TileConfig) -> None:
+    struct = PARAMETERS[config.epilogue]
+    listed = list(leaves(struct))
     checks = [f"static_assert(sizeof(Parameters) == {sizeof(struct)});"]
-    for name, offset, size in listed:
+    for name, kind, offset in listed:
         checks.append(f'static_assert({OFFSET.format(name)} == {offset}, "{name}");')
-        checks.append(f'static_assert(sizeof(((Parameters*)0)->{name}) == {size}, "{name}");')
+        checks.append(f'static_assert(sizeof(((Parameters*)0)->{name}) == {sizeof(kind)}, "{name}");')
     source = VARIANTS[Layout.CONTIGUOUS, config].source
     end = 'static_assert(false, "the end");'
     assert errors_of(source, "\n".join([*checks, end])) == ['static assertion failed with "the end"']
-    wrong = f"static_assert({OFFSET.format('tile_counter')} == {listed[-1][1] + 8});"
+    wrong = f"static_assert({OFFSET.format('tile_counter')} == {listed[-1][2] + 8});"
     assert errors_of(source, wrong) == ["static assertion failed"]
+
+
+@pytest.mark.parametrize("epilogue", PARAMETERS)
+def test_packed_values_are_the_fields(epilogue: str) -> None:
+    def value(kind: type, number: int) -> Any:
+        return bytes([number]) * 128 if kind is parameters.TensorMapWords else number
+
+    def read(struct: Structure, name: str) -> Any:
+        found = attrgetter(name)(struct)
+        return bytes(found) if isinstance(found, parameters.TensorMapWords) else found
+
+    listed = list(leaves(PARAMETERS[epilogue]))
+    given = [value(kind, number) for number, (_, kind, _) in enumerate(listed, start=1)]
+    packed = PACKERS[epilogue].pack(*given)
+    struct = PARAMETERS[epilogue].from_buffer_copy(packed)
+    assert len(packed) == sizeof(struct)
+    assert [read(struct, name) for name, _, _ in listed] == given

@@ -1,14 +1,16 @@
 """Launches csrc/grouped_gemm.cu as planned, with tensor maps and a tile counter."""
 
 import functools
+import struct
 from collections.abc import Callable
+from ctypes import sizeof
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper import parameters, plans, tiles
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, multiprocessors
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, PackedLaunch, multiprocessors
 from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import Rates, rates
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, pack_rows
@@ -22,7 +24,7 @@ from expertd.limits import SCALE_BLOCK
 
 _STORE_BOX = 16  # rows of out per TMA store
 _KEPT = 4096
-_NO_MAP = parameters.TensorMapWords()
+_NO_MAP = bytes(sizeof(parameters.TensorMapWords))
 
 Choose = Callable[[Layout, int, int, int, float, int, bool, Rates], GemmPlan]
 """`plans.choose`, or another function with its signature."""
@@ -82,23 +84,23 @@ class Groups(NamedTuple):
 class _Prepared(NamedTuple):
     """The part of a launch that depends only on its sizes and plan."""
 
-    variant: Variant
-    grid: Grid
+    launch: PackedLaunch
+    packer: struct.Struct
     config: TileConfig
     masked: bool
     sizes: tuple[int, int, int]  # num_groups, n, k
-    cut: parameters.Cut
+    cut: tuple[int, bool]  # tile_steps, tall_first
 
 
-def _arguments(activation: Activation, bias: Tensor | None, other: bool) -> Any:
+def _arguments(activation: Activation, bias: Tensor | None, other: bool) -> tuple[Any, ...]:
     """The kernel's arguments for the activation; `other`: the kernel has all rules."""
     alpha, limit = activation.alpha, activation.limit
     if not other:
-        return parameters.Swiglu(alpha, limit)
+        return alpha, limit
     offset, after = 0.0, False
     if isinstance(activation, OtherGlu):
         offset, after = activation.up_offset, activation.clamp_after
-    return parameters.OtherGlu(alpha, limit, None if bias is None else bias.data_ptr(), offset, after)
+    return alpha, limit, 0 if bias is None else bias.data_ptr(), offset, after
 
 
 class GroupedGemm:
@@ -133,9 +135,8 @@ class GroupedGemm:
         columns = columns or range(n)
         prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms, len(columns))
         stores_boxes = not prepared.config.swap_ab
-        out_map = self._out_tensor_maps.get(out, _STORE_BOX).words if stores_boxes else _NO_MAP
-        output = parameters.Bf16Output(out.data_ptr())
-        self._launch(on, prepared, a, b, groups, columns, output, out_map)
+        out_map = self._out_tensor_maps.get(out, _STORE_BOX).packed if stores_boxes else _NO_MAP
+        self._launch(on, prepared, a, b, groups, columns, out_map, out.data_ptr())
 
     def multiply_swiglu(
         self,
@@ -161,9 +162,8 @@ class GroupedGemm:
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), dtype=torch.float32, device=a.data.device)
-        make = parameters.OtherGluOutput if other else parameters.SwigluOutput
-        output = make(data.data_ptr(), scales.data_ptr(), m, _arguments(activation, bias, other))
-        self._launch(on, prepared, a, b, groups, range(n), output)
+        output = data.data_ptr(), scales.data_ptr(), m, *_arguments(activation, bias, other)
+        self._launch(on, prepared, a, b, groups, range(n), _NO_MAP, *output)
         return Quantized(data, scales.t())
 
     def _choose_and_prepare(
@@ -192,13 +192,19 @@ class GroupedGemm:
         num_sms: int | None,
     ) -> _Prepared:
         config, variant = plan.config, VARIANTS[layout, plan.config]
-        self._kernels.get(device, variant)
-        self.tile_counters.prepare(device)
         clusters = multiprocessors(device, num_sms) // config.cluster * config.ctas
         grid = Grid(clusters, config.cluster, config.shared_bytes(num_groups))
+        launch = self._kernels.packed_launch(device, variant, grid)
+        self.tile_counters.prepare(device)
         whole_k = -(-k // SCALE_BLOCK) * SCALE_BLOCK  # TMA reads zeros past the last column
-        cut = parameters.Cut(plan.tile_steps, plan.tall_first)
-        return _Prepared(variant, grid, config, layout is Layout.MASKED, (num_groups, n, whole_k), cut)
+        return _Prepared(
+            launch,
+            parameters.PACKERS[config.epilogue],
+            config,
+            layout is Layout.MASKED,
+            (num_groups, n, whole_k),
+            (plan.tile_steps, plan.tall_first),
+        )
 
     def _launch(
         self,
@@ -208,25 +214,22 @@ class GroupedGemm:
         b: Quantized,
         groups: Groups,
         columns: range,
-        output: parameters.Output,
-        out_map: Any = _NO_MAP,
+        out_map: bytes,
+        *output: Any,
     ) -> None:
-        variant, grid, config, masked, sizes, cut = prepared
+        launch, packer, config, masked, sizes, cut = prepared
         rows, *strides = a.data.shape[-2], *a.scales.stride()
         if not masked:
             strides = [0, *strides]
         counter = groups.tile_counter
-        packed = parameters.PARAMETERS[type(output)](
-            self._tensor_maps.get(a.data, config.box_m).words,
-            self._tensor_maps.get(b.data, config.out_block_n).words,
+        packed = packer.pack(
+            self._tensor_maps.get(a.data, config.box_m).packed,
+            self._tensor_maps.get(b.data, config.out_block_n).packed,
             out_map,
-            parameters.Scales(a.scales.data_ptr(), *strides, b.scales.data_ptr()),
-            parameters.Groups(
-                groups.extents.data_ptr(), *sizes, rows, rows if masked else 0,
-                cut, parameters.Columns(columns.start, len(columns)),
-            ),
-            output,
+            a.scales.data_ptr(), *strides, b.scales.data_ptr(),
+            groups.extents.data_ptr(), *sizes, rows, rows if masked else 0, *cut, columns.start, len(columns),
+            *output,
             groups.ready,
             self.tile_counters.get(on.device, on.handle) if counter is None else counter.data_ptr(),
         )  # fmt: skip
-        self._kernels.launch_packed(on, variant, grid, packed)
+        launch(on.handle, packed)

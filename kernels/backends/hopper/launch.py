@@ -32,6 +32,25 @@ class OnStream(NamedTuple):
     stream: Any
 
 
+class PackedLaunch:
+    """Launches of one kernel in one grid, its only parameter a struct; cuda.core passes none by value."""
+
+    def __init__(self, kernel: Any, variant: Variant, grid: Grid) -> None:
+        from cuda.bindings import driver
+
+        self._name = variant.source.name
+        self._function = driver.CUfunction(int(kernel.handle))
+        self._launch = driver.cuLaunchKernelEx
+        self._config = functools.cache(functools.partial(_native_config, grid, variant.threads))
+
+    def __call__(self, stream: int, parameters: bytes) -> None:
+        """Launch it on the stream with this handle; the driver copies the parameters."""
+        address = ctypes.c_char_p(parameters)
+        (status,) = self._launch(self._config(stream), self._function, ctypes.addressof(address), 0)
+        if status != 0:
+            raise RuntimeError(f"{self._name}: expected to be launched, got {status.name}")
+
+
 def no_shared_bytes(num_groups: int) -> int:
     """For kernels without dynamic shared memory."""
     return 0
@@ -93,17 +112,9 @@ class Kernels:
         values = (a.data_ptr() if isinstance(a, Tensor) else 0 if a is None else a for a in arguments)
         cuda_core().launch(on.stream, launch_config(grid, variant.threads), kernel, *values)
 
-    def launch_packed(self, on: OnStream, variant: Variant, grid: Grid, parameters: ctypes.Structure) -> None:
-        """Launch a kernel whose only parameter is a struct; cuda.core passes none by value."""
-        from cuda.bindings import driver
-
-        kernel = self.get(on.device, variant)
-        addresses = ctypes.c_void_p(ctypes.addressof(parameters))
-        (status,) = driver.cuLaunchKernelEx(
-            _native_config(on, grid, variant.threads), kernel.handle, ctypes.addressof(addresses), 0
-        )
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{variant.source.name}: expected to be launched, got {status.name}")
+    def packed_launch(self, device: int, variant: Variant, grid: Grid) -> PackedLaunch:
+        """Launches of a kernel whose only parameter is a struct."""
+        return PackedLaunch(self.get(device, variant), variant, grid)
 
     def ctas_per_sm(self, device: int, variant: Variant, shared_bytes: int) -> int:
         """The CTAs with this much dynamic shared memory that an SM runs at once, by the driver."""
@@ -153,9 +164,8 @@ def launch_config(grid: Grid, threads: int) -> Any:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _native_config(on: OnStream, grid: Grid, threads: int) -> Any:
-    """The driver's configuration of the same launch on this stream; nobody changes it."""
+def _native_config(grid: Grid, threads: int, stream: int) -> Any:
+    """The driver's configuration of the same launch on a stream; nobody changes it."""
     from cuda.bindings import driver
 
     of = driver.CUlaunchAttributeID
@@ -169,7 +179,7 @@ def _native_config(on: OnStream, grid: Grid, threads: int) -> Any:
     config.gridDimX, config.gridDimY, config.gridDimZ = grid.clusters * grid.cluster, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = grid.shared_bytes
-    config.hStream = driver.CUstream(on.handle)
+    config.hStream = driver.CUstream(stream)
     config.attrs = [early, cluster] if grid.cluster > 1 else [early]
     config.numAttrs = len(config.attrs)
     return config

@@ -12,6 +12,7 @@ from expertd.kernels.backends.hopper.launch import cuda_core
 from expertd.kernels.backends.hopper.parameters import TensorMapWords
 
 _BOX_BYTES = 128  # of a row, as wide as the swizzle
+_BYTES = ctypes.POINTER(ctypes.c_char * ctypes.sizeof(TensorMapWords))
 
 
 class Rows:
@@ -63,21 +64,24 @@ def describe_rows(rows: Rows, box_rows: int, l2_promotion: bool = True) -> Any:
 
 
 class PackedTensorMap(NamedTuple):
-    """A tensor map, and its words for a struct; the words alone would not keep the memory alive."""
+    """A tensor map, and its bytes for a struct; the bytes alone would not keep the memory alive."""
 
     described: Any
-    words: Any
+    packed: bytes
 
 
 def pack_rows(rows: Rows, box_rows: int, l2_promotion: bool = True) -> PackedTensorMap:
     """`describe_rows` for a struct of parameters."""
-    from cuda.core._kernel_arg_handler import ParamHolder  # nothing public has the words
-
     described = describe_rows(rows, box_rows, l2_promotion)
-    holder = ParamHolder((described,))  # has the address of the address of each argument
-    address = ctypes.c_uint64.from_address(holder.ptr).value
-    words = TensorMapWords.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(TensorMapWords)))
-    return PackedTensorMap(described, words)
+    holder = _param_holder()((described,))  # at `ptr` is a pointer to each argument
+    return PackedTensorMap(described, _BYTES.from_address(holder.ptr).contents.raw)
+
+
+@functools.cache
+def _param_holder() -> Any:
+    from cuda.core._kernel_arg_handler import ParamHolder  # nothing public has a tensor map's bytes
+
+    return ParamHolder
 
 
 @functools.cache
