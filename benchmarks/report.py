@@ -23,6 +23,7 @@ DOCUMENTS = (
     "README.md",
     "docs/results.md",
     "docs/numerics.md",
+    "docs/expert-store.md",
     "docs/pool.md",
     "docs/internals/benchmarks.md",
     "docs/internals/benchmarks-gemm.md",

@@ -213,6 +213,17 @@ def _storage(about: dict[str, Any]) -> str:
     return f"{about['machine']}, {about['storage']}, {device}; {versions}; {about['rounds']} rounds."
 
 
+_STORE = "expert_store-h200.json"
+_STORE_COLUMNS = {
+    "step": "{case}",
+    "tokens": "{tokens}",
+    "in slots": "{hit_rate:.2f}",
+    "copied, MB": "{missed_mb:.0f}",
+    "a layer, µs": "{us:.0f}",
+    "copies alone": "{copies_us:.0f}",
+    "all on the GPU": "{resident_us:.0f}",
+    "in a CUDA graph": "{graph_us:.0f}",
+}
 _MACHINE = "{gpu}, driver {driver}, NVRTC {nvrtc}, torch {torch}; a copy moved {copy_tbps:.2f} TB/s; "
 _PEER = "DeepGEMM: sgl-deep-gemm {deep_gemm}"
 SECTIONS: dict[str, Section] = {
@@ -231,6 +242,12 @@ SECTIONS: dict[str, Section] = {
     "cpu-layer": cpu_layer,
     "numerics-machine": numerics_machine,
     "numerics": numerics,
+    "expert-store-machine": about(
+        _STORE,
+        "{gpu}, driver {driver}, torch {torch}; copies at {copy_gbps:.1f} GB/s; {slots} slots a layer.",
+    ),
+    "expert-store": written(_STORE, _STORE_COLUMNS),
+    "expert-store-triton": written("expert_store_triton-h200.json", _STORE_COLUMNS),
     "weights-machine": weights_machine,
     "weights": weights,
 }

@@ -324,12 +324,22 @@ _STEPS = {
     "rows in pinned memory": "{pinned_us:.0f}",
     "in the GPU's memory": "{device_us:.0f}",
 }
+_DEVICE_CALLS = {
+    "tokens": "{tokens}",
+    "pause, µs": "{between_us:.0f}",
+    "a layer, µs": "{layer_us:.1f}",
+    "its own, µs": "{own_us:.1f}",
+    "above, µs": "{over_us:.1f}",
+    "8 layers, p50, ms": "{step_ms:.3f}",
+    "p99, ms": "{p99_ms:.3f}",
+}
 SECTIONS: dict[str, Section] = {
     "serving-headline": serving_headline,
     "serving-machine": serving_machine,
     "serving": serving,
     "serving-callers": serving_callers,
     "steps": written("steps-h200.json", _STEPS),
+    "device-calls": written("stream_steps-2xh200.json", _DEVICE_CALLS),
     "ping-pong": ping_pong,
     "serving-cpu-machine": about(
         "serving_cpu.json", "{cpus} cores of an {cpu}, Python {python}, Starlette {starlette}."
