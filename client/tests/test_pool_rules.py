@@ -200,7 +200,7 @@ def test_a_call_without_time_says_little_of_a_server() -> None:
     assert other.calls == 1
 
 
-def test_channels_are_of_servers_here_with_all_experts() -> None:
+def test_channels_are_of_servers_with_all_experts_here_or_over_nixl() -> None:
     told = {"name": "m", "hidden_size": 4, "top_k": 2, "datatype": "FP32", "num_experts": 2}
     parts = [Server(f"http://{n}", ModelMetadata(**told, local_experts=frozenset({n}))) for n in range(2)]  # type: ignore[arg-type]
     whole, far = (Server(url, ModelMetadata(**told)) for url in ("http://whole", "http://far"))  # type: ignore[arg-type]
@@ -209,11 +209,13 @@ def test_channels_are_of_servers_here_with_all_experts() -> None:
     def channel_of(*servers: Server, body: Any) -> Any:
         return run(pool_of(*servers).request("POST", "/v1/channels", Deadline(10), body))
 
-    for body in ({"model": "m"}, {"models": ["m"]}):
+    for named in ({"model": "m"}, {"models": ["m"]}):
+        body = {**named, "memory": "host"}
         assert channel_of(*parts, far, whole, body=body) == "http://whole"
         for others in (parts, [*parts, far], [far]):
             with pytest.raises(TransportUnavailableError, match=r"^pool: expected .* on this machine, got "):
                 channel_of(*others, body=body)
+        assert channel_of(*parts, far, whole, body={**named, "memory": {"nixl": {}}}) == "http://far"
 
 
 def test_repeats_have_a_budget() -> None:
