@@ -245,7 +245,7 @@ class ServerPool:
             raise
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
-        """See `Asker.request`: of the first server that can be reached; a channel, of one that may have it."""
+        """See `Asker.request`: of the first server that answers; a channel, of one that may have it."""
 
         def ask() -> Steps[Any]:
             members = self.members
