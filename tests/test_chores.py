@@ -1,9 +1,12 @@
 """The Makefile, the workflow and the hooks name the same chores."""
 
+import os
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.paths import ROOT
@@ -43,6 +46,33 @@ def test_all_is_what_needs_no_gpu() -> None:
         found = re.findall(rf'^(.*)-m pytest .*-m "{marks}"$', done.stdout, re.M)
         folders = {line.rpartition("&&")[0].strip() for line in found}
         assert folders - {"cd engines/sglang"} == {"", "cd client"}, marks
+
+
+@pytest.mark.parametrize(
+    ("nvidia_smi", "variant"), [("echo 'GPU 0: NVIDIA GeForce RTX 4070'", "cuda"), ("exit 9", "cpu")]
+)
+def test_serve_installs_cuda_and_triton_where_there_is_a_gpu(
+    nvidia_smi: str, variant: str, tmp_path: Path
+) -> None:
+    """Any GPU that the driver lists; without a driver nvidia-smi fails, or is not there."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+    program.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name not in ("VARIANT", "MAKEFLAGS")}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    done = subprocess.run(
+        ["make", "-n", "-B", "serve", "CONFIG=configs/rtx4070.yaml"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (locked,) = re.findall(r"--require-hashes -r requirements/(\w+)\.txt$", done.stdout, re.M)
+    assert locked == variant
+    assert done.stdout.splitlines()[-1] == ".venv/bin/expertd serve --config configs/rtx4070.yaml --port 8000"
+    names = re.findall(r"^([\w-]+)==", (ROOT / "requirements" / f"{variant}.txt").read_text(), re.M)
+    assert {"triton", "cuda-core"}.issubset(names) is (variant == "cuda")
 
 
 def test_the_workflow_runs_on_every_supported_python() -> None:

@@ -177,6 +177,28 @@ def test_a_caller_of_compose_reaches_the_channels(monkeypatch: pytest.MonkeyPatc
     assert options == f"uid={user.partition(':')[0]},gid={channels.group},mode=0750"
 
 
+def test_compose_serves_a_model_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/consumer-card.md: two overrides and two variables."""
+    text = (ROOT / "docs" / "consumer-card.md").read_text()
+    overrides = re.findall(r"-f (deploy/compose/\S+\.yml)", text)
+    assert overrides == ["deploy/compose/gpu.yml", "deploy/compose/models.yml"]
+    (config,) = re.findall(r"^MODELS=/models CONFIG=(\S+) docker compose", text, re.M)
+    assert "configs" in [rest.split()[0] for rest in arguments_of("COPY")], "so the image has it"
+    for name, value in {
+        **image_environment(),
+        **compose("docker-compose.yml")["expertd"]["environment"],
+    }.items():
+        monkeypatch.setenv(name, default_of(value))
+    settings = load_settings(ROOT / config)
+    assert (settings.host, settings.backend) == ("0.0.0.0", "auto")
+    (volume,) = compose(overrides[1])["expertd"]["volumes"]
+    folder, target, mode = re.sub(r"\$\{MODELS:\?[^}]+\}", "/models", volume).split(":")
+    assert mode == "ro"
+    assert [str(checkpoint.path.parent) for checkpoint in settings.checkpoints] == [target] == [folder]
+    (gpu,) = compose(overrides[0])["expertd"]["deploy"]["resources"]["reservations"]["devices"]
+    assert (gpu["driver"], gpu["capabilities"]) == ("nvidia", ["gpu"])
+
+
 def test_compose_gives_the_server_longer_than_it_may_drain() -> None:
     settings = load_settings(ROOT / "configs" / "demo.yaml")
     grace = compose("docker-compose.yml")["expertd"]["stop_grace_period"]

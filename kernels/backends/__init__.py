@@ -15,6 +15,7 @@ import torch
 
 from expertd.backends import BACKENDS, Capabilities
 from expertd.kernels.backends.base import Backend, Progress
+from expertd.kernels.backends.no_gpu import driver_version
 
 if TYPE_CHECKING:
     from expertd.kernels.jit import Variant
@@ -28,6 +29,7 @@ __all__ = [
     "jit_variants",
     "resolve_backend",
     "why_not",
+    "why_on_cpu",
 ]
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,16 @@ def why_not(name: str, device: torch.device | None = None) -> str | None:
     """Why the backend `name` cannot run on `device` (None: the current GPU); None if it can."""
     reason: str | None = _package(name).why_not(device)
     return reason
+
+
+def why_on_cpu() -> str | None:
+    """Why no backend of GPUs can run, if one was probably intended: with a PyTorch for CUDA, or a driver."""
+    if torch.version.cuda is None and driver_version() is None:
+        return None
+    reasons = {name: why_not(name) for name, can in BACKENDS.items() if can.on_gpu}
+    if None in reasons.values():
+        return None
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def capabilities_here(name: str) -> Capabilities | None:

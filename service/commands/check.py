@@ -250,29 +250,23 @@ def _temporary_folder(settings: "Settings") -> str:
         return f"warning: {error}"
 
 
-_COPY_RATES = {"PCIe 4 x16": 25e9, "PCIe 5 x16": 55e9}
-_ZIPF = {"uniform": 0.0, "Zipf": 1.0}
-
-
 def _expert_store(settings: "Settings") -> str:
     """What steps of a token can expect of `weights_budget`, by arithmetic."""
     from expertd.service.engine.memory_needs import check_expert_slots, expert_slots
-    from expertd.service.moe.expert_budget import lru_hit_rate
+    from expertd.service.moe.expert_budget import COPY_RATES, ROUTINGS, copies_of_token
     from expertd.service.ranks.shares import size
 
     check_expert_slots(settings)
     if not (slots := expert_slots(settings)):
         return "none" if settings.weights_budget is None else "none: all experts fit into weights_budget"
-    models = [model for model in settings.models if model.name in slots]
-    held = {model.name: len(model.shape.held_experts) for model in models}
+    shapes = {model.name: model.shape for model in settings.models}
     texts = []
-    for law, exponent in _ZIPF.items():
-        rates = {name: lru_hit_rate(held[name], slots[name], exponent) for name in held}
-        missed = sum((1 - rates[model.name]) * model.top_k * model.shape.expert_bytes for model in models)
-        speeds = ", ".join(f"{rate / missed:.0f} tokens/s by {link}" for link, rate in _COPY_RATES.items())
-        hits = sum(rates.values()) / len(rates)
+    for law, exponent in ROUTINGS.items():
+        hits, missed = copies_of_token(shapes, slots, exponent)
+        speeds = ", ".join(f"{rate / missed:.0f} tokens/s by {link}" for link, rate in COPY_RATES.items())
         texts.append(f"{law} routing: hits {hits:.0%}, {size(int(missed))} to copy for a token: {speeds}")
-    on_device = f"{sum(slots.values())} of {sum(held.values())} experts on the device"
+    held = sum(len(shapes[name].held_experts) for name in slots)
+    on_device = f"{sum(slots.values())} of {held} experts on the device"
     return f"{on_device}; by copies alone, one token at a time, {'; '.join(texts)}"
 
 

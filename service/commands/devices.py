@@ -15,11 +15,13 @@ _FOLDER_BYTES = 90  # a socket's path has at most 107 (unix(7)), and its name he
 def check_backend(settings: "Settings") -> str:
     """The backend and its device. Raises ValueError or RuntimeError if it cannot run, or GPUs are missing."""
     from expertd.kernels import resolve_backend
+    from expertd.kernels.backends import why_on_cpu
 
     _check_devices(settings)
     backend = resolve_backend(settings.backend)
     if settings.devices is None:
-        return f"{backend.name} on {backend.device}"
+        reasons = why_on_cpu() if settings.backend == "auto" else None
+        return f"{backend.name} on {backend.device}" + (f" ({reasons})" if reasons else "")
     if not backend.capabilities.joint_exchange:
         raise ValueError(f"devices: expected backend {with_joint_exchange()}, got {backend.name!r}")
     return f"{backend.name} on GPUs {settings.devices}"

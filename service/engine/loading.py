@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from expertd.backends import BACKENDS
 from expertd.kernels import Backend, resolve_backend
-from expertd.kernels.backends import why_not
+from expertd.kernels.backends import why_on_cpu
 from expertd.service.device import Stream, device_of
 from expertd.service.engine.calls import CallServer
 from expertd.service.engine.layers import Cancelled, MakeLayer, packed_layer_of, stop_if, stored_layers
@@ -190,15 +189,14 @@ def load(
 
 def _warn_of_cpu(backend: Backend) -> None:
     """Warn if a PyTorch built for CUDA runs on a CPU: a GPU was probably intended."""
-    if torch.version.cuda is None:
-        return
-    reasons = [f"{name}: {reason}" for name in BACKENDS if (reason := why_not(name)) is not None]
-    logger.warning(
-        "backend auto: expected a GPU, because PyTorch is built for CUDA %s, got a CPU and backend %r (%s)",
-        torch.version.cuda,
-        backend.name,
-        "; ".join(reasons),
-    )
+    if torch.version.cuda is not None and (reasons := why_on_cpu()) is not None:
+        logger.warning(
+            "backend auto: expected a GPU, because PyTorch is built for CUDA %s, got a CPU and backend "
+            "%r (%s)",
+            torch.version.cuda,
+            backend.name,
+            reasons,
+        )
 
 
 def _warm_up(backend: Backend, cancelled: Cancelled) -> None:

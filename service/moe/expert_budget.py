@@ -5,10 +5,15 @@ Does not import torch. See docs/expert-store.md.
 
 from collections.abc import Iterable, Mapping
 from math import exp
+from typing import NamedTuple
 
 from expertd.limits import MAX_GROUPS
 from expertd.service.moe.shape import LayerShape
 
+COPY_RATES = {"PCIe 4 x16": 25e9, "PCIe 5 x16": 55e9}
+"""Bytes per second from pinned memory of the host, about what such links reach."""
+ROUTINGS = {"uniform": 0.0, "Zipf": 1.0}
+"""Exponents for `copies_of_token`."""
 _CHUNK_BYTES = 16 * 1024 * 1024
 _LONGEST, _HALVINGS = 2.0**64, 60  # of a search for a number of uses
 
@@ -85,3 +90,24 @@ def lru_hit_rate(num_experts: int, num_slots: int, exponent: float) -> float:
         else:
             most = middle
     return float(sum(share * (1 - exp(-share * most)) for share in shares))
+
+
+class Copies(NamedTuple):
+    """What a token waits for in a step of its own.
+
+    hits       the part of its experts that are in slots
+    num_bytes  of its other experts, in all layers with slots
+    """
+
+    hits: float
+    num_bytes: float
+
+
+def copies_of_token(shapes: Mapping[str, LayerShape], slots: Mapping[str, int], exponent: float) -> Copies:
+    """What to expect of layers with these slots, by `lru_hit_rate`; `slots` has at least one layer."""
+    layers = [(shapes[name], number) for name, number in slots.items()]
+    rates = [lru_hit_rate(len(shape.held_experts), number, exponent) for shape, number in layers]
+    missed = sum(
+        (1 - rate) * shape.top_k * shape.expert_bytes for rate, (shape, _) in zip(rates, layers, strict=True)
+    )
+    return Copies(sum(rates) / len(rates), missed)

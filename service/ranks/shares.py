@@ -151,23 +151,30 @@ def fewer_tokens(settings: Settings, capabilities: Capabilities, available: int)
 
 def smaller_budget(settings: Settings, capabilities: Capabilities, available: int) -> str:
     """A hint: a `weights_budget` with which a GPU with this free memory would do; empty if none would."""
-    if not capabilities.on_gpu:
-        return ""
-    (share, *_) = shares_of(settings, capabilities)
-    shapes = [model.shape for model in settings.models]
-    experts = sum(
-        (len(shape.held_experts) + shape.num_shared_experts) * shape.expert_bytes for shape in shapes
-    )
-    others = share.num_bytes - min(experts, settings.weights_budget or experts)
-    budget = (available - others) // _BUDGET_STEP * _BUDGET_STEP
-    changed = settings.model_copy(update={"weights_budget": budget})
-    if budget <= 0 or any(disagreements(changed)):
-        return ""
-    try:
-        check_expert_slots(changed)
-    except ValueError:
+    budget = budget_within(settings, capabilities, available)
+    if budget is None:
         return ""
     return f"; weights_budget of {size(budget)} would do, with all experts in the host's memory"
+
+
+def budget_within(settings: Settings, capabilities: Capabilities, available: int) -> int | None:
+    """A `weights_budget` with which these layers fill the free memory of a GPU; None if there is none."""
+    if not capabilities.on_gpu:
+        return None
+    budget = available // _BUDGET_STEP * _BUDGET_STEP
+    while budget > 0:
+        changed = settings.model_copy(update={"weights_budget": budget})
+        try:
+            check_expert_slots(changed)
+        except ValueError:
+            return None
+        if any(disagreements(changed)):
+            return None
+        (share, *_) = shares_of(changed, capabilities)  # without graphs, as soon as the budget is in use
+        if share.num_bytes <= available:
+            return budget
+        budget -= -(-(share.num_bytes - available) // _BUDGET_STEP) * _BUDGET_STEP
+    return None
 
 
 def more_ranks(settings: Settings, capabilities: Capabilities, available: int) -> str:

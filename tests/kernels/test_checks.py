@@ -5,9 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from expertd.backends import Capabilities
-from expertd.kernels import Backend, Quantized, grouped_gemm_contiguous, grouped_gemm_masked
-from expertd.kernels.backends import backend_names, resolve_backend, why_not
+from expertd.backends import BACKENDS, Capabilities
+from expertd.kernels import Backend, Quantized, backends, grouped_gemm_contiguous, grouped_gemm_masked
+from expertd.kernels.backends import (
+    backend_names,
+    capabilities_here,
+    no_gpu,
+    resolve_backend,
+    why_not,
+    why_on_cpu,
+)
 from expertd.kernels.backends import triton as of_triton
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 
@@ -258,5 +265,51 @@ def test_which_gpus_backends_run_on(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(of_triton, "find_spec", lambda name: name if name in packages else None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     device = torch.device("cuda", 0)
     assert (why_not("hopper", device), why_not("triton", device)) == (hopper, triton)
+    chosen = next(
+        (name for name, why in (("hopper", hopper), ("triton", triton)) if why is None), "reference"
+    )
+    assert capabilities_here("auto") is BACKENDS[chosen], "what a server takes by itself"
+    assert why_on_cpu() == (f"hopper: {hopper}; triton: {triton}" if chosen == "reference" else None)
+
+
+@pytest.mark.parametrize(
+    ("driver", "build", "why"),
+    [
+        (None, "13.0", "no CUDA device"),
+        (None, None, "no CUDA device"),
+        ((12, 4), "13.0", "a driver for CUDA 12.4 instead of 13.0 or newer"),
+        ((13, 0), "13.1", "no CUDA device"),
+        ((13, 0), None, "a PyTorch that is built without CUDA"),
+    ],
+)
+def test_without_a_cuda_device_the_driver_may_say_why(
+    driver: tuple[int, int] | None, build: str | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    for module in (no_gpu, backends):
+        monkeypatch.setattr(module, "driver_version", lambda: driver)
+    assert (why_not("hopper"), why_not("triton")) == (why, why)
+    assert why_on_cpu() == (f"hopper: {why}; triton: {why}" if driver or build else None)
+
+
+@pytest.mark.parametrize(
+    ("code", "version", "expected"), [(0, 12040, (12, 4)), (0, 13010, (13, 1)), (3, 0, None), (None, 0, None)]
+)
+def test_the_driver_says_its_version(
+    code: int | None, version: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Driver:
+        def __init__(self, name: str) -> None:
+            if code is None:
+                raise OSError(f"{name}: cannot open shared object file")
+
+        def cuDriverGetVersion(self, pointer: Any) -> int | None:  # noqa: N802
+            pointer._obj.value = version
+            return code
+
+    monkeypatch.setattr("ctypes.CDLL", Driver)
+    assert no_gpu.driver_version() == expected

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from expertd.kernels.backends.base import Backend
+from expertd.kernels.backends.no_gpu import why_no_gpu
 from expertd.kernels.jit import Variant
 
 
@@ -12,8 +13,8 @@ def why_not(device: torch.device | None) -> str | None:
     """None if this backend can run on `device` (None: the current CUDA device), else the reason."""
     if device is not None and device.type != "cuda":
         return f"a {device.type} device"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
+    if (reason := why_no_gpu()) is not None:
+        return reason
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"a GPU of compute capability {capability[0]}.{capability[1]} instead of 9.0"

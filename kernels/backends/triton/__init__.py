@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from expertd.kernels.backends.base import Backend
+from expertd.kernels.backends.no_gpu import why_no_gpu
 from expertd.kernels.backends.triton.targets import target_of
 from expertd.kernels.jit import Variant
 
@@ -14,8 +15,8 @@ def why_not(device: torch.device | None) -> str | None:
     """None if this backend can run on `device` (None: the current CUDA device), else the reason."""
     if device is not None and device.type != "cuda":
         return f"a {device.type} device"
-    if not torch.cuda.is_available():
-        return "no CUDA device"
+    if (reason := why_no_gpu()) is not None:
+        return reason
     capability = torch.cuda.get_device_capability(device)
     if target_of(capability) is None:
         return f"a GPU of compute capability {capability[0]}.{capability[1]} instead of 8.x, 9.0 or 12.x"

@@ -21,8 +21,13 @@ BEGIN, END = "<!-- published -->", "<!-- /published -->"
 
 def understood(name: str) -> MoEModel:
     """The layers of a published model. Raises CheckpointError."""
+    return described(PUBLISHED[name])
+
+
+def described(files: dict[str, Any]) -> MoEModel:
+    """The layers of a model by the values in its files, by their names. Raises CheckpointError."""
     with tempfile.TemporaryDirectory() as temporary:
-        for file, values in PUBLISHED[name].items():
+        for file, values in files.items():
             (Path(temporary) / file).write_text(json.dumps(values))
         try:
             return read_model(Path(temporary))

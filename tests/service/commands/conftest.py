@@ -18,6 +18,8 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a GPU, and no backend resolved yet."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for module in ("backends", "backends.no_gpu"):
+        monkeypatch.setattr(f"expertd.kernels.{module}.driver_version", lambda: None)
     monkeypatch.setattr("expertd.kernels.backends._instances", {})
     monkeypatch.setattr("expertd.kernels.backends._auto_choices", {})
 

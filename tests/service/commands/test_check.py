@@ -21,6 +21,7 @@ from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks import shares
 from expertd.service.tracing import tracing
 from expertd.service.util.files import UnwritableError
+from tests.paths import ROOT
 from tests.service.apps import tiny_settings
 from tests.service.certificates import FOLDER
 from tests.service.full import REASONS, break_temporary_files
@@ -73,6 +74,28 @@ def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output
     assert "experts 6-7 of 8 without the 1 shared: " in str(about["checks"])
 
 
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("build", "backend", "said"),
+    [
+        ("13.0", "auto", "reference on cpu (hopper: no CUDA device; triton: no CUDA device)"),
+        ("13.0", "reference", "reference on cpu"),
+        (None, "auto", "reference on cpu"),
+    ],
+)
+def test_check_says_why_no_gpu_is_used_where_one_was_intended(
+    build: str | None,
+    backend: str,
+    said: str,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Output,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", build)
+    _, about = check(capsys, "--config", config, "--port", "0", "--backend", backend)
+    assert {"name": "backend", "ok": True, "detail": said} in about["checks"]
+
+
 def test_check_says_what_a_budget_gives(config: Path, capsys: Output) -> None:
     layer = "{name: a, hidden_size: 2048, intermediate_size: 768, num_experts: 128, top_k: 8}"
     arguments = ("--config", config, "--port", "0", "--backend", "reference", "--set", f"models=[{layer}]")
@@ -93,6 +116,18 @@ def test_check_says_what_a_budget_gives(config: Path, capsys: Output) -> None:
     )
     assert f" {rate:.0f} tokens/s by PCIe 5 x16; Zipf routing: hits 70%" in said
     assert detail("--set", "weights_budget=1MiB").startswith("weights_budget: expected at least ")
+
+
+def test_the_configuration_for_a_consumer_card_serves_a_downloaded_model(
+    checkpoint: Path, capsys: Output
+) -> None:
+    arguments = ("--config", ROOT / "configs" / "rtx4070.yaml", "--port", "0")
+    code, about = check(capsys, *arguments)
+    assert code == 2
+    assert failed(about)["checkpoints"].startswith("/models/Qwen3-30B-A3B-FP8/config.json: cannot be read: ")
+    code, about = check(capsys, *arguments, "--set", f"checkpoints.0.path={checkpoint}")
+    assert (code, failed(about)) == (0, {})
+    assert "none: all experts fit into weights_budget" in str(about["checks"])
 
 
 def test_check_prints_every_setting_with_its_origin(

@@ -15,6 +15,7 @@ from expertd.service.ranks import shares as module
 from expertd.service.ranks.shares import (
     ExchangeSizes,
     Share,
+    budget_within,
     check_device_memory,
     exchange_bytes,
     experts_of,
@@ -118,6 +119,21 @@ def test_a_hint_says_which_budget_would_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert smaller_budget(settings, HOPPER, needed - 600_000_000) == "", "without slots for the top_k"
     with_lanes = settings.model_copy(update={"lanes": LaneSettings(decode_max_tokens=8)})
     assert smaller_budget(with_lanes, HOPPER, needed - 300_000_000) == ""
+
+
+def test_a_budget_fills_what_is_free() -> None:
+    """Layers with a store have no graphs, for which 48 layers would need 3 GB."""
+    model = {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
+    models = [{**model, "name": f"{number}"} for number in range(48)]
+    settings = Settings.model_validate({"models": models, "backend": "triton"})
+    free = 11_000_000_000
+    budget = budget_within(settings, HOPPER, free)
+    assert budget is not None
+    (share,) = shares_of(settings.model_copy(update={"weights_budget": budget}), HOPPER)
+    assert share.needs.graphs == 0
+    one_of_each = 48 * settings.models[0].shape.expert_bytes
+    assert 0 <= free - share.num_bytes < one_of_each + 100_000_000
+    assert budget_within(settings, BACKENDS["reference"], free) is None
 
 
 def test_a_hint_says_how_many_tokens_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
