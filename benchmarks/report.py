@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import pictures
+from benchmarks.engines import when_it_pays
 from benchmarks.gemm import report as gemm
 from benchmarks.layer import report as layer
 from benchmarks.lib.markdown import measured
@@ -25,6 +26,7 @@ DOCUMENTS = (
     "docs/numerics.md",
     "docs/expert-store.md",
     "docs/pool.md",
+    "docs/when-it-pays.md",
     "docs/internals/benchmarks.md",
     "docs/internals/benchmarks-gemm.md",
     "docs/internals/benchmarks-parallel.md",
@@ -33,7 +35,7 @@ DOCUMENTS = (
 )
 SECTIONS = {
     name: measured(section)
-    for package in (layer, gemm, serving, ranks)
+    for package in (layer, gemm, serving, ranks, when_it_pays)
     for name, section in package.SECTIONS.items()
 }
 """What writes them, by the name in the documents' markers."""
