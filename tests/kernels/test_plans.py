@@ -43,12 +43,17 @@ TABLE = [
     (C, 7168, 7168, 4, 8192, 1, GemmPlan(NORMAL, 48)),
     (M, 6144, 7168, 1, 928, 132, GemmPlan(NORMAL, 48)),
     (M, 4096, 7168, 1, 1161, 132, GemmPlan(NORMAL, 38, tall_first=True)),
-    (M, 4096, 2048, 2, 512, 132, GemmPlan(NORMAL, 40)),
-    (M, 4096, 2048, 3, 512, 132, GemmPlan(WIDE, 32)),
+    (M, 4096, 2048, 2, 512, 132, GemmPlan(NORMAL, 40, tall_first=True)),
+    (M, 4096, 2048, 3, 512, 132, GemmPlan(WIDE, 32, tall_first=True)),
+    (C, 3072, 4096, 4, 300, 132, GemmPlan(NORMAL, 48, tall_first=True)),
+    (C, 6144, 7168, 4, 235, 132, GemmPlan(WIDE, 32)),
     (C, 4096, 7168, 1, 16, 132, GemmPlan(NARROWEST, 16)),
     (C, 6144, 7168, 1, 16, 132, GemmPlan(NARROW, 16)),
     (C, 4096, 7168, 1, 200, 132, GemmPlan(SHORT, 16)),
     (C, 4096, 7168, 1, 300, 132, GemmPlan(MIDDLE, 32)),
+    (C, 5120, 1536, 1, 70, 132, GemmPlan(SWAP_AB, 27)),
+    (C, 5120, 1536, 1, 1000, 132, GemmPlan(NORMAL, 48)),
+    (C, 4096, 7168, 1, 1133, 132, GemmPlan(NORMAL, 42, tall_first=True)),
     (C, 6144, 7168, 1, 512, 114, GemmPlan(LARGE, 32)),
     (C, 6144, 7168, 1, 512, 78, GemmPlan(NORMAL, 48)),
     (C, 4096, 7168, 1, 1000, 114, GemmPlan(NORMAL, 37, tall_first=True)),
@@ -116,3 +121,26 @@ def test_hardly_any_cut_would_finish_earlier(n: int, k: int, num_groups: int, mo
         for tile_steps in range(16, 16 * config.steps + 1)
     ]
     assert plans._time(planned, *sizes) <= most * min(plans._time(cut, *sizes) for cut in cuts)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "n", "tall_first"), [(4, 2048, True), (5, 512, False), (4, 32768, False)]
+)
+def test_tall_tiles_of_few_groups_come_first_while_their_weights_fit_the_l2_cache(
+    num_groups: int, n: int, tall_first: bool
+) -> None:
+    assert choose(Layout.CONTIGUOUS, n, 512, num_groups, 1000, 132).tall_first == tall_first
+
+
+def test_tiles_start_column_by_column_in_bands_of_eight() -> None:
+    """As the device's scheduler orders them: two columns of two tiles of three steps and eight of two."""
+    assert plans._by_columns([(3, 2), (2, 8)], 2) == [(3, 2), (2, 6), (3, 2), (2, 6), (2, 4)]
+
+
+def test_a_groups_tall_tiles_come_first_only_if_the_last_tile_ends_earlier() -> None:
+    """Measured: 1.03 of the time for 1000 rows of [5120, 1536], 0.93 for 1133 rows of [4096, 7168]."""
+    for sizes, earlier in (((5120, 1536, 1, 1000, 132), False), ((4096, 7168, 1, 1136, 132), True)):
+        plan = choose(Layout.CONTIGUOUS, *sizes)
+        other = GemmPlan(plan.config, plan.tile_steps, not plan.tall_first)
+        assert plan.tall_first == earlier
+        assert plans._time(plan, *sizes) <= plans._time(other, *sizes)

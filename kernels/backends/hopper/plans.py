@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from expertd.kernels.backends.hopper.rates import H200, Rates
@@ -43,41 +43,27 @@ class GemmPlan:
     tall_first: bool = False
 
 
-# Fitted by hand to launches of every tile on an H200: the difference of two K gives a K block's time, and
-# what is left after the start of a launch a tile's own. Other devices: by their rates.
-@dataclass(frozen=True)
-class _Time:
-    """Nanoseconds of a tile at an H200's clock: for itself, and for a K block by the tile's steps."""
-
-    tile: int
-    k_block: tuple[int, ...]
-
-
-# Of equally good plans the first is chosen. The figures are from shapes of up to three waves.
-_TIMES = {
-    SWAP_AB: _Time(200, (275,)),
-    SHORT: _Time(300, (280,)),
-    NORMAL: _Time(600, (340, 410, 530)),
-    LARGE: _Time(1500, (490, 700)),
-    WIDE: _Time(900, (410, 565)),
-    MIDDLE: _Time(500, (305, 370)),
-    NARROW: _Time(300, (180,)),
-    NARROWEST: _Time(400, (150,)),
-}
-_BUSY_WAVES = 3  # from here on the clock falls: factors of a K block's time
-_BUSY = {NORMAL: 1.09, WIDE: 1.1, LARGE: 1.13}
+# Fitted to the measured plans of 68 GEMMs of one to four groups, on an H200 with a cold L2 cache. Nanoseconds
+# at its clock:
+_TILE, _TILE_AREA = 90, 2.54  # a tile's own: in any case, and for each column of 64 rows
+_COLUMN, _STEP, _STEP_COLUMN = 1.775, 56.5, 0.234  # a K block's: for each column, step, and column of a step
+_SWAP_AB, _SWAP_AB_STEP = 192, 13.2  # with swap_ab, a K block's: in any case, and for each step
 _MEMORY_SHARE = 0.872  # of its rate that a launch sees: 4200 bytes per ns
-_L2_SHARE, _L2_MEMORY_SHARE = 0.795, 1.35  # the first 50 MB take longer, since a full L2 makes room for them
+_OVERLAP = 4  # computing and memory add up in this norm: the longer one hides most of the other
+# Of equally good plans the first is chosen.
+_CONFIGS = (SWAP_AB, SHORT, NORMAL, LARGE, WIDE, MIDDLE, NARROW, NARROWEST)
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
-_UNEVEN_SHORT_M, _SWIGLU_FEW_M = 48, 40  # upper bounds
+_SWAP_AB_FEW_M, _UNEVEN_SHORT_M, _SWIGLU_FEW_M = 144, 48, 40  # upper bounds
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
 _SWIGLU = SWIGLU_FEW, SWIGLU_FEW_TWICE, SWIGLU
 _OTHER_GLU = GLU_FEW, GLU_FEW_TWICE, GLU
 _CTA_BYTES_PER_NS = 60  # of weights, that a CTA with few rows takes in at an H200's clock
+_FEW_GROUPS = 4  # upper bound
+_BAND = 8  # tiles of a column that start in a row, as in csrc/scheduler.cuh
 _CUTS = 6  # numbers of tiles that are tried for a group
 _SIMULATED = 16  # waves; with more, the work just spreads evenly
 # How far groups may deviate from the expected rows, every other one in the opposite direction.
-_UNEVEN = (0.0, 0.0, 0.1, 0.2)
+_UNEVEN = (0.0, 0.0, 0.2, 0.4)
 
 
 def choose_swiglu(expected_m: float, num_sms: int, other_glu: bool = False, rates: Rates = H200) -> GemmPlan:
@@ -118,8 +104,15 @@ def choose(
 def _choose(
     few: bool, n: int, k: int, num_groups: int, rows: int, num_sms: int, part: bool, rates: Rates
 ) -> GemmPlan:
-    plans = _candidates(few, num_groups, rows, part)
-    best = min(plans, key=lambda plan: _time(plan, n, k, num_groups, rows, num_sms, rates))
+    def time(plan: GemmPlan) -> float:
+        return _time(plan, n, k, num_groups, rows, num_sms, rates)
+
+    # Of several groups, whose rows are hardly known, they are faster on the mean while the weights fit.
+    tall_first = num_groups == 1 or (num_groups <= _FEW_GROUPS and num_groups * n * k <= rates.l2_bytes)
+    best = min(_candidates(few, num_groups, rows, part, tall_first), key=time)
+    if num_groups == 1 and best.tall_first:
+        # Tiles of the same weights had better start side by side, unless the last one then ends later.
+        best = min(replace(best, tall_first=False), best, key=time)
     waves = num_groups * rows / NORMAL.block_m * -(-n // NORMAL.block_n) / num_sms
     if (
         best.config is NORMAL and num_sms > 1
@@ -137,32 +130,27 @@ def _memory_limits(num_sms: int, rates: Rates) -> bool:
     return taken >= _MEMORY_SHARE * rates.bytes_per_ns
 
 
-def _candidates(few: bool, num_groups: int, rows: int, part: bool) -> Iterator[GemmPlan]:
-    """The plans to compare."""
-    for config in _TIMES:
-        if config.block_m > 64 if few else config is SWAP_AB:
+def _candidates(few: bool, num_groups: int, rows: int, part: bool, tall_first: bool) -> Iterator[GemmPlan]:
+    """The plans to compare. tall_first: in them, where tiles have several steps of 64 rows."""
+    for config in _CONFIGS:
+        if config.block_m > 64 if few else config is SWAP_AB and (num_groups > 2 or rows > _SWAP_AB_FEW_M):
             continue  # with few rows, the warpgroups of taller tiles would be idle
         if config.block_m == 64 and num_groups > 2 and rows > _UNEVEN_SHORT_M:
             continue  # too many groups would take a second tile
         if part and 256 % config.block_n:
             continue
-        if config is LARGE and num_groups == 2:
-            continue  # wide tiles fill a wave better if the two have the same number of rows
-        yield GemmPlan(config, 16 * config.steps)
-        if config.steps == 1 or num_groups > 2:
-            continue  # groups differ too much from what is expected
-        # Two groups deviate from what is expected, each in its way, so no number of tiles is special.
-        cuts = list(range(16 * config.steps - 4, 15, -4))
+        cuts = [16 * config.steps]
         if num_groups == 1:
             steps = math.ceil(rows / config.step)
             min_steps = math.ceil(steps / config.steps)
-            cuts = [
-                math.ceil(16 * steps / tiles)
-                for tiles in range(min_steps + 1, min(min_steps + _CUTS, steps + 1))
-            ]
+            most = min(min_steps + _CUTS, steps + 1)
+            cuts += [math.ceil(16 * steps / tiles) for tiles in range(min_steps + 1, most)]
+        elif num_groups == 2 and not config.swap_ab:
+            # The two deviate from what is expected, each in its way, so no number of tiles is special. More
+            # groups differ too much from it.
+            cuts += range(16 * config.steps - 4, 15, -4)
         for tile_steps in cuts:
-            # Tall tiles first for a single group; with two, weights would just be read twice.
-            yield GemmPlan(config, tile_steps, tall_first=num_groups == 1)
+            yield GemmPlan(config, tile_steps, tall_first and config.steps > 1 and not config.swap_ab)
 
 
 def _time(
@@ -170,42 +158,63 @@ def _time(
 ) -> float:
     """Estimated nanoseconds of a launch, without what all plans have in common."""
     columns = -(-n // plan.config.block_n)
-    busy = num_groups * rows * n / (NORMAL.block_m * NORMAL.block_n * num_sms) >= _BUSY_WAVES
+    cases = _UNEVEN if num_groups > 1 else (0.0,)
     compute = 0.0
-    for uneven in _UNEVEN if num_groups > 1 else (0.0,):
-        groups = [(num_groups - num_groups // 2, rows * (1 + uneven)), (num_groups // 2, rows * (1 - uneven))]
-        tiles = [tile for count, m in groups for tile in _tiles(plan, m, columns * count)]
-        compute += _makespan([(_tile_time(plan, height, k, busy), count) for height, count in tiles], num_sms)
-    compute *= H200.sm_mhz / rates.sm_mhz / (len(_UNEVEN) if num_groups > 1 else 1)
+    for uneven in cases:
+        if num_groups == 1 and not plan.tall_first:
+            tiles = _by_columns(_cut(plan, rows), columns)
+        else:  # more groups' rows are hardly known: as if tall tiles were first
+            halves = (-(-num_groups // 2), rows * (1 + uneven)), (num_groups // 2, rows * (1 - uneven))
+            tiles = [
+                (height, of_column * columns * count)
+                for count, m in halves
+                for height, of_column in _cut(plan, m)
+            ]
+        times = [(_tile_time(plan.config, height, k), count) for height, count in tiles]
+        compute += _makespan(times, num_sms) / len(cases)
+    compute *= H200.sm_mhz / rates.sm_mhz
     moved = num_groups * n * k + num_groups * rows * (k + 2 * n)
-    in_l2 = min(moved, _L2_SHARE * rates.l2_bytes)
-    memory = (moved / _MEMORY_SHARE + in_l2 / _L2_MEMORY_SHARE) / rates.bytes_per_ns
-    # Of many groups some have more rows than expected: where memory limits, the first plan is good enough.
-    return max(compute, memory) + (min(compute, memory) / 8 if num_groups <= 2 else 0)
+    memory = moved / (_MEMORY_SHARE * rates.bytes_per_ns)
+    if num_groups > _FEW_GROUPS:
+        # Some have more rows than expected: where memory limits, the first plan is good enough.
+        return max(compute, memory)
+    return float((compute**_OVERLAP + memory**_OVERLAP) ** (1 / _OVERLAP))
 
 
-def _tile_time(plan: GemmPlan, height: int, k: int, busy: bool) -> float:
-    time = _TIMES[plan.config]
-    steps = 1 if plan.config.swap_ab else height
-    k_block = time.k_block[steps - 1]
-    return time.tile + k // SCALE_BLOCK * k_block * (_BUSY.get(plan.config, 1) if busy else 1)
+def _tile_time(config: TileConfig, height: int, k: int) -> int:
+    """Nanoseconds of a tile, at an H200's clock. height: in steps."""
+    rows, columns, k_blocks = height * config.step, config.block_n, k // SCALE_BLOCK
+    k_block = _COLUMN * columns + height * (_STEP + _STEP_COLUMN * columns)
+    if config.swap_ab:
+        k_block = _SWAP_AB + height * _SWAP_AB_STEP
+    return round(_TILE + _TILE_AREA * rows / 64 * columns + k_blocks * k_block)
 
 
-def _tiles(plan: GemmPlan, rows: float, columns: int) -> list[tuple[int, int]]:
-    """(height, count) of the tiles that the device cuts from a group of these rows, in starting order."""
+def _cut(plan: GemmPlan, rows: float) -> list[tuple[int, int]]:
+    """(height, count) of the tiles that the device cuts from a column of a group, the taller ones first."""
     steps = math.ceil(rows / plan.config.step)
     count = -(-16 * steps // plan.tile_steps)
     height, taller = divmod(steps, count)
-    cut = [(height + 1, taller * columns), (height, (count - taller) * columns)]
-    return [(height, count) for height, count in cut if count > 0]
+    return [(height + 1, taller), (height, count - taller)] if taller else [(height, count)]
 
 
-def _makespan(tiles: list[tuple[float, int]], num_sms: int) -> float:
+def _by_columns(cut: list[tuple[int, int]], columns: int) -> list[tuple[int, int]]:
+    """(height, count) of a group's tiles in starting order: bands of rows, each column by column."""
+    heights = [height for height, count in cut for _ in range(count)]
+    tiles = []
+    for first in range(0, len(heights), _BAND):
+        band = heights[first : first + _BAND]
+        of_column = [(height, band.count(height)) for height in sorted(set(band), reverse=True)]
+        tiles += of_column * columns if len(of_column) > 1 else [(band[0], len(band) * columns)]
+    return tiles
+
+
+def _makespan(tiles: list[tuple[int, int]], num_sms: int) -> float:
     """When the last of num_sms CTAs finishes, if each takes the next tile as soon as it is free."""
     total = sum(count for _, count in tiles)
     if total > _SIMULATED * num_sms:
         return sum(time * count for time, count in tiles) / num_sms + max(time for time, _ in tiles) / 2
-    free = {0.0: num_sms}  # time -> CTAs free from then on
+    free = {0: num_sms}  # time -> CTAs free from then on
     for time, count in tiles:
         left = count
         while left > 0:
