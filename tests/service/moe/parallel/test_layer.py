@@ -52,7 +52,7 @@ def test_other_rules_are_those_of_one_rank(ranks: Ranks, rule: str, gated: bool,
     if rule != "common":
         assert diff(alone(ranks, replace(case, rule=COMMON)), expected) > 1e-4
     if gated:
-        assert diff(alone(ranks, replace(case, gated=False)), expected) > 1e-3
+        assert diff(alone(ranks, replace(case, gated=False)), expected) > 1e-4
 
 
 @pytest.mark.parametrize("exact", [False, True])
