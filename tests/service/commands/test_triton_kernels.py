@@ -15,6 +15,7 @@ from expertd.kernels import jit
 from expertd.kernels.backends import triton as of_triton
 from expertd.kernels.backends import why_not
 from expertd.kernels.backends.triton import build
+from expertd.kernels.backends.triton.backend import TritonBackend
 from expertd.kernels.backends.triton.build import Binary
 from expertd.kernels.backends.triton.targets import TARGETS
 from expertd.kernels.backends.triton.variants import variants_for
@@ -75,6 +76,12 @@ def test_a_bundle_serves_where_triton_is_not_installed(
     assert {path.suffix for path in bundle.iterdir()} == {".bin"}
     assert len(list(bundle.iterdir())) == len(NAMES)
     assert why_not("triton", device) is None
+    monkeypatch.setitem(sys.modules, "triton", None)
+    backend = of_triton.create()
+    assert isinstance(backend, TritonBackend)
+    target = backend._kernels.target
+    found = dict(build.build_all(list(variants_for(target)), target))
+    assert [variant.name for variant in found if not found[variant].cached] == []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert why_not("triton", device) == "no triton installed", "the bundle is for another target"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
