@@ -24,6 +24,9 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
         ${pip} install --no-cache-dir --no-compile --no-deps --index-url=${TORCH_CPU_INDEX} -r requirements/torch-cpu.txt; fi \
     && ${pip} install --no-cache-dir --no-compile --require-hashes -r requirements/${VARIANT}.txt \
     && ${pip} check \
+    # What compiles the other GPUs' kernels below; the image has its metadata, which names them, and nothing else of it.
+    && mkdir /opt/triton \
+    && if [ "${VARIANT}" = cuda ]; then cp -r /opt/expertd/lib/python3.*/site-packages/triton /opt/triton; fi \
     && /opt/tools/bin/python deploy/slim.py /opt/expertd/lib/python3.*/site-packages
 
 # ---- wheel: the server itself, built with the locked setuptools
@@ -51,10 +54,13 @@ WORKDIR /etc/expertd
 # Kernels are compiled here, which needs no GPU, so that no start compiles any. A request makes sure that nothing is
 # missing, and leaves the bytecode of the modules that it needs.
 ARG VARIANT
+ARG TRITON_ARCHS="sm_80 sm_86 sm_89 sm_90 sm_120 sm_121"
 RUN --mount=type=bind,from=wheel,target=/mnt --mount=type=bind,source=deploy/try_serve.py,target=/tmp/try_serve.py \
     /mnt/opt/tools/bin/python -m pip --python /opt/expertd/bin/python install \
         --no-cache-dir --no-compile --no-deps --no-index /mnt/dist/*.whl \
-    && if [ "${VARIANT}" = cuda ]; then /opt/expertd/bin/expertd kernels --build --bundle --arch sm_90a; fi \
+    && if [ "${VARIANT}" = cuda ]; then /opt/expertd/bin/expertd kernels --build --bundle --arch sm_90a \
+        && for arch in ${TRITON_ARCHS}; do PYTHONPATH=/mnt/opt/triton /opt/expertd/bin/expertd kernels \
+            --backend triton --build --bundle --arch "${arch}" || exit 1; done; fi \
     && /opt/expertd/bin/python /tmp/try_serve.py configs/demo.yaml \
     # Any uid may write compiled kernels; the sticky bit protects them from other uids.
     && install -d -m 1777 /var/cache/expertd

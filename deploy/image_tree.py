@@ -5,13 +5,16 @@ Prints what they weigh. VARIANT=cuda downloads 3 GB and needs 7 GB; neither need
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from deploy.slim import UNUSED, size_of, slim
 from deploy.try_serve import environment, try_serve
+from expertd.kernels.backends import architectures
 
 ROOT = Path(__file__).resolve().parents[1]
 _MEGABYTE = 1e6
@@ -19,6 +22,11 @@ _MEGABYTE = 1e6
 
 def build(folder: Path, variant: str) -> None:
     """Build the environment in `folder`, which must not exist. Raises CalledProcessError, RuntimeError."""
+    with TemporaryDirectory() as aside:
+        _build(folder, variant, Path(aside))
+
+
+def _build(folder: Path, variant: str, aside: Path) -> None:
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -28,17 +36,28 @@ def build(folder: Path, variant: str) -> None:
     _pip(python, *install, "--require-hashes", "-r", ROOT / "requirements" / f"{variant}.txt")
     _pip(python, "check")
     _report("locked packages", folder)
+    if variant == "cuda":
+        shutil.copytree(packages / "triton", aside / "triton")
     for what, num_bytes in slim(packages).items():
         print(f"{-num_bytes / _MEGABYTE:8.1f} MB  {what:34} {UNUSED.get(what, '')}")
     _report("after removal", folder)
     _pip(python, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder / "dist", ROOT)
     _pip(python, *install, "--no-deps", "--no-index", *(folder / "dist").glob("*.whl"))
     if variant == "cuda":
-        kernels = (folder / "bin" / "expertd", "kernels", "--build", "--bundle", "--arch", "sm_90a")
-        subprocess.run(kernels, check=True, stdout=subprocess.DEVNULL, env=environment())
-        _report("with kernels", folder)
+        for backend in ("hopper", "triton"):
+            for architecture in architectures(backend):
+                _bundle(folder, backend, architecture, aside)
+            _report(f"with the kernels of {backend}", folder)
     try_serve(python, ROOT / "configs" / "demo.yaml")
     _report("after a request", folder)
+
+
+def _bundle(folder: Path, backend: str, architecture: str, aside: Path) -> None:
+    """Compile a backend's kernels into the environment, with what is `aside` to import."""
+    command = (folder / "bin" / "expertd", "kernels", "--build", "--bundle")
+    of = ("--backend", backend, "--arch", architecture)
+    variables = environment() | {"PYTHONPATH": str(aside)}
+    subprocess.run([*command, *of], check=True, stdout=subprocess.DEVNULL, env=variables)
 
 
 def _pip(python: Path, command: str, *arguments: str | Path) -> None:

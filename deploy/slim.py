@@ -17,7 +17,7 @@ UNUSED = {
     "torch/bin/*": "C++ tests and protoc",
     "torch/include": "headers",
     "torch/share": "CMake files",
-    "triton": "a compiler that torch.compile calls, and the backend for other GPUs than Hopper",
+    "triton": "a compiler, also torch.compile's: kernels for other GPUs than Hopper are compiled already",
     "nvidia/*/include": "headers",
     "nvidia/**/*.a": "static libraries",
     "nvidia/*/lib/*.bc": "device code to link with",

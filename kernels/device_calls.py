@@ -56,7 +56,7 @@ class CallTable:
         self.num_layers = num_layers
         self.requests = RequestTable(device)
         self.topk_ids = torch.full((MAX_TOKENS * MAX_GIVEN_TOP_K,), -1, dtype=torch.int32, device=device)
-        self.topk_weights = torch.zeros(MAX_TOKENS * MAX_GIVEN_TOP_K, device=device)
+        self.topk_weights = torch.zeros(MAX_TOKENS * MAX_GIVEN_TOP_K, dtype=torch.float32, device=device)
         self.slots = torch.zeros(MAX_SLOTS, _SLOT.size, dtype=torch.uint8, device=device)
         self.counts = torch.zeros(num_layers, _COUNTS, dtype=torch.int64, device=device)
         self.until = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)

@@ -125,6 +125,8 @@ WEB, GRPC = ("fastapi", "starlette", "uvicorn", "httptools", "h11"), ("grpc", "g
         ("expertd", f"{SERVICE}.http", WEB),
         ("expertd", f"{SERVICE}.grpc", GRPC),
         (f"{SERVICE}.http", None, ("expertd.kernels",)),
+        ("expertd.kernels.backends.hopper", None, ("expertd.kernels.backends.triton",)),
+        ("expertd.kernels.backends.triton", None, ("expertd.kernels.backends.hopper",)),
     ],
 )
 def test_what_may_not_be_imported(within: str, beside: str | None, foreign: tuple[str, ...]) -> None:

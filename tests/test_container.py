@@ -14,6 +14,7 @@ import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
 
+from expertd.kernels.backends import architectures
 from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.parts import TlsSettings
@@ -119,6 +120,18 @@ def test_each_variant_installs_its_lock_and_nothing_else() -> None:
     assert [rest for rest in pip if "--no-index" not in rest] == []
     (debian,) = [rest for rest in others if "apt-get" in rest]
     assert "--no-install-recommends binutils" in debian, "only for the build: the image has no layer of it"
+
+
+def test_every_kernel_is_compiled_for_every_gpu_that_it_supports() -> None:
+    default = build_defaults()["TRITON_ARCHS"].strip('"')
+    assert sorted(default.split()) == sorted(architectures("triton"))
+    (run,) = [rest for rest in arguments_of("RUN") if "expertd kernels" in rest]
+    (hopper,) = architectures("hopper")
+    assert f"expertd kernels --build --bundle --arch {hopper} " in run
+    assert re.search(
+        r"for arch in \$\{TRITON_ARCHS\}; .*expertd kernels\s+--backend triton --build --bundle", run
+    )
+    assert "PYTHONPATH=/mnt/opt/triton " in run, "which is no part of the image"
 
 
 def test_compose_build_defaults_are_the_dockerfiles() -> None:

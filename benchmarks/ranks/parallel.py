@@ -53,10 +53,11 @@ from expertd.kernels import resolve_backend
 from expertd.kernels.backends.hopper.combine_rows import combine_rows
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
-from expertd.kernels.backends.hopper.launch import Kernels, current_stream
+from expertd.kernels.backends.hopper.launch import Kernels
 from expertd.kernels.backends.hopper.layer import HopperLayer as HopperLayer
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.plans import choose
+from expertd.kernels.backends.streams import current_stream
 from expertd.kernels.ops.activation import SILU
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 

@@ -1,32 +1,32 @@
 """Finds backends by name, builds them on first use, and resolves "auto".
 
-A backend is a folder here, named in `expertd.backends.BACKENDS`, whose package has three functions:
+A backend is a folder here, named in `expertd.backends.BACKENDS`, whose package has two functions:
 `why_not(device)` returns None if it can run on `device` (None: the current one), else the reason; `create()`
-returns the backend; `jit_variants()` the kernels that it compiles just in time.
+returns the backend. One that compiles has two more: `architectures()`, for which it does, the default first;
+`kernel_list(architecture)`, its kernels.
 """
 
 import logging
 import threading
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from expertd.backends import BACKENDS, Capabilities
 from expertd.kernels.backends.base import Backend, Progress
+from expertd.kernels.backends.listing import KernelList
 from expertd.kernels.backends.no_gpu import driver_version
-
-if TYPE_CHECKING:
-    from expertd.kernels.jit import Variant
 
 __all__ = [
     "Backend",
     "Progress",
+    "architectures",
     "backend_for",
     "backend_names",
     "capabilities_here",
-    "jit_variants",
+    "kernel_list",
     "resolve_backend",
     "why_not",
     "why_on_cpu",
@@ -88,9 +88,16 @@ def capabilities_here(name: str) -> Capabilities | None:
     return next((BACKENDS[each] for each in names if why_not(each) is None), None)
 
 
-def jit_variants() -> "Sequence[Variant]":
-    """The kernels that backends compile just in time; needs no GPU."""
-    return [variant for name in BACKENDS for variant in _package(name).jit_variants()]
+def architectures(name: str) -> Sequence[str]:
+    """What the backend `name`, one that compiles, does so for, the default first; needs no GPU."""
+    named: Sequence[str] = _package(name).architectures()
+    return named
+
+
+def kernel_list(name: str, architecture: str) -> KernelList:
+    """The kernels that the backend `name` compiles just in time, for one of its architectures."""
+    kernels: KernelList = _package(name).kernel_list(architecture)
+    return kernels
 
 
 def backend_for(backend: Backend | str | None, tensor: torch.Tensor, name: str) -> Backend:

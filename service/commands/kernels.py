@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from expertd.backends import BACKENDS
 from expertd.service.util.files import temporary_folder, write_whole
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from expertd.kernels.jit import Binary
+    from expertd.kernels.backends.listing import KernelList
 
 FORMATS = ("source", "ptx", "sass", "cubin")
 _NUM_GROUPS = 256  # for the shared memory listed, which includes a table with an entry per group
@@ -27,11 +28,14 @@ class KernelsCommandError(Exception):
 
 @dataclass(frozen=True)
 class VariantRow:
-    """A variant and, if it is compiled, its resources; stack and spills are bytes per thread."""
+    """A variant and, if it is compiled, its resources; stack and spills are bytes per thread.
+
+    Triton says neither how much is spilled nor, of a kernel that is not compiled, its shared memory.
+    """
 
     name: str
     cached: bool
-    shared_bytes: int
+    shared_bytes: int | None
     registers: int | None
     stack_bytes: int | None
     spill_bytes: int | None
@@ -63,7 +67,18 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
         action="store_true",
         help="for --build: store them with the installed package, where every start finds them",
     )
-    parser.add_argument("--arch", metavar="ARCH", help="for --build: the architecture, sm_90a (the default)")
+    compiling = [name for name, can in BACKENDS.items() if can.compiles]
+    parser.add_argument(
+        "--backend",
+        choices=compiling,
+        default=compiling[0],
+        help=f"whose kernels (default: {compiling[0]})",
+    )
+    parser.add_argument(
+        "--arch",
+        metavar="ARCH",
+        help="the architecture, such as sm_89 (default: this machine's GPU's, else the backend's first)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--dump", metavar="NAME", help="print one variant instead of the list")
     parser.add_argument("--format", choices=FORMATS, help="for --dump (default: source)")
@@ -78,10 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         _check(arguments)
+        kernels = _kernels(arguments.backend, arguments.arch)
         if arguments.dump is not None:
-            _write(_dump(arguments.dump, arguments.format or "source"), arguments.output)
+            _write(_dump(kernels, arguments.dump, arguments.format or "source"), arguments.output)
         else:
-            _list(arguments)
+            _list(kernels, arguments)
     except BrokenPipeError:
         raise  # whoever reads the output has ended, which is no error
     except CompileError as error:
@@ -94,26 +110,28 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    from expertd.kernels.jit import ARCHITECTURE
-
-    if arguments.arch not in (None, ARCHITECTURE):
-        raise KernelsCommandError(f"arch: expected {ARCHITECTURE}, got {arguments.arch!r}")
-    if not arguments.build:
-        for name in ("bundle", "arch"):
-            if getattr(arguments, name):
-                raise KernelsCommandError(f"{name}: expected --build with it, got none")
+    if arguments.bundle and not arguments.build:
+        raise KernelsCommandError("bundle: expected --build with it, got none")
     if arguments.dump is None:
         for name in ("output", "format"):
             if getattr(arguments, name):
                 raise KernelsCommandError(f"{name}: expected --dump with it, got none")
 
 
-def _list(arguments: argparse.Namespace) -> None:
-    from expertd.kernels.backends import jit_variants
-    from expertd.kernels.jit import BUNDLE, cache_directory, find
+def _kernels(backend: str, architecture: str | None) -> "KernelList":
+    from expertd.kernels.backends import architectures, kernel_list
 
-    report = _build_all(BUNDLE if arguments.bundle else None) if arguments.build else None
-    rows = [_row(v.source.name, v.shared_bytes(_NUM_GROUPS), find(v.source)) for v in jit_variants()]
+    known = architectures(backend)
+    if architecture is not None and architecture not in known:
+        raise KernelsCommandError(f"arch: expected {' or '.join(known)}, got {architecture!r}")
+    return kernel_list(backend, architecture or known[0])
+
+
+def _list(kernels: "KernelList", arguments: argparse.Namespace) -> None:
+    from expertd.kernels.jit import BUNDLE, cache_directory
+
+    report = _build_all(kernels, BUNDLE if arguments.bundle else None) if arguments.build else None
+    rows = [_row(kernels, name) for name in kernels.names]
     if arguments.json:
         about = {
             "cache_directory": str(cache_directory()),
@@ -132,24 +150,23 @@ def _list(arguments: argparse.Namespace) -> None:
         )
 
 
-def _build_all(directory: Path | None) -> BuildReport:
+def _build_all(kernels: "KernelList", directory: Path | None) -> BuildReport:
     """With `directory`, leaves nothing there but binaries. Raises KernelsCommandError if it lacks any."""
-    from expertd.kernels.backends import jit_variants
-    from expertd.kernels.jit import build_all, cache_directory, check_writable, find
+    from expertd.kernels.jit import cache_directory, check_writable
     from expertd.service.util.logs import progress_bar
 
-    sources = [variant.source for variant in jit_variants()]
-    if directory is None and any(find(source) is None for source in sources):
+    names = kernels.names
+    if directory is None and any(kernels.find(name) is None for name in names):
         check_writable(cache_directory())
     start = time.perf_counter()
     compiled = 0
-    with progress_bar("kernels", len(sources), "kernel") as advance:
-        for built, binary in build_all(sources, directory):
-            compiled += not binary.cached
-            advance(1, built.name)
+    with progress_bar("kernels", len(names), "kernel") as advance:
+        for name, kernel in kernels.build_all(directory):
+            compiled += not kernel.cached
+            advance(1, name)
     middle = time.perf_counter()
-    from_cache = sum(binary.cached for _, binary in build_all(sources, directory))
-    if from_cache < len(sources):
+    from_cache = sum(kernel.cached for _, kernel in kernels.build_all(directory))
+    if from_cache < len(names):
         target = f"cache: expected to write to {cache_directory()}"
         if directory is not None:
             target = f"bundle: expected to write to {directory}"
@@ -160,12 +177,13 @@ def _build_all(directory: Path | None) -> BuildReport:
     return BuildReport(compiled, middle - start, from_cache, time.perf_counter() - middle)
 
 
-def _row(name: str, shared_bytes: int, binary: "Binary | None") -> VariantRow:
-    if binary is None:
+def _row(kernels: "KernelList", name: str) -> VariantRow:
+    found, shared_bytes = kernels.find(name), kernels.shared_bytes(name, _NUM_GROUPS)
+    if found is None:
         return VariantRow(name, False, shared_bytes, None, None, None, None)
-    usage = binary.usage
-    spills = usage.spill_store_bytes + usage.spill_load_bytes
-    return VariantRow(name, True, shared_bytes, usage.registers, usage.stack_bytes, spills, binary.seconds)
+    return VariantRow(
+        name, True, shared_bytes, found.registers, found.stack_bytes, found.spill_bytes, found.seconds
+    )
 
 
 def _print_table(rows: list[VariantRow]) -> None:
@@ -173,31 +191,28 @@ def _print_table(rows: list[VariantRow]) -> None:
     heads = f"{'registers':>9}  {'shared':>7}  {'stack':>5}  {'spills':>6}  {'compile':>8}  state"
     print(f"{'variant':{width}}  {heads}")
     for row in rows:
-        if row.cached:
-            uses = (
-                f"{row.registers:9}  {row.shared_bytes:7}  {row.stack_bytes:5}  {row.spill_bytes:6}  "
-                f"{row.compile_seconds:6.2f} s  cached"
-            )
-        else:
-            uses = f"{'-':>9}  {row.shared_bytes:7}  {'-':>5}  {'-':>6}  {'-':>8}  not compiled"
-        print(f"{row.name:{width}}  {uses}")
+        seconds = "-" if row.compile_seconds is None else f"{row.compile_seconds:.2f} s"
+        print(
+            f"{row.name:{width}}  {_or_dash(row.registers):>9}  {_or_dash(row.shared_bytes):>7}  "
+            f"{_or_dash(row.stack_bytes):>5}  {_or_dash(row.spill_bytes):>6}  {seconds:>8}  "
+            f"{'cached' if row.cached else 'not compiled'}"
+        )
 
 
-def _dump(name: str, form: str) -> bytes:
-    from expertd.kernels.backends import jit_variants
-    from expertd.kernels.jit import build, to_ptx
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
 
-    sources = {variant.source.name: variant.source for variant in jit_variants()}
-    variant = sources.get(name)
-    if variant is None:
-        raise KernelsCommandError(f"dump: expected one of {', '.join(sources)}, got {name!r}")
+
+def _dump(kernels: "KernelList", name: str, form: str) -> bytes:
+    if name not in kernels.names:
+        raise KernelsCommandError(f"dump: expected one of {', '.join(kernels.names)}, got {name!r}")
     if form == "source":
-        return variant.text().encode()
+        return kernels.source(name).encode()
     if form == "ptx":
-        return to_ptx(variant).encode()
+        return kernels.ptx(name).encode()
     if form == "sass":
-        return _disassemble(build(variant).cubin)
-    return build(variant).cubin
+        return _disassemble(kernels.build(name).cubin)
+    return kernels.build(name).cubin
 
 
 def _disassemble(cubin: bytes) -> bytes:

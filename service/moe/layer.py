@@ -125,7 +125,7 @@ class MoELayer:
 
         Tokens from end_token on, an int32 scalar that the device can read, are padding and get expert -1.
 
-        Batch-invariant on Hopper for bfloat16 hidden states, a router whose values bfloat16 can represent,
+        Batch-invariant on a GPU for bfloat16 hidden states, a router whose values bfloat16 can represent,
         and at most 32 for both top_k and num_expert_groups. Otherwise a library computes the logits, and its
         order of summation may depend on T.
         """

@@ -56,7 +56,9 @@ BACKENDS = {
         hidden_step=16,  # TMA copies 16 bytes at a time, and FP8 has one for each column
         max_n=2**23,  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
     ),
-    "triton": Capabilities(device_type="cuda", captures=True, request_table=True, compiles=True),
+    "triton": Capabilities(
+        device_type="cuda", captures=True, request_table=True, routes_bf16=True, compiles=True
+    ),
     "reference": Capabilities(packs=True, weight_bytes=2),
     "cpu": Capabilities(device_type="cpu", packs=True),
 }

@@ -1,12 +1,13 @@
 """Every argument that the grouped GEMMs reject, with a message that has the expected and the actual value."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from expertd.backends import BACKENDS, Capabilities
-from expertd.kernels import Backend, Quantized, backends, grouped_gemm_contiguous, grouped_gemm_masked
+from expertd.kernels import Backend, Quantized, backends, grouped_gemm_contiguous, grouped_gemm_masked, jit
 from expertd.kernels.backends import (
     backend_names,
     capabilities_here,
@@ -261,7 +262,9 @@ def test_which_gpus_backends_run_on(
     hopper: str | None,
     triton: str | None,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setenv(jit.CACHE_DIR_VARIABLE, str(tmp_path))  # without compiled kernels
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(of_triton, "find_spec", lambda name: name if name in packages else None)

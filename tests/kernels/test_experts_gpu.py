@@ -20,9 +20,10 @@ from expertd.kernels import (
     resolve_backend,
 )
 from expertd.kernels.backends.hopper import compute_permutation as on_hopper
-from expertd.kernels.backends.hopper.launch import Kernels, OnStream, current_stream
+from expertd.kernels.backends.hopper.launch import Kernels
 from expertd.kernels.backends.hopper.permute_rows import permute_rows
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
+from expertd.kernels.backends.streams import OnStream, current_stream
 from expertd.kernels.ops.activation import SILU, Activation
 from tests.kernels.expert_parts import in_one_memory, num_groups_of, placed
 from tests.kernels.helpers import diff, expected_experts, forbid_host_sync, fresh_generator

@@ -38,7 +38,7 @@ from expertd.kernels.backends.hopper import (
 from expertd.kernels.backends.hopper.compute_permutation import compute_permutation
 from expertd.kernels.backends.hopper.dispatch_rows import dispatch_rows, packed_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, PackedLaunch
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, PackedLaunch
 from expertd.kernels.backends.hopper.layer import HopperLayer
 from expertd.kernels.backends.hopper.permutation_of_ranks import permutation_of_ranks
 from expertd.kernels.backends.hopper.plans import GemmPlan
@@ -47,6 +47,7 @@ from expertd.kernels.backends.hopper.scatter_rows import answer_calls
 from expertd.kernels.backends.hopper.tensor_maps import PackedTensorMap, Rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.kernels.rank_memory import RankTokens
 from expertd.layout import Layout

@@ -24,9 +24,10 @@ from expertd.kernels import (
 )
 from expertd.kernels.backends.hopper import combine_rows
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm
-from expertd.kernels.backends.hopper.launch import Kernels, current_stream
+from expertd.kernels.backends.hopper.launch import Kernels
 from expertd.kernels.backends.hopper.layer import HopperLayer
 from expertd.kernels.backends.hopper.plans import choose
+from expertd.kernels.backends.streams import current_stream
 from expertd.kernels.ops.activation import SILU, Activation, OtherGlu
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens

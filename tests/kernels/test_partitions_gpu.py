@@ -13,7 +13,8 @@ import torch
 
 from expertd.kernels import grouped_gemm_contiguous
 from expertd.kernels.backends.hopper.compute_permutation import VARIANT, compute_permutation
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, current_stream
+from expertd.kernels.backends.hopper.launch import Grid, Kernels
+from expertd.kernels.backends.streams import current_stream
 from expertd.kernels.partitions import SMPartitions
 from tests.kernels.helpers import random_contiguous
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import Routing, choose_experts, resolve_backend
-from expertd.kernels.backends.hopper.launch import Kernels, current_stream
+from expertd.kernels.backends.hopper.launch import Kernels
 from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
+from expertd.kernels.backends.streams import current_stream
 from tests.kernels.helpers import fresh_generator
 
 pytestmark = pytest.mark.gpu

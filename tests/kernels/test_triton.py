@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from expertd.kernels import (
 from expertd.kernels.backends.triton import plans
 from expertd.kernels.backends.triton.backend import TritonBackend
 from expertd.kernels.backends.triton.build import function_of
-from expertd.kernels.backends.triton.targets import TARGETS, target_of
+from expertd.kernels.backends.triton.targets import TARGETS
 from expertd.kernels.backends.triton.variants import heights, variants_for
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.request_table import DATATYPES, MAX_REQUESTS
@@ -48,22 +47,11 @@ from tests.kernels.helpers import (
     random_weights,
     untouched,
 )
+from tests.kernels.triton_on_any_device import DEVICE, KINDS, ON_GPU, OnAnyDevice
 
 pytest.importorskip("triton", reason="needs Triton")
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
 pytestmark = [pytest.mark.slow, *([pytest.mark.gpu] if ON_GPU else [])]
-
-_HERE = target_of(torch.cuda.get_device_capability()) if ON_GPU else None
-# Of the interpreted ones 80 decodes to float16, and 90 has short tiles on the narrow side.
-KINDS = [80, 89, 90] if _HERE is None else [_HERE.capability]
-
-
-class OnAnyDevice(TritonBackend):
-    """Takes tensors of a CPU, for the interpreter."""
-
-    capabilities = replace(TritonBackend.capabilities, device_type=None)
 
 
 @pytest.fixture(params=KINDS)

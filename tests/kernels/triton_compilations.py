@@ -5,12 +5,8 @@ In a process of its own, since Triton either interprets a process's kernels or c
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-import triton
 
 from expertd.kernels.backends.triton.build import compile_variant, run_compiler
 from expertd.kernels.backends.triton.targets import TARGETS
@@ -34,23 +30,17 @@ class Compiled:
 
 def main(capabilities: list[int]) -> None:
     """Print a line for each variant."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     for capability in capabilities:
         target = TARGETS[capability]
         for variant in variants_for(target):
             made, binary = run_compiler(variant, target), compile_variant(variant, target)
-            (cubin,) = (path for name, path in made.metadata_group.items() if name.endswith(".cubin"))
-            command = [tool, "--dump-resource-usage", cubin]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-            assert found is not None, usage
             instructions = set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S+", made.asm["ptx"]))
             compiled = Compiled(
                 capability,
                 variant.name,
                 32 * variant.warps,
-                int(found[1]),
-                int(found[2]),
+                binary.registers,
+                binary.stack_bytes,
                 binary.shared_bytes,
                 binary.unused,
                 sorted(instructions),

@@ -1,11 +1,8 @@
 """The backend of CPUs: its kernel is compiled by LLVM for the instructions that the CPU has."""
 
-from collections.abc import Sequence
-
 import torch
 
 from expertd.kernels.backends.base import Backend
-from expertd.kernels.jit import Variant
 
 
 def why_not(device: torch.device | None) -> str | None:
@@ -26,8 +23,3 @@ def create() -> Backend:
     from expertd.kernels.backends.cpu.backend import CpuBackend
 
     return CpuBackend()
-
-
-def jit_variants() -> Sequence[Variant]:
-    """None for NVIDIA GPUs."""
-    return ()

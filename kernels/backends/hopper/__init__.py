@@ -1,12 +1,11 @@
 """The Hopper backend: kernels compiled just in time, their variants and their launches."""
 
-from collections.abc import Sequence
-
 import torch
 
 from expertd.kernels.backends.base import Backend
+from expertd.kernels.backends.listing import KernelList
 from expertd.kernels.backends.no_gpu import why_no_gpu
-from expertd.kernels.jit import Variant
+from expertd.kernels.jit import ARCHITECTURE
 
 
 def why_not(device: torch.device | None) -> str | None:
@@ -32,8 +31,13 @@ def create() -> Backend:
     return HopperBackend()
 
 
-def jit_variants() -> Sequence[Variant]:
-    """All kernels; needs no GPU."""
-    from expertd.kernels.backends.hopper.variants import VARIANTS
+def architectures() -> tuple[str, ...]:
+    """What kernels are compiled for."""
+    return (ARCHITECTURE,)
 
-    return VARIANTS
+
+def kernel_list(architecture: str) -> KernelList:
+    """All kernels; needs no GPU."""
+    from expertd.kernels.backends.hopper.listing import HopperKernels
+
+    return HopperKernels()

@@ -13,13 +13,14 @@ from expertd.kernels.backends.hopper import plans
 from expertd.kernels.backends.hopper.device_calls import HopperCallGraph
 from expertd.kernels.backends.hopper.gather_rows import gather_rows
 from expertd.kernels.backends.hopper.grouped_gemm import Choose, GroupedGemm, Groups
-from expertd.kernels.backends.hopper.launch import Kernels, current_stream
+from expertd.kernels.backends.hopper.launch import Kernels
 from expertd.kernels.backends.hopper.layer import HopperLayer
 from expertd.kernels.backends.hopper.route_tokens import can_route, route_tokens
 from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import answer_calls, scatter_rows
 from expertd.kernels.backends.hopper.unpermute_rows import can_unpermute, unpermute_rows
 from expertd.kernels.backends.hopper.variants import VARIANTS
+from expertd.kernels.backends.streams import current_stream
 from expertd.kernels.device_calls import CallGraph, CallTable
 from expertd.kernels.expert_checks import check_parallel
 from expertd.kernels.ops.activation import SILU, Activation

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, variants_by_dtype
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, variants_by_dtype
 from expertd.kernels.backends.hopper.rank_grids import COLUMNS, ctas, ctas_per_token, place_bytes
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, named_source
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 
 FEW_PAIRS = 128

@@ -7,12 +7,8 @@ import numpy as np
 import torch
 
 from expertd.device_calls import MAX_SLOTS
-from expertd.kernels.backends.hopper.launch import (
-    Kernels,
-    cuda_core,
-    named_source,
-    no_shared_bytes,
-)
+from expertd.kernels.backends.hopper.launch import Kernels, named_source, no_shared_bytes
+from expertd.kernels.backends.streams import cuda_core
 from expertd.kernels.device_calls import FOREVER, NO_CALLS, STOPPED, CallTable
 from expertd.kernels.jit import Variant
 

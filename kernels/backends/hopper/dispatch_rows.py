@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source, variants_by_dtype
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, named_source, variants_by_dtype
 from expertd.kernels.backends.hopper.rank_grids import ctas, ctas_per_token, place_bytes
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, as_floats
 from expertd.kernels.rank_memory import RankMemory, RankTokens

@@ -4,8 +4,9 @@ import numpy as np
 from torch import Tensor
 
 from expertd.kernels.backends.hopper.compute_permutation import FEW_PAIRS, DevicePermutation
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, named_source
 from expertd.kernels.backends.hopper.rank_grids import place_bytes
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 

@@ -3,7 +3,8 @@
 import numpy as np
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source, no_shared_bytes
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, named_source, no_shared_bytes
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, RequestTable
 

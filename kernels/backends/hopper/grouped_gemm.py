@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper import parameters, plans, tiles
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, PackedLaunch, multiprocessors
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, PackedLaunch, multiprocessors
 from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import Rates, rates
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, pack_rows
 from expertd.kernels.backends.hopper.tile_counters import TileCounters
 from expertd.kernels.backends.hopper.tiles import TileConfig
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Source, Variant
 from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.quantize import Quantized

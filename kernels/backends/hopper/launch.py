@@ -1,4 +1,4 @@
-"""Shared by all launches: kernels loaded on devices, torch's stream, the configuration of a grid."""
+"""Shared by all launches: kernels loaded on devices, the configuration of a grid."""
 
 import ctypes
 import functools
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels import jit
+from expertd.kernels.backends.streams import OnStream, cuda_core
 from expertd.kernels.jit import Variant
 from expertd.limits import MAX_EXPERTS, MAX_GROUPS
 
@@ -22,14 +23,6 @@ class Grid(NamedTuple):
     clusters: int
     cluster: int = 1
     shared_bytes: int = 0
-
-
-class OnStream(NamedTuple):
-    """Where to launch: the device, the stream's handle, and cuda.core's object for it."""
-
-    device: int
-    handle: int
-    stream: Any
 
 
 class PackedLaunch:
@@ -183,24 +176,3 @@ def _native_config(grid: Grid, threads: int, stream: int) -> Any:
     config.attrs = [early, cluster] if grid.cluster > 1 else [early]
     config.numAttrs = len(config.attrs)
     return config
-
-
-def current_stream(device: int) -> OnStream:
-    """Torch's current stream."""
-    # torch.cuda.current_stream makes an object each time
-    return _on_stream(device, torch._C._cuda_getCurrentRawStream(device))
-
-
-@functools.cache
-def cuda_core() -> Any:
-    """cuda.core, imported late: only launches need it, and the list of variants is read without it."""
-    import cuda.core
-    import cuda.core.utils
-
-    return cuda.core
-
-
-@functools.lru_cache(maxsize=4096)
-def _on_stream(device: int, handle: int) -> OnStream:
-    """Cached, since from_handle defines a class; by device, since default streams share a handle."""
-    return OnStream(device, handle, cuda_core().Stream.from_handle(handle))

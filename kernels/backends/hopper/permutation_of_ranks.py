@@ -12,8 +12,9 @@ from expertd.kernels.backends.hopper.compute_permutation import (
     runs_cluster,
 )
 from expertd.kernels.backends.hopper.few_pairs_of_ranks import few_pairs_of_ranks
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, named_source
 from expertd.kernels.backends.hopper.rank_grids import place_bytes
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.kernels.rank_memory import MAX_SEGMENTS, RankMemory, RankTokens
 from expertd.limits import MAX_GROUPS

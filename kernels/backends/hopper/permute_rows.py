@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source, no_shared_bytes
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, named_source, no_shared_bytes
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.kernels.ops.quantize import Quantized
 from expertd.limits import SCALE_BLOCK

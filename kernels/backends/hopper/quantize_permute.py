@@ -9,11 +9,11 @@ from torch import Tensor
 from expertd.kernels.backends.hopper.launch import (
     Grid,
     Kernels,
-    OnStream,
     named_source,
     no_shared_bytes,
     variants_by_dtype,
 )
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.kernels.ops.quantize import Quantized
 from expertd.kernels.request_table import RequestTable

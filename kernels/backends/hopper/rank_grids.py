@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from expertd.kernels.backends.hopper.launch import OnStream, multiprocessors
+from expertd.kernels.backends.hopper.launch import multiprocessors
+from expertd.kernels.backends.streams import OnStream
 
 COLUMNS = 2048
 """The part of a token that a CTA handles at once, in most kernels."""

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from expertd.kernels.backends.hopper.launch import cuda_core
+from expertd.kernels.backends.streams import cuda_core
 
 
 @dataclass(frozen=True)

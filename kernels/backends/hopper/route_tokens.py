@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.hopper import router_logits
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, named_source
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, named_source
 from expertd.kernels.backends.hopper.router_logits import Logits
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 from expertd.limits import MAX_EXPERTS
 from expertd.routing import Routing

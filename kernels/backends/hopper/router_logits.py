@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import Grid, Kernels, OnStream, multiprocessors, named_source
+from expertd.kernels.backends.hopper.launch import Grid, Kernels, multiprocessors, named_source
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
 
 TOKENS, EXPERTS = 64, 128

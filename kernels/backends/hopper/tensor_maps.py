@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import cuda_core
 from expertd.kernels.backends.hopper.parameters import TensorMapWords
+from expertd.kernels.backends.streams import cuda_core
 
 _BOX_BYTES = 128  # of a row, as wide as the swizzle
 _BYTES = ctypes.POINTER(ctypes.c_char * ctypes.sizeof(TensorMapWords))

@@ -9,11 +9,11 @@ from torch import Tensor
 from expertd.kernels.backends.hopper.launch import (
     Grid,
     Kernels,
-    OnStream,
     named_source,
     no_shared_bytes,
     variants_by_dtype,
 )
+from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.device_calls import CallTable
 from expertd.kernels.jit import Variant
 

@@ -12,16 +12,26 @@ from expertd.kernels.backends.triton import plans
 from expertd.kernels.backends.triton.build import build_all
 from expertd.kernels.backends.triton.launch import Kernels
 from expertd.kernels.backends.triton.targets import Target, target_of
-from expertd.kernels.backends.triton.variants import heights, variants_for
+from expertd.kernels.backends.triton.variants import (
+    EXPERT_COUNTS,
+    ROUTER_COLUMNS,
+    ROUTER_EXPERTS,
+    ROUTER_TOKENS,
+    SLOTS,
+    heights,
+    variants_for,
+)
 from expertd.kernels.checks import refusal
 from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.checks import check_logits, check_router
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, RequestTable
 from expertd.kernels.stages import Stages
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
+from expertd.routing import Routing
 
 _MAX_K = 2**24  # offsets within a tile of 128 rows have 32 bits
 _TOKEN_COLUMNS = 1024  # of a token, by a program
@@ -143,6 +153,46 @@ class TritonBackend(Backend):
         _check_device("rows", rows)
         self._combine(rows, inverse, topk_weights, out)
 
+    @torch.no_grad()
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing
+    ) -> tuple[Tensor, Tensor]:
+        """See `expertd.kernels.choose_experts`; one launch for the rules of `_can_route`."""
+        check_logits(logits, bias, top_k, routing)
+        if not len(logits) or not _can_route(logits.shape[1], top_k, routing):
+            return super().choose_experts(logits, bias, top_k, routing)
+        _check_device("logits", logits)
+        return self._route(logits.contiguous()[None], bias, top_k, routing, None)
+
+    @torch.no_grad()
+    def route(
+        self,
+        hidden_states: Tensor,
+        router: Tensor,
+        bias: Tensor | None,
+        top_k: int,
+        routing: Routing,
+        end_token: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Backend.route`; in bf16 two launches, and batch-invariant.
+
+        In other dtypes, and for rules that the kernel lacks, logits come from cuBLAS.
+        """
+        check_router(hidden_states, router, bias, top_k, routing)
+        (num_tokens, k), num_experts = hidden_states.shape, router.shape[0]
+        is_bf16 = hidden_states.dtype == router.dtype == torch.bfloat16
+        if not is_bf16 or not num_tokens or k % 16 != 0 or not _can_route(num_experts, top_k, routing):
+            return super().route(hidden_states, router, bias, top_k, routing, end_token)
+        _check_device("hidden_states", hidden_states)
+        device, parts = hidden_states.device, -(-k // ROUTER_COLUMNS)
+        logits = torch.empty((parts, num_tokens, num_experts), dtype=torch.float32, device=device)
+        self._kernels.launch(
+            self._variants.router_logits, device,
+            (-(-num_tokens // ROUTER_TOKENS), -(-num_experts // ROUTER_EXPERTS), parts),
+            _aligned(hidden_states), _aligned(router), logits, num_tokens, num_experts, k,
+        )  # fmt: skip
+        return self._route(logits, bias, top_k, routing, end_token)
+
     def gather_rows(
         self,
         table: RequestTable,
@@ -231,6 +281,24 @@ class TritonBackend(Backend):
         )  # fmt: skip
         return Quantized(data, scales.t())
 
+    def _route(
+        self, logits: Tensor, bias: Tensor | None, top_k: int, routing: Routing, end_token: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The choice by logits fp32 [parts, T, E], which are added up first."""
+        parts, num_tokens, num_experts = logits.shape
+        ids = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits.device)
+        weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+        count = min(each for each in EXPERT_COUNTS if each >= num_experts)
+        self._kernels.launch(
+            self._variants.route_tokens[count], logits.device, (num_tokens,),
+            logits, logits if bias is None else bias.contiguous(), ids if end_token is None else end_token,
+            ids, weights, parts, num_experts, top_k,
+            int(routing.scoring_func == "softmax"), int(routing.bias_on == "logits"),
+            int(routing.renormalize), routing.routed_scaling_factor,
+            routing.num_expert_groups, routing.topk_group, int(bias is not None), int(end_token is not None),
+        )  # fmt: skip
+        return ids, weights
+
     def _permutation(self, topk_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
         """(offsets int32 [G + 1], inverse int32 [T, top_k]): where each pair's row is, -1: nowhere."""
         inverse = torch.empty_like(topk_ids)
@@ -281,8 +349,22 @@ def _with_aligned_rows(tokens: Tensor) -> Tensor:
     return tokens if is_aligned else tokens.clone(memory_format=torch.contiguous_format)
 
 
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, at a multiple of 16 bytes; copied only if necessary."""
+    return tensor if _is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
 def _is_aligned(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+
+
+def _can_route(num_experts: int, top_k: int, routing: Routing) -> bool:
+    """Whether the kernel supports this rule."""
+    return (
+        routing.in_kernels
+        and max(top_k, routing.num_expert_groups) <= SLOTS
+        and num_experts <= max(EXPERT_COUNTS)
+    )
 
 
 def _check_device(name: str, tensor: Tensor) -> None:

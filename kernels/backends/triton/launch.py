@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.hopper.launch import cuda_core, current_stream
+from expertd.kernels.backends.streams import cuda_core, current_stream
 from expertd.kernels.backends.triton.build import Binary, build, function_of
 from expertd.kernels.backends.triton.targets import Target
 from expertd.kernels.backends.triton.variants import Variant

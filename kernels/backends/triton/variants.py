@@ -9,6 +9,7 @@ import torch
 from expertd.kernels.backends.triton.targets import Target
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K
 from expertd.layout import Layout
+from expertd.limits import MAX_EXPERTS
 
 Constant = int | bool
 
@@ -42,10 +43,17 @@ HEIGHTS = (16, 32, 64, 128)
 LOW_HEIGHTS = HEIGHTS[:-1]
 """The same where low tiles do better, or where there are two sums: of gates, and of what they gate."""
 
+ROUTER_TOKENS, ROUTER_EXPERTS, ROUTER_COLUMNS = 32, 64, 1024
+"""Of a router's tile; its logits are as many sums as there are ROUTER_COLUMNS."""
+EXPERT_COUNTS = (256, MAX_EXPERTS)
+"""Experts among which a token's are chosen, at most."""
+SLOTS = 32
+"""Slots and expert groups of a token, at most, where kernels choose experts."""
+
 
 @dataclass(frozen=True)
 class Variants:
-    """All that are compiled for a target; of GEMMs by the tile's height."""
+    """All that are compiled for a target; of GEMMs by the tile's height, of routing by EXPERT_COUNTS."""
 
     multiply: dict[tuple[Layout, int], Variant]
     multiply_gated: dict[int, Variant]
@@ -54,6 +62,8 @@ class Variants:
     combine: dict[torch.dtype, Variant]
     gather_rows: Variant
     scatter_rows: Variant
+    router_logits: Variant
+    route_tokens: dict[int, Variant]
 
     def __iter__(self) -> Iterator[Variant]:
         yield from self.multiply.values()
@@ -63,6 +73,8 @@ class Variants:
         yield from self.combine.values()
         yield self.gather_rows
         yield self.scatter_rows
+        yield self.router_logits
+        yield from self.route_tokens.values()
 
 
 def heights(target: Target) -> tuple[int, ...]:
@@ -88,6 +100,8 @@ def variants_for(target: Target) -> Variants:
         {dtype: _combine(name) for dtype, name in _FLOATS.items()},
         _gather_rows(),
         _scatter_rows(),
+        _router_logits(),
+        {count: _route_tokens(count) for count in EXPERT_COUNTS},
     )
 
 
@@ -184,3 +198,29 @@ def _scatter_rows() -> Variant:
     types = {"table": "i64", "rows": "*fp32", "h": "i32"}
     constants, multiples = (("BLOCK", 2048),), (("rows", 16), ("h", 16))
     return Variant("scatter_rows", ("table", "scatter_rows"), tuple(types.items()), constants, multiples, 4)
+
+
+def _router_logits() -> Variant:
+    types = {
+        "tokens": "*bf16", "router": "*bf16", "logits": "*fp32",
+        "num_tokens": "i32", "num_experts": "i32", "k": "i32",
+    }  # fmt: skip
+    stages = 3
+    constants = (
+        ("TOKENS", ROUTER_TOKENS), ("EXPERTS", ROUTER_EXPERTS), ("PART", ROUTER_COLUMNS), ("STAGES", stages),
+    )  # fmt: skip
+    multiples = (("tokens", 16), ("router", 16), ("k", 16))
+    place = "router", "router_logits"
+    return Variant("router_logits", place, tuple(types.items()), constants, multiples, 4, stages)
+
+
+def _route_tokens(count: int) -> Variant:
+    types = {
+        "logits": "*fp32", "bias": "*fp32", "end_token": "*i32", "topk_ids": "*i32", "topk_weights": "*fp32",
+        "parts": "i32", "num_experts": "i32", "top_k": "i32", "is_softmax": "i32", "is_bias_on_logits": "i32",
+        "renormalize": "i32", "factor": "fp32", "num_groups": "i32", "topk_group": "i32",
+        "has_bias": "i32", "has_end": "i32",
+    }  # fmt: skip
+    constants, warps = (("EXPERTS", count), ("SLOTS", SLOTS)), count // 256
+    place = "router", "route_tokens"
+    return Variant(f"route_tokens_{count}", place, tuple(types.items()), constants, (), warps)

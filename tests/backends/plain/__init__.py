@@ -1,6 +1,5 @@
 """A further backend, with the least that one has: products of each group in float32, on any device."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import ClassVar
 
@@ -10,7 +9,6 @@ from torch import Tensor
 from expertd.backends import BACKENDS
 from expertd.kernels import Quantized, dequantize_blocks, dequantize_rows
 from expertd.kernels.backends.base import Backend
-from expertd.kernels.jit import Variant
 
 
 class PlainBackend(Backend):
@@ -56,8 +54,3 @@ def why_not(device: torch.device | None) -> str | None:
 def create() -> Backend:
     """The backend."""
     return PlainBackend()
-
-
-def jit_variants() -> Sequence[Variant]:
-    """None."""
-    return ()
