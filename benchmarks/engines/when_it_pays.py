@@ -126,7 +126,7 @@ def wire_seconds(model: Model, tokens: float) -> float:
 
 
 def apart(model: Model, attention: int, sequences: int, known: Measured) -> Way:
-    """Attention GPUs with so many sequences each."""
+    """`attention` GPUs with `sequences` each, beside the model's expert GPUs."""
 
     def seconds(each: float) -> tuple[float, float]:
         tokens = attention * each
@@ -150,7 +150,7 @@ def part_seconds(model: Model, tokens: float, known: Measured, part: float) -> f
 
 
 def inside(model: Model, group: int, sequences: float, known: Measured) -> Way:
-    """A group of GPUs with so many sequences each, as far as they have room."""
+    """A group of GPUs with `sequences` each, or as many as they have room for."""
     part = model.gpus / group
     each = min(sequences, model.room(int(model.expert_bytes * part)))
     seconds = part_seconds if group > model.gpus else expert_seconds

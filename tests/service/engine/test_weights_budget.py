@@ -32,7 +32,7 @@ EXPERT = 3 * (HIDDEN * 128 + 4)  # bytes
 
 
 def settings(experts: int, **changes: Any) -> Settings:
-    """With a budget for so many experts, of 33."""
+    """With a budget for `experts` of 33."""
     return tiny_settings(**{"models": [WIDE], "weights_budget": experts * EXPERT, **changes})
 
 

@@ -31,7 +31,7 @@ _ENDS = {"caller": caller_end.serve, "server": server_end.serve}
 def main(arguments: "list[str]") -> int:
     """Returns the exit code: 0 if the connection or the peer ended, 1 if the channel did not begin."""
     which, number = arguments
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # that a peer has gone is told by what started this
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # what started this says when a peer has gone
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     logging.disable(logging.INFO)  # NIXL's go to the standard output
     with socket.socket(fileno=int(number)) as connection:
