@@ -61,7 +61,7 @@ def test_serve_installs_cuda_and_triton_where_there_is_a_gpu(
     environment = {name: value for name, value in os.environ.items() if name not in ("VARIANT", "MAKEFLAGS")}
     environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
     done = subprocess.run(
-        ["make", "-n", "-B", "serve", "CONFIG=configs/rtx4070.yaml"],
+        ["make", "--no-print-directory", "-n", "-B", "serve", "CONFIG=configs/rtx4070.yaml"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
