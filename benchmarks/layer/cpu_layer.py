@@ -54,19 +54,21 @@ def main() -> None:
         arguments.hidden_size, arguments.intermediate_size, arguments.num_experts, arguments.top_k
     )
     method = Method(arguments.seconds, arguments.same_input)
-    header = _header(shape, method)
+    header = _header(shape, method) | {"backend": arguments.backend}
     result = Result(arguments.json, header)
     with torch.no_grad():  # weights made in inference mode would be packed again in every call
         for name in arguments.families:
-            for row in _time_family(name, shape, arguments.tokens, method):
+            for row in _time_family(name, shape, arguments.tokens, method, arguments.backend):
                 result.put(row)
 
 
-def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method) -> Iterator[Row]:
+def _time_family(
+    name: str, shape: LayerShape, tokens: list[int], method: Method, backend: str
+) -> Iterator[Row]:
     """A row for each number of tokens, in milliseconds."""
     family = make_family(name, shape)
     generator = torch.Generator().manual_seed(0)
-    layer = _layer(family, generator)
+    layer = _layer(family, generator, backend)
     calls: dict[str, Callable[[Tensor], Tensor]] = {"ours": layer}
     for implementation in IMPLEMENTATIONS:
         calls[implementation] = _theirs(family, layer, implementation)
@@ -77,7 +79,7 @@ def _time_family(name: str, shape: LayerShape, tokens: list[int], method: Method
         yield {"family": name, "tokens": num_tokens, **times, "ratio": ratio}
 
 
-def _layer(family: Family, generator: torch.Generator) -> MoELayer:
+def _layer(family: Family, generator: torch.Generator, backend: str) -> MoELayer:
     """Our layer with random weights; the shared expert is the last group."""
     shape = family.shape
     h, i, e = shape.hidden_size, shape.intermediate_size, shape.num_experts
@@ -88,7 +90,7 @@ def _layer(family: Family, generator: torch.Generator) -> MoELayer:
     router = torch.randn((e, h), generator=generator).mul_(h**-0.5).to(torch.bfloat16)
     bias = torch.randn(e, generator=generator).mul_(0.1) if family.routing.scoring_func == "sigmoid" else None
     weights = ExpertWeights(router, gate_up, down, bias)
-    return MoELayer(shape, weights, resolve_backend("reference"), routing=family.routing)
+    return MoELayer(shape, weights, resolve_backend(backend), routing=family.routing)
 
 
 def _theirs(family: Family, layer: MoELayer, implementation: str) -> Callable[[Tensor], Tensor]:
@@ -165,6 +167,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--backend", default="reference", choices=("reference", "cpu"))
     parser.add_argument("--threads", type=int, help="torch's threads (default: torch's choice)")
     parser.add_argument("--seconds", type=float, default=4.0, help="time for each number of tokens")
     parser.add_argument("--same-input", action="store_true", help="the same hidden states in every turn")
