@@ -12,6 +12,7 @@ from expertd.kernels.backends.hopper.router_logits import router_logits
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, describe_rows
 from expertd.kernels.backends.streams import current_stream
 from tests.kernels.helpers import fresh_generator
+from tests.kernels.reference_routing import ODD_SIZES, ROUTINGS
 
 pytestmark = pytest.mark.gpu
 
@@ -27,14 +28,7 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "routing",
-    [
-        Routing(),
-        Routing(renormalize=False),
-        Routing("sigmoid", routed_scaling_factor=2.5),
-        Routing("sigmoid", True, 2.5, 8, 4),
-        Routing(bias_on="logits"),
-        Routing("sigmoid", bias_on="logits"),
-    ],
+    ROUTINGS,
 )
 @pytest.mark.parametrize("num_experts", [8, 160, 256, 384, 1024])
 def test_route(num_experts: int, routing: Routing) -> None:
@@ -56,15 +50,7 @@ def test_route(num_experts: int, routing: Routing) -> None:
 
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "routing"),
-    [
-        (1, 1, Routing()),
-        (7, 7, Routing("sigmoid")),
-        (33, 32, Routing()),
-        (96, 32, Routing("sigmoid", num_expert_groups=32, topk_group=11)),
-        (32, 3, Routing("sigmoid", num_expert_groups=32, topk_group=3)),
-        (1023, 5, Routing(renormalize=False)),
-        (1024, 32, Routing("sigmoid", True, 2.5, 2, 1)),
-    ],
+    ODD_SIZES,
 )
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_route_of_odd_sizes(num_experts: int, top_k: int, routing: Routing, tokens: int) -> None:

@@ -10,6 +10,7 @@ from expertd.kernels import Routing, choose_experts
 from expertd.kernels.backends.triton.targets import TARGETS
 from expertd.kernels.backends.triton.variants import ROUTER_COLUMNS
 from tests.kernels.helpers import fresh_generator
+from tests.kernels.reference_routing import ODD_SIZES, ROUTINGS
 from tests.kernels.triton_on_any_device import DEVICE, KINDS, ON_GPU, OnAnyDevice
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -46,14 +47,7 @@ def products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "routing",
-    [
-        Routing(),
-        Routing(renormalize=False),
-        Routing("sigmoid", routed_scaling_factor=2.5),
-        Routing("sigmoid", True, 2.5, 8, 4),
-        Routing(bias_on="logits"),
-        Routing("sigmoid", bias_on="logits"),
-    ],
+    ROUTINGS,
     ids=str,
 )
 @pytest.mark.parametrize("num_experts", [8, 160, 384])
@@ -75,15 +69,7 @@ def test_experts_are_chosen_as_by_pytorch(num_experts: int, routing: Routing, ba
 
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "routing"),
-    [
-        (1, 1, Routing()),
-        (7, 7, Routing("sigmoid")),
-        (33, 32, Routing()),
-        (96, 32, Routing("sigmoid", num_expert_groups=32, topk_group=11)),
-        (32, 3, Routing("sigmoid", num_expert_groups=32, topk_group=3)),
-        (1023, 5, Routing(renormalize=False)),
-        (1024, 32, Routing("sigmoid", True, 2.5, 2, 1)),
-    ],
+    ODD_SIZES,
     ids=str,
 )
 def test_odd_sizes_and_ties(num_experts: int, top_k: int, routing: Routing, backend: OnAnyDevice) -> None:

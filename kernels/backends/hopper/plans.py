@@ -96,7 +96,7 @@ def choose(
     few = expected_m <= _SWAP_AB_M[layout]
     if expected_m < 1:  # few groups have any
         num_groups, expected_m = math.ceil(num_groups * expected_m), 1.0
-    rows = max(math.ceil(expected_m / 16) * 16, 16)  # rounded, since each new plan takes a millisecond
+    rows = max(math.ceil(expected_m / 16) * 16, 16)  # rounded: few new plans, each of which takes time
     return _choose(few, n, k, max(num_groups, 1), rows, num_sms, part, rates)
 
 

@@ -30,6 +30,7 @@ from expertd_client.nixl.messages import (
     INLINE_BYTES,
     LINE_BYTES,
     REQUEST_KIND,
+    STATUS,
     TIMED,
     TIMES,
     WORD,
@@ -42,7 +43,6 @@ from expertd_client.nixl.relay import PAUSE_SECONDS, Relay
 
 _IDLE_SECONDS = 0.1  # between two looks for signs of life
 _MEETING_SECONDS = 5.0
-_STATUS = struct.Struct("<II")  # status and bytes of the error's text
 
 
 class CallerEnd(Relay):
@@ -109,7 +109,7 @@ class CallerEnd(Relay):
         _, sequence, line, timed = ANSWERED.unpack_from(message)
         places, rest = self._in_flight.pop(sequence), memoryview(message)[ANSWERED.size :]
         slot = self._slot(sequence)
-        status, length = _STATUS.unpack_from(line)
+        status, length = STATUS.unpack_from(line)
         if status == 200:
             if len(rest):
                 if len(rest) != num_bytes(places.output):

@@ -30,6 +30,7 @@ TIMED = struct.Struct("<B3Q")
 ANSWERED = struct.Struct(
     "<BQ32sQ"
 )  # kind, sequence, answer line from its status to compute_ns, times' sequence
+STATUS = struct.Struct("<II")  # an answer line's first fields: the status, and bytes of the error's text
 LINE_BYTES = REQUEST.size + MODEL.size
 REQUEST_BYTES = WORD.size + LINE_BYTES
 INLINE_BYTES = 16 << 10  # of tensors that are sent in the message: a write takes longer than to copy them

@@ -3,7 +3,6 @@
 import mmap
 import os
 import socket
-import struct
 from contextlib import suppress
 
 from expertd_client.channel.claiming import DESCRIPTORS, receive
@@ -28,6 +27,7 @@ from expertd_client.nixl.messages import (
     INLINE_BYTES,
     REQUEST_BYTES,
     REQUEST_KIND,
+    STATUS,
     TIMED,
     TIMES,
     WORD,
@@ -40,7 +40,6 @@ from expertd_client.nixl.relay import PAUSE_SECONDS, Relay
 
 _MEETING_SECONDS = 10.0
 _LINE_BYTES = 32  # of an answer, from its status to compute_ns
-_STATUS = struct.Struct("<II")  # status and bytes of the error's text
 
 
 class ServerEnd(Relay):
@@ -124,7 +123,7 @@ class ServerEnd(Relay):
         if timed != sequence:
             self._untimed[slot] = sequence
         message = ANSWERED.pack(ANSWER_KIND, sequence, line, timed)
-        status, length = _STATUS.unpack_from(line)
+        status, length = STATUS.unpack_from(line)
         if status != 200:
             self.agent.send(message + bytes(self.control[slot + ERROR_OFFSET : slot + ERROR_OFFSET + length]))
         elif num_bytes(places.output) <= INLINE_BYTES:
