@@ -6,13 +6,14 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from expertd.service.checkpoints.families import FAMILIES as SERVED
-from tests.families import Sizes, quiet_transformers
+from tests.families import FamilyCase, Sizes, quiet_transformers
 from tests.kernels.helpers import fresh_generator
 from tests.more_families import ALL_FAMILIES
 from tests.service.checkpoints.encoders import mxfp4 as encode_mxfp4
@@ -36,18 +37,16 @@ class Checkpoint:
         """Weights are of `dtype`; if scales_dtype is given, the experts' are FP8; or they are MXFP4."""
         case = ALL_FAMILIES[family].sized(sizes)
         self.family, self.directory = family, directory
-        with quiet_transformers(), tempfile.TemporaryDirectory() as temporary:
-            plain = Path(temporary) / "plain"
-            model = case.model_class(case.config())
+        quantized = scales_dtype is not None or mxfp4
+        with quiet_transformers():
+            with patch.object(Tensor, "normal_", _of_vectors):
+                model = case.model_class(case.config())
             _randomize(model)
-            model.to(dtype).save_pretrained(plain, max_shard_size="600KB")
-            shutil.copytree(plain, directory)
-            if scales_dtype is not None:
-                _to_fp8(directory, plain, scales_dtype)
-            if mxfp4:
-                _to_mxfp4(directory, plain)
+            model.to(dtype).save_pretrained(directory, max_shard_size="600KB")
+            self.oracle = (
+                _quantize_files(directory, case, scales_dtype) if quantized else model.float()
+            ).eval()
             _rename(directory, case.renames)
-            self.oracle = case.model_class.from_pretrained(plain, dtype=torch.float32).eval()
         edit_json(directory / "config.json", model_type=case.model_type)
         nest_config(directory / "config.json")
 
@@ -102,16 +101,24 @@ def edit_tensors(file: Path, **changes: Tensor | None) -> None:
     save_file({name: value for name, value in tensors.items() if value is not None}, file)
 
 
+_draw = Tensor.normal_
+
+
+def _of_vectors(tensor: Tensor, *mean_and_std: Any, **options: Any) -> Tensor:
+    """`Tensor.normal_`, but a matrix is left as it is: `_randomize` sets all of them."""
+    return tensor if tensor.ndim >= 2 else _draw(tensor, *mean_and_std, **options)
+
+
 def _randomize(model: Any) -> None:
     """Weights that keep the magnitude of a token, and biases large enough to affect choices."""
     generator = fresh_generator()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("e_score_correction_bias", "expert_bias")):
-            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 - 0.3)
+            tensor.data.normal_(-0.3, 0.2, generator=generator)
         elif name.endswith(("gate_up_proj_bias", "down_proj_bias", "router.bias")):
-            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.5)
+            tensor.data.normal_(0, 0.5, generator=generator)
         elif tensor.ndim >= 2 and tensor.is_floating_point():
-            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5)
+            tensor.data.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
 
 
 def _rename(directory: Path, renames: tuple[tuple[str, str], ...]) -> None:
@@ -136,6 +143,18 @@ def _rename(directory: Path, renames: tuple[tuple[str, str], ...]) -> None:
             name: at for name, at in index["weight_map"].items() if at != file.name
         } | dict.fromkeys(tensors, file.name)
     (directory / INDEX).write_text(json.dumps(index))
+
+
+def _quantize_files(directory: Path, case: FamilyCase, scales_dtype: torch.dtype | None) -> Any:
+    """Make the experts' weights in `directory` FP8, or MXFP4 without `scales_dtype`; returns the model of them."""
+    with tempfile.TemporaryDirectory() as temporary:
+        plain = Path(temporary) / "plain"
+        shutil.copytree(directory, plain)
+        if scales_dtype is None:
+            _to_mxfp4(directory, plain)
+        else:
+            _to_fp8(directory, plain, scales_dtype)
+        return case.model_class.from_pretrained(plain, dtype=torch.float32)
 
 
 def _to_fp8(directory: Path, plain: Path, scales_dtype: torch.dtype) -> None:
