@@ -59,18 +59,24 @@ test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes o
 
 test-all: docs $(RUNTIME) $(DEV) ## run every test that needs no GPU, and those that measure time by themselves
 	+$(RUN_TESTS) MARKS="not gpu and not timing"
-	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
-	$(BIN)/python -m tests.soak.pool --seconds 60 --every 18 --busy
+	+$(MAKE) --no-print-directory -j2 --output-sync=target minute-soak minute-soak-pool
 	$(BIN)/python -m pytest $(TIMING)
 	cd client && ../$(BIN)/python -m pytest $(TIMING)
 
-.PHONY: server-tests client-tests style types
+.PHONY: server-tests client-tests minute-soak minute-soak-pool style types
 server-tests: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
 
 client-tests: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "$(MARKS)"
 	cd engines/sglang && ../../$(BIN)/python -m pytest
+
+# At once: neither keeps two cores busy, and the times of both do not count.
+minute-soak: $(RUNTIME) $(DEV)
+	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
+
+minute-soak-pool: $(RUNTIME) $(DEV)
+	$(BIN)/python -m tests.soak.pool --seconds 60 --every 18 --busy
 
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 	+$(RUN_TESTS) MARKS="$(SHORT) and not slow"

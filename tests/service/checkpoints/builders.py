@@ -146,7 +146,7 @@ def _rename(directory: Path, renames: tuple[tuple[str, str], ...]) -> None:
 
 
 def _quantize_files(directory: Path, case: FamilyCase, scales_dtype: torch.dtype | None) -> Any:
-    """Make the experts' weights in `directory` FP8, or MXFP4 without `scales_dtype`; returns the model of them."""
+    """Make the experts' weights FP8, or MXFP4 without `scales_dtype`; returns the model of them."""
     with tempfile.TemporaryDirectory() as temporary:
         plain = Path(temporary) / "plain"
         shutil.copytree(directory, plain)
