@@ -74,7 +74,7 @@ def test_the_split_that_suits_can_be_pasted(tmp_path: Path, target_ms: float, sp
 @pytest.mark.parametrize(
     ("options", "layer", "ways"),
     [
-        (["--ways", "turns", "lanes"], "tiny", ["turns", "turns, chunks of 64", "lanes on all SMs"]),
+        (["--ways", "turns,", "lanes"], "tiny", ["turns, chunks of 64", "lanes on all SMs"]),
         (["--ways", "lanes", "--http"], "tiny over HTTP", ["lanes on all SMs"]),
     ],
 )
@@ -92,7 +92,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str, ways: 
         *options,
     ]
     ran = subprocess.run(
-        [*command, "--tokens", "1", "--seconds", "0.8"],
+        [*command, "--tokens", "1", "--seconds", "0.8", "--lead", "0.1"],
         cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
