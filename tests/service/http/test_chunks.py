@@ -101,10 +101,10 @@ async def test_a_timeout_between_chunks_ends_a_request(tmp_path: Path, over_http
         peer = await claimed(server, max_tokens=64)
         async with competing(server, runner):
             if over_http:
-                body = hidden_request(LONG, parameters={"timeout": 500_000})
+                body = hidden_request(LONG, parameters={"timeout": 2_000_000})
                 response = asyncio.ensure_future(server.infer(*body))
             else:
-                sequence = peer.send(64, peer.places(1), timeout=0.5)
+                sequence = peer.send(64, peer.places(1), timeout=2.0)
                 server.app.engine.executor.poll_sources()
             await until(lambda: waiting(server) == 2)
             runner.let(3)

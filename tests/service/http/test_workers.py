@@ -262,7 +262,7 @@ def test_the_processes_end_with_the_main_one(tmp_path: Path) -> None:
         assert folder.name.startswith("expertd-")
         assert folder.stat().st_mode & 0o777 == 0o700
         server.process.kill()
-        wait_for(lambda: not any(map(alive, workers)), "they end", seconds=1.5)
+        wait_for(lambda: not any(map(alive, workers)), "they end, without a drain", seconds=10)
         wait_for(lambda: not folder.exists(), "nothing is left")
 
 
