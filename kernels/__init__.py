@@ -5,6 +5,7 @@ from expertd.kernels.fused_experts import fused_experts, fused_experts_in_parts
 from expertd.kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_masked
 from expertd.kernels.ops.activation import Activation, OtherGlu, Swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.four_bits import FourBits, Weights, decode
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import Permutation, compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import (
@@ -24,12 +25,14 @@ from expertd.kernels.overlap import Overlap, OverlapMode, overlaps
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.kernels.stages import Stages
 from expertd.routing import Routing
+from expertd.weight_format import WeightFormat
 
 __all__ = [
     "Activation",
     "Backend",
     "ExpertBiases",
     "ExpertPart",
+    "FourBits",
     "HiddenStates",
     "OtherGlu",
     "Overlap",
@@ -41,10 +44,13 @@ __all__ = [
     "Routing",
     "Stages",
     "Swiglu",
+    "WeightFormat",
+    "Weights",
     "as_floats",
     "backend_names",
     "choose_experts",
     "compute_permutation",
+    "decode",
     "dequantize_blocks",
     "dequantize_rows",
     "expand_rows",

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from expertd.activation import Activation, OtherGlu, Swiglu
-from expertd.backends import Capabilities
+from expertd.backends import Capabilities, taking
+from expertd.kernels.ops.four_bits import COLUMN_STEP, SCALE_DTYPES, FourBits, Weights, columns_of, format_of
 from expertd.kernels.ops.quantize import Quantized
 from expertd.limits import MAX_GROUPS, SCALE_BLOCK
+from expertd.weight_format import WeightFormat
 
 MIN_N_STEP = 8  # one 16-byte store of bf16
 MAX_K = 2**31 - SCALE_BLOCK  # an int in kernels
@@ -32,13 +34,13 @@ class Problem(NamedTuple):
 def check_contiguous(
     capabilities: Capabilities,
     a: Quantized,
-    b: Quantized,
+    b: Weights,
     offsets: Tensor,
     out: Tensor | None,
     num_sms: int | None,
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_contiguous` can serve these arguments."""
-    check_quantized("b", b)
+    check_format(capabilities, "b", b)
     if a.data.ndim != 2:
         raise refusal("a shape", "2 dimensions [M, K]", tuple(a.data.shape))
     m, a_k = a.data.shape
@@ -59,14 +61,14 @@ def check_contiguous(
 def check_masked(
     capabilities: Capabilities,
     a: Quantized,
-    b: Quantized,
+    b: Weights,
     counts: Tensor,
     expected_m: int | None,
     out: Tensor | None,
     num_sms: int | None,
 ) -> Problem:
     """Raise ValueError (name, expected, got) unless `grouped_gemm_masked` can serve these arguments."""
-    check_quantized("b", b)
+    check_format(capabilities, "b", b)
     if a.data.ndim != 3:
         raise refusal("a shape", "3 dimensions [G, max_m, K]", tuple(a.data.shape))
     a_groups, max_m, a_k = a.data.shape
@@ -114,11 +116,60 @@ def check_quantized(name: str, operand: object) -> None:
         raise refusal(name, "Quantized(data, scales)", type(operand).__name__)
 
 
-def _check_weights(weights: Quantized, a_k: int, device: torch.device, max_n: int) -> tuple[int, int, int]:
-    b, b_scales = weights
+def check_format(capabilities: Capabilities, name: str, operand: object) -> None:
+    """Raise ValueError unless it is weights, of a format that the backend takes."""
+    if not isinstance(operand, (Quantized, FourBits)):
+        raise refusal(name, "Quantized(data, scales) or FourBits", type(operand).__name__)
+    has = format_of(operand)
+    if has not in capabilities.weight_formats:
+        takes = " or ".join(sorted(capabilities.weight_formats))
+        raise refusal(f"{name} format", takes, f"{has}, which backend {taking(has)} takes")
+
+
+def check_weights(
+    name: str, weights: Weights, shape: tuple[int, int, int], device: torch.device, like: str = "a"
+) -> None:
+    """Raise ValueError unless weights of `shape` [G, N, K] have what their format needs, on `device`."""
+    (num_groups, n, k), data_device = shape, device_of_weights(weights.data, device)
+    scales = f"{name} scales"
+    if isinstance(weights, Quantized):
+        check_tensor(name, weights.data, shape, _E4M3, data_device, like)
+        check_address(name, weights.data)
+        blocks = (num_groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+        check_tensor(scales, weights.scales, blocks, _FP32, device, like)
+        return
+    check_tensor(name, weights.data, (num_groups, n, k // 2), torch.uint8, data_device, like)
+    check_address(name, weights.data)
+    _check_groups(name, weights, k)
+    groups = (num_groups, n, k // weights.group_size)
+    dtypes = SCALE_DTYPES[weights.format]
+    if weights.scales.dtype not in dtypes:
+        raise refusal(f"{scales} dtype", " or ".join(map(str, dtypes)), weights.scales.dtype)
+    check_tensor(scales, weights.scales, groups, weights.scales.dtype, device, like)
+    check_address(scales, weights.scales)
+    if (weights.format is WeightFormat.NVFP4) != (weights.whole is not None):
+        expected = "fp32 [G, N]" if weights.whole is None else f"None for {weights.format}"
+        raise refusal(f"{name} whole", expected, "None" if weights.whole is None else "a tensor")
+    if weights.whole is not None:
+        check_tensor(f"{name} whole", weights.whole, (num_groups, n), _FP32, device, like)
+
+
+def _check_groups(name: str, weights: FourBits, k: int) -> None:
+    """Raise ValueError unless scales stand for as many columns as they may, and these make up all K."""
+    if k % COLUMN_STEP != 0:
+        raise refusal(f"{name} K", f"a multiple of {COLUMN_STEP} for {weights.format}", k)
+    counts = [k // size for size in weights.format.group_sizes if k % size == 0]
+    got = weights.scales.shape[-1] if weights.scales.ndim else 0
+    if got not in counts:
+        sizes = " or ".join(map(str, weights.format.group_sizes))
+        raise refusal(f"{name} scales columns", f"one for {sizes} of {k} columns", got)
+
+
+def _check_weights(weights: Weights, a_k: int, device: torch.device, max_n: int) -> tuple[int, int, int]:
+    b = weights.data
     if b.ndim != 3:
         raise refusal("b shape", "3 dimensions [G, N, K]", tuple(b.shape))
-    num_groups, n, k = b.shape
+    num_groups, n, k = b.shape[0], b.shape[1], columns_of(weights)
     if a_k != k:
         raise refusal("a K", f"{k} as in b", a_k)
     if k < SCALE_BLOCK or k % SCALE_BLOCK != 0:
@@ -131,10 +182,7 @@ def _check_weights(weights: Quantized, a_k: int, device: torch.device, max_n: in
         raise refusal("N", f"at most {max_n}", n)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise refusal("b groups", f"1 to {MAX_GROUPS}", num_groups)
-    _check_data("b", b)
-    if b.device != device_of_weights(b, device):
-        raise refusal("b device", f"{device} as a", b.device)
-    check_tensor("b scales", b_scales, (num_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK), _FP32, device)
+    check_weights("b", weights, (num_groups, n, k), device)
     return num_groups, n, k
 
 

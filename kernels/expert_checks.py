@@ -12,13 +12,14 @@ from expertd.kernels.checks import (
     MAX_ROWS,
     check_activation,
     check_address,
+    check_format,
     check_num_sms,
-    check_quantized,
     check_tensor,
-    device_of_weights,
+    check_weights,
     refusal,
 )
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.four_bits import Weights, columns_of
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -34,8 +35,8 @@ def check_experts(
     hidden_states: HiddenStates,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    gate_up: Quantized,
-    down: Quantized,
+    gate_up: Weights,
+    down: Weights,
     out: Tensor | None,
     activation: Activation,
     num_sms: int | None,
@@ -98,8 +99,8 @@ def check_parallel(
     hidden_states: HiddenStates,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    gate_up: Quantized,
-    down: Quantized,
+    gate_up: Weights,
+    down: Weights,
     out: Tensor,
     activation: Activation,
     num_sms: int | None,
@@ -159,29 +160,26 @@ def _check_size(capabilities: Capabilities, name: str, size: int, step: int) -> 
 
 def _check_experts(
     capabilities: Capabilities,
-    gate_up: Quantized,
-    down: Quantized,
+    gate_up: Weights,
+    down: Weights,
     biases: ExpertBiases | None,
     h: int,
     device: torch.device,
     num_experts: int | None = None,
 ) -> int:
     """The number of groups; num_experts: of all ranks, for which biases.down is. None: there is one rank."""
-    check_quantized("gate_up", gate_up)
-    check_quantized("down", down)
+    check_format(capabilities, "gate_up", gate_up)
+    check_format(capabilities, "down", down)
     if biases is not None and not isinstance(biases, ExpertBiases):
         raise refusal("biases", "None or ExpertBiases(gate_up, down)", type(biases).__name__)
     if down.data.ndim != 3:
         raise refusal("down shape", "3 dimensions [G, H, I]", tuple(down.data.shape))
-    num_groups, _, i = down.data.shape
+    num_groups, i = down.data.shape[0], columns_of(down)
     _check_size(capabilities, "I", i, SCALE_BLOCK)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
-    for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):
-        check_tensor(name, data, (num_groups, n, k), _E4M3, device_of_weights(data, device), _LIKE)
-        check_address(name, data)
-        blocks = (num_groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
-        check_tensor(f"{name} scales", scales, blocks, _FP32, device, _LIKE)
+    check_weights("gate_up", gate_up, (num_groups, 2 * i, h), device, _LIKE)
+    check_weights("down", down, (num_groups, h, i), device, _LIKE)
     if biases is not None:
         _check_bias("gate_up", biases.gate_up, (num_groups, 2 * i), device)
         _check_bias("down", biases.down, (num_experts or num_groups, h), device)

@@ -9,9 +9,10 @@ from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.expert_checks import check_experts, check_experts_in_parts, checked_parts
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.four_bits import Weights
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import write_no_rows
-from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
+from expertd.kernels.ops.quantize import HiddenStates, values_of
 from expertd.kernels.stages import Stages
 
 
@@ -19,8 +20,8 @@ def fused_experts(
     hidden_states: HiddenStates,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    gate_up: Quantized,
-    down: Quantized,
+    gate_up: Weights,
+    down: Weights,
     *,
     out: Tensor | None = None,
     activation: Activation = SILU,
@@ -43,9 +44,10 @@ def fused_experts(
                    outside 0 to G - 1 names no expert held here: its slot adds nothing, whatever its weight
     topk_weights   fp32 [T, top_k], contiguous
     gate_up        e4m3 [G, 2I, H], the gate's rows first, with fp32 scales [G, 2I/128, ceil(H/128)] (one per
-                   128x128 block, `quantize_blocks`); I a multiple of 128, G from 1 to 1024
+                   128x128 block, `quantize_blocks`); I a multiple of 128, G from 1 to 1024. Or `FourBits`,
+                   if the backend takes their format; then H is a multiple of 32
     down           e4m3 [G, H, I] with fp32 scales [G, ceil(H/128), I/128]; data of both contiguous and
-                   16-byte aligned, scales contiguous
+                   16-byte aligned, scales contiguous. Or `FourBits`
     out            float32, bfloat16 or float16 [T, H], contiguous and 16-byte aligned, to write to; None: a
                    new one of float32
     activation     a Swiglu or an OtherGlu: alpha finite, limit above 0

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from expertd.kernels.backends import Backend, backend_for
 from expertd.kernels.checks import check_contiguous, check_masked, check_quantized
+from expertd.kernels.ops.four_bits import Weights
 from expertd.kernels.ops.quantize import Quantized
 
 
 def grouped_gemm_contiguous(
     a: Quantized,
-    b: Quantized,
+    b: Weights,
     offsets: Tensor,
     *,
     out: Tensor | None = None,
@@ -22,7 +23,8 @@ def grouped_gemm_contiguous(
     a          e4m3 data [M, K], contiguous, 16-byte aligned, K a multiple of 128; fp32 scales [M, K/128], one
                per row and 128 columns, row- or column-major (`quantize_rows`)
     b          e4m3 data [G, N, K], contiguous, 16-byte aligned, N a multiple of 8, G from 1 to 1024; fp32
-               scales [G, ceil(N/128), K/128], one per 128x128 block, contiguous (`quantize_blocks`)
+               scales [G, ceil(N/128), K/128], one per 128x128 block, contiguous (`quantize_blocks`). Or
+               `FourBits`, if the backend takes their format
     offsets    int32 [G+1] on the same device: group g owns rows offsets[g]:offsets[g+1], with any height and
                any start. offsets[0] is 0, offsets[G] is at most M, and offsets never decrease; not checked,
                since that would read the device. Rows from offsets[G] on are not written
@@ -46,7 +48,7 @@ def grouped_gemm_contiguous(
 
 def grouped_gemm_masked(
     a: Quantized,
-    b: Quantized,
+    b: Weights,
     counts: Tensor,
     *,
     expected_m: int | None = None,
@@ -59,7 +61,7 @@ def grouped_gemm_masked(
     a          e4m3 data [G, max_m, K], contiguous, 16-byte aligned, max_m at least 1, K a multiple of 128;
                fp32 scales [G, max_m, K/128], their last two dimensions row- or column-major (`quantize_rows`)
     b          e4m3 data [G, N, K], contiguous, 16-byte aligned, N a multiple of 8, G from 1 to 1024; fp32
-               scales [G, ceil(N/128), K/128], contiguous (`quantize_blocks`)
+               scales [G, ceil(N/128), K/128], contiguous (`quantize_blocks`). Or `FourBits`
     counts     int32 [G] on the same device, each from 0 to max_m; not checked, since that would read the
                device
     expected_m the likely number of rows per group, for choosing a tile; never changes which rows are computed

@@ -11,6 +11,7 @@ from expertd.backends import Capabilities
 from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.checks import check_router
+from expertd.kernels.ops.four_bits import W, Weights
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, quantize_rows
@@ -34,8 +35,8 @@ Progress = Callable[[int, int, str], None]
 class Backend(ABC):
     """Computes grouped GEMMs and experts.
 
-    Arguments arrive checked (kernels/checks.py, kernels/expert_checks.py) and non-empty, but for methods that
-    raise ValueError themselves.
+    Arguments arrive checked (kernels/checks.py, kernels/expert_checks.py) and non-empty, with weights of one
+    of `Capabilities.weight_formats`, but for methods that raise ValueError themselves.
     """
 
     name: ClassVar[str]
@@ -56,19 +57,19 @@ class Backend(ABC):
     def warm_up(self, progress: Progress | None = None) -> None:  # noqa: B027  (a backend may have nothing to do)
         """Do everything that a first call would otherwise do lazily, above all compilation."""
 
-    def packed(self, weights: Quantized) -> Quantized:
-        """The same weights [G, N, K], only for calls of this backend, which may free the FP8 copy.
+    def packed(self, weights: W) -> W:
+        """The same weights [G, N, K], only for calls of this backend, which may free the copy given.
 
         Its data may be on the meta device: then it can be neither read nor changed.
         """
         return weights
 
-    def prepare_weights(self, group: Quantized) -> object:
+    def prepare_weights(self, group: Weights) -> object:
         """What is kept of a group that will have these weights [N, K]; for `weights_changed`."""
         return None
 
     def weights_changed(  # noqa: B027
-        self, weights: Quantized, groups: Sequence[int], prepared: Sequence[object]
+        self, weights: Weights, groups: Sequence[int], prepared: Sequence[object]
     ) -> None:
         """These groups were overwritten, and no others. `prepared`: of each, by `prepare_weights`.
 
@@ -77,16 +78,14 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def contiguous(
-        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
-    ) -> None:
+    def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
         """Write out [M, N]: rows offsets[g]:offsets[g+1] of a [M, K] times b[g] [N, K] transposed."""
 
     @abstractmethod
     def masked(
         self,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         counts: Tensor,
         expected_m: int | None,
         out: Tensor,
@@ -99,8 +98,8 @@ class Backend(ABC):
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -118,8 +117,8 @@ class Backend(ABC):
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -180,8 +179,8 @@ class Backend(ABC):
         self,
         hidden_states: HiddenStates,
         tokens: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         offsets: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -196,7 +195,7 @@ class Backend(ABC):
             missing = -hidden_states.shape[1] % SCALE_BLOCK
             if missing:  # zeros change nothing
                 hidden_states = torch.nn.functional.pad(hidden_states, (0, missing))
-                gate_up = Quantized(_with_columns(gate_up.data, missing), gate_up.scales)
+                gate_up = _with_columns(gate_up, missing)
             hidden_states = quantize_rows(hidden_states)  # once per token, not once per row
         a = permute_rows(hidden_states, tokens)
         rows = self._multiply(a, gate_up, offsets, num_sms)
@@ -212,8 +211,8 @@ class Backend(ABC):
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         out: Tensor,
         num_sms: int | None,
         offsets: Tensor | None = None,
@@ -324,8 +323,8 @@ class Backend(ABC):
         calls: "CallTable",
         num_tokens: int,
         top_k: int,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         activation: Activation,
         num_sms: int | None,
         biases: ExpertBiases | None = None,
@@ -349,16 +348,23 @@ class Backend(ABC):
         """
         raise RuntimeError(f"backend: expected one with device calls, got {self.name!r}")
 
-    def _multiply(self, a: Quantized, b: Quantized, offsets: Tensor, num_sms: int | None) -> Tensor:
+    def _multiply(self, a: Quantized, b: Weights, offsets: Tensor, num_sms: int | None) -> Tensor:
         size = (a.data.shape[0], b.data.shape[1])
         out = torch.empty(size, dtype=torch.bfloat16, device=a.data.device)
         self.contiguous(a, b, offsets, out, num_sms)
         return out
 
 
-def _with_columns(data: Tensor, count: int) -> Tensor:
-    """e4m3 [..., K + count]: `data`, then columns of zeros."""
-    return torch.nn.functional.pad(data.view(torch.uint8), (0, count)).view(data.dtype)
+def _with_columns(weights: Weights, count: int) -> Weights:
+    """Weights [..., K + count]: these, then columns of zeros."""
+
+    def padded(tensor: Tensor, count: int) -> Tensor:
+        return torch.nn.functional.pad(tensor.view(torch.uint8), (0, count)).view(tensor.dtype)
+
+    if isinstance(weights, Quantized):
+        return weights._replace(data=padded(weights.data, count))
+    scales = padded(weights.scales, count // weights.group_size * weights.scales.itemsize)
+    return weights._replace(data=padded(weights.data, count // 2), scales=scales)
 
 
 def without_padding(

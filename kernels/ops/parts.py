@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
-from expertd.kernels.ops.quantize import Quantized
+from expertd.kernels.ops.four_bits import Weights
 
 
 class ExpertPart(NamedTuple):
     """Consecutive groups: gate_up [G, 2I, H] and down [G, H, I], as in `fused_experts`."""
 
-    gate_up: Quantized
-    down: Quantized
+    gate_up: Weights
+    down: Weights
 
     @property
     def num_groups(self) -> int:

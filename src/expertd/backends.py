@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 
 from expertd.limits import HIDDEN_STEP
+from expertd.weight_format import WeightFormat
+
+_FP8 = frozenset({WeightFormat.FP8})
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Capabilities:
     compiles        its kernels are compiled just in time, and `kernels.jit` keeps them
     hidden_step     a hidden size is a multiple of it
     max_n           the largest N of a GEMM
+    weight_formats  those of experts' weights that calls take
     """
 
     device_type: str | None = None
@@ -36,6 +40,7 @@ class Capabilities:
     compiles: bool = False
     hidden_step: int = HIDDEN_STEP
     max_n: int = 2**23
+    weight_formats: frozenset[WeightFormat] = _FP8
 
     @property
     def on_gpu(self) -> bool:
@@ -59,7 +64,7 @@ BACKENDS = {
     "triton": Capabilities(
         device_type="cuda", captures=True, request_table=True, routes_bf16=True, compiles=True
     ),
-    "reference": Capabilities(packs=True, weight_bytes=2),
+    "reference": Capabilities(packs=True, weight_bytes=2, weight_formats=frozenset(WeightFormat)),
     "cpu": Capabilities(device_type="cpu", packs=True),
 }
 """By name, which is also that of a folder of `kernels/backends`; "auto" tries them in this order."""
@@ -68,3 +73,8 @@ BACKENDS = {
 def with_joint_exchange() -> str:
     """The names of the backends whose GPUs share a layer, for errors."""
     return " or ".join(name for name, can in BACKENDS.items() if can.joint_exchange)
+
+
+def taking(weight_format: WeightFormat) -> str:
+    """The names of the backends that take weights of this format, for errors."""
+    return " or ".join(name for name, can in BACKENDS.items() if weight_format in can.weight_formats)

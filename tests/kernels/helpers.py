@@ -2,9 +2,10 @@
 
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -13,12 +14,14 @@ from expertd.kernels import (
     ExpertBiases,
     OtherGlu,
     Quantized,
-    dequantize_blocks,
+    Weights,
+    decode,
     dequantize_rows,
     quantize_blocks,
     quantize_rows,
 )
 from expertd.kernels.ops.activation import Activation
+from expertd.kernels.ops.four_bits import mapped
 
 DEQUANTIZED_TOLERANCE = 1e-5
 UNQUANTIZED_TOLERANCE = 1e-3
@@ -38,7 +41,7 @@ class ContiguousCase:
     x: Tensor  # bf16 [M, K]
     w: Tensor  # bf16 [G, N, K]
     a: Quantized
-    b: Quantized
+    b: Weights
     offsets: Tensor  # int32 [G+1]
     rows_per_group: tuple[int, ...]
 
@@ -63,7 +66,7 @@ class MaskedCase:
     x: Tensor  # bf16 [G, max_m, K]
     w: Tensor  # bf16 [G, N, K]
     a: Quantized
-    b: Quantized
+    b: Weights
     counts: Tensor  # int32 [G]
     row_counts: tuple[int, ...]
 
@@ -103,8 +106,8 @@ def expected_experts(
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    gate_up: Quantized,
-    down: Quantized,
+    gate_up: Weights,
+    down: Weights,
     activation: Activation,
     biases: ExpertBiases | None,
 ) -> Tensor:
@@ -114,9 +117,7 @@ def expected_experts(
     out = torch.zeros(hidden_states.shape, dtype=torch.float64, device=hidden_states.device)
     for expert in range(down.data.shape[0]):
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        first, second = (
-            dequantize_blocks(w.data[expert], w.scales[expert]).double() for w in (gate_up, down)
-        )
+        first, second = (decode(mapped(w, itemgetter(expert))).double() for w in (gate_up, down))
         products = hidden_states[tokens].double() @ first.t()
         if biases is not None:
             products += biases.gate_up[expert].double()
@@ -152,14 +153,22 @@ def forbid_host_sync() -> Iterator[None]:
 
 
 def random_contiguous(
-    rows_per_group: Sequence[int], n: int, k: int, device: torch.device | str = "cpu", seed: int | None = None
+    rows_per_group: Sequence[int],
+    n: int,
+    k: int,
+    device: torch.device | str = "cpu",
+    seed: int | None = None,
+    quantize: Callable[[Tensor], Weights] = quantize_blocks,
 ) -> ContiguousCase:
-    """Random inputs with rows_per_group[g] rows in group g; seed None: a new one each time, printed."""
+    """Random inputs with rows_per_group[g] rows in group g; seed None: a new one each time, printed.
+
+    quantize  makes the weights
+    """
     generator = fresh_generator(device, seed)
     x = random_rows((sum(rows_per_group), k), generator)
     w = random_weights(len(rows_per_group), n, k, generator)
     bounds = torch.tensor([0, *rows_per_group]).cumsum(0).to(torch.int32).to(device)
-    return ContiguousCase(x, w, quantize_rows(x), quantize_blocks(w), bounds, tuple(rows_per_group))
+    return ContiguousCase(x, w, quantize_rows(x), quantize(w), bounds, tuple(rows_per_group))
 
 
 def random_masked(
@@ -169,6 +178,7 @@ def random_masked(
     k: int,
     device: torch.device | str = "cpu",
     seed: int | None = None,
+    quantize: Callable[[Tensor], Weights] = quantize_blocks,
 ) -> MaskedCase:
     """Random inputs with counts[g] valid rows in group g; the rows past them hold NaN, data and scales."""
     generator = fresh_generator(device, seed)
@@ -177,7 +187,7 @@ def random_masked(
         x[group, count:] = torch.nan
     w = random_weights(len(counts), n, k, generator)
     device_counts = torch.tensor(list(counts), dtype=torch.int32, device=device)
-    return MaskedCase(x, w, quantize_rows(x), quantize_blocks(w), device_counts, tuple(counts))
+    return MaskedCase(x, w, quantize_rows(x), quantize(w), device_counts, tuple(counts))
 
 
 def random_rows(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -213,14 +223,18 @@ def untouched(rows: Tensor) -> bool:
 
 
 def expect_contiguous(case: ContiguousCase, buffer: Tensor, out: Tensor) -> None:
-    """Assert that out is correct by both measures and that the guard rows of its buffer are untouched."""
+    """Assert that out is correct by both measures and that the guard rows of its buffer are untouched.
+
+    Four bits are too few to compare with unquantized weights.
+    """
     _expect_guards(buffer, case.label)
     dequantized, unquantized = Diff(), Diff()
     rows = dequantize_rows(*case.a)
     for group, part in case.groups():
-        weight = dequantize_blocks(case.b.data[group], case.b.scales[group])
+        weight = decode(mapped(case.b, itemgetter(group)))
         dequantized.add(out[part], _product(rows[part], weight))
-        unquantized.add(out[part], _product(case.x[part], case.w[group]))
+        if isinstance(case.b, Quantized):
+            unquantized.add(out[part], _product(case.x[part], case.w[group]))
     _expect_small(dequantized, unquantized, case.label)
 
 
@@ -232,9 +246,10 @@ def expect_masked(case: MaskedCase, buffer: Tensor, out: Tensor) -> None:
         assert untouched(out[group, count:]), f"group {group}: rows past {count} were written; {case.label}"
         if count:
             rows = dequantize_rows(case.a.data[group, :count], case.a.scales[group, :count])
-            weight = dequantize_blocks(case.b.data[group], case.b.scales[group])
+            weight = decode(mapped(case.b, itemgetter(group)))
             dequantized.add(out[group, :count], _product(rows, weight))
-            unquantized.add(out[group, :count], _product(case.x[group, :count], case.w[group]))
+            if isinstance(case.b, Quantized):
+                unquantized.add(out[group, :count], _product(case.x[group, :count], case.w[group]))
     _expect_small(dequantized, unquantized, case.label)
 
 

@@ -140,11 +140,11 @@ def test_only_groups_that_changed_are_packed_again() -> None:
     backend = CpuBackend()
     case = random_contiguous([2, 2, 2], 64, 128)
     weights = case.b
-    before = backend._weights.get(*weights)
+    before = backend._weights.get(weights)
     other = quantize_blocks(torch.full((64, 128), -0.5))
     weights.data[1], weights.scales[1] = other
     backend.weights_changed(weights, [1], [backend.prepare_weights(other)])
-    after = backend._weights.get(*weights)
+    after = backend._weights.get(weights)
     assert [new is old for new, old in zip(after, before, strict=True)] == [True, False, True]
     out = grouped_gemm_contiguous(case.a, weights, case.offsets, backend=backend)
     fresh = grouped_gemm_contiguous(case.a, weights, case.offsets, backend=CpuBackend())
@@ -159,7 +159,7 @@ def test_packed_weights_take_a_byte_each_and_give_the_same_bits() -> None:
     del data
     gc.collect()
     assert watched() is None
-    matrices = backend._weights.get(*packed)
+    matrices = backend._weights.get(packed)
     assert sum(matrix.codes.nbytes for matrix in matrices) == case.b.data.numel()
     assert torch.equal(grouped_gemm_contiguous(case.a, packed, case.offsets, backend=backend), before)
 

@@ -325,7 +325,7 @@ def test_packed_and_plain_weights_agree(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(matrices, "can_pack", lambda: False)
     backend = ReferenceBackend()
     plain = case.run(backend)
-    assert not any(matrix.is_mkldnn for matrix in backend._weights.get(*case.gate_up))
+    assert not any(matrix.is_mkldnn for matrix in backend._weights.get(case.gate_up))
     assert diff(plain, out) < BF16_TOLERANCE
     assert diff(plain, case.expected()) < BF16_TOLERANCE
 

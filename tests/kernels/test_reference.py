@@ -6,7 +6,13 @@ import weakref
 import pytest
 import torch
 
-from expertd.kernels import dequantize_blocks, grouped_gemm_contiguous, grouped_gemm_masked, quantize_blocks
+from expertd.kernels import (
+    Quantized,
+    dequantize_blocks,
+    grouped_gemm_contiguous,
+    grouped_gemm_masked,
+    quantize_blocks,
+)
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.backends.reference.matrices import Matrices
 from tests.kernels.helpers import (
@@ -97,13 +103,13 @@ def _plain(matrices: Matrices) -> torch.Tensor:
 def test_weights_are_dequantized_once_and_freed_with_the_callers() -> None:
     backend = ReferenceBackend()
     b, b_scales = quantize_blocks(torch.ones(2, 64, 128))
-    kept = backend._weights.get(b, b_scales)
-    assert backend._weights.get(b, b_scales) is kept
+    kept = backend._weights.get(Quantized(b, b_scales))
+    assert backend._weights.get(Quantized(b, b_scales)) is kept
     other = b_scales * 2
     while other._version < b_scales._version:
         other.add_(0)
-    assert torch.equal(_plain(backend._weights.get(b, other)), 2 * _plain(kept))
-    kept = backend._weights.get(b, b_scales)
+    assert torch.equal(_plain(backend._weights.get(Quantized(b, other))), 2 * _plain(kept))
+    kept = backend._weights.get(Quantized(b, b_scales))
     assert torch.equal(_plain(kept), dequantize_blocks(b, b_scales, torch.bfloat16))
     watched = weakref.ref(kept[0])
     del b, kept
@@ -114,11 +120,11 @@ def test_weights_are_dequantized_once_and_freed_with_the_callers() -> None:
 def test_only_groups_that_changed_are_dequantized_again() -> None:
     backend = ReferenceBackend()
     weights = quantize_blocks(torch.ones(3, 64, 128))
-    before = backend._weights.get(*weights)
+    before = backend._weights.get(weights)
     other = quantize_blocks(torch.full((64, 128), -0.5))
     weights.data[1], weights.scales[1] = other
     backend.weights_changed(weights, [1], [backend.prepare_weights(other)])
-    after = backend._weights.get(*weights)
+    after = backend._weights.get(weights)
     assert [new is old for new, old in zip(after, before, strict=True)] == [True, False, True]
     assert torch.equal(_plain(after), dequantize_blocks(*weights, torch.bfloat16))
     backend.weights_changed(quantize_blocks(torch.ones(1, 64, 128)), [], [])  # never seen: nothing to do

@@ -14,6 +14,7 @@ from expertd.kernels.backends.cpu.program import Piece, program
 from expertd.kernels.backends.weight_cache import WeightCache
 from expertd.kernels.ops.activation import Activation, rounded_swiglu
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.four_bits import W, Weights, groups_of
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, dequantize_rows
 
 _RUN_ROWS = 512  # whose intermediate results are still in the caches when they are read
@@ -51,13 +52,13 @@ class CpuBackend(Backend):
     def warm_up(self, progress: Progress | None = None) -> None:
         """See `Backend.warm_up`: it has compiled already."""
 
-    def packed(self, weights: Quantized) -> Quantized:
+    def packed(self, weights: W) -> W:
         """See `Backend.packed`; calls need the scales only as a key to the matrices."""
         return self._weights.packed(weights)
 
-    def prepare_weights(self, group: Quantized) -> _Matrix:
+    def prepare_weights(self, group: Weights) -> _Matrix:
         """See `Backend.prepare_weights`."""
-        data, scales = group
+        data, scales = group.data, group.scales
         n, k = (-(-size // step) * step for size, step in zip(data.shape, (COLUMNS, BLOCK), strict=True))
         codes, pair = data.view(torch.uint8), self._program.has.pair
         if (n, k) != data.shape:
@@ -65,27 +66,25 @@ class CpuBackend(Backend):
         codes = codes.view(n // COLUMNS, COLUMNS, k // pair, pair).transpose(1, 2).contiguous()
         return _Matrix(codes, scales.detach().clone(memory_format=torch.contiguous_format))
 
-    def weights_changed(self, weights: Quantized, groups: Sequence[int], prepared: Sequence[object]) -> None:
+    def weights_changed(self, weights: Weights, groups: Sequence[int], prepared: Sequence[object]) -> None:
         """See `Backend.weights_changed`; else the next call would make the matrices of all groups again."""
-        self._weights.refresh(*weights, groups, [each for each in prepared if isinstance(each, _Matrix)])
+        self._weights.refresh(weights, groups, [each for each in prepared if isinstance(each, _Matrix)])
 
     @torch.no_grad()
-    def contiguous(
-        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
-    ) -> None:
-        self._contiguous(a, self._weights.get(*b), offsets.tolist(), out)
+    def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
+        self._contiguous(a, self._weights.get(b), offsets.tolist(), out)
 
     @torch.no_grad()
     def masked(
         self,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         counts: Tensor,
         expected_m: int | None,
         out: Tensor,
         num_sms: int | None,
     ) -> None:
-        matrices = self._weights.get(*b)
+        matrices = self._weights.get(b)
         for group, count in enumerate(counts.tolist()):
             rows = Quantized(a.data[group, :count], a.scales[group, :count])
             self._contiguous(rows, matrices[group : group + 1], [0, count], out[group])
@@ -94,8 +93,8 @@ class CpuBackend(Backend):
         self,
         hidden_states: HiddenStates,
         tokens: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         offsets: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -105,7 +104,7 @@ class CpuBackend(Backend):
         if isinstance(hidden_states, Quantized):
             hidden_states = dequantize_rows(*hidden_states, torch.bfloat16)
         x = hidden_states.detach().to(torch.bfloat16).to(self._program.dtype)
-        first, second = self._weights.get(*gate_up), self._weights.get(*down)
+        first, second = self._weights.get(gate_up), self._weights.get(down)
         out = torch.empty((tokens.numel(), down.data.shape[1]), dtype=torch.bfloat16, device="cpu")
         for run in _runs(offsets.tolist()):
             start, end = run[0].start, run[-1].end
@@ -119,8 +118,8 @@ class CpuBackend(Backend):
             self._launch(rows, second, run, None if biases is None else biases.down, out[start:end])
         return out
 
-    def _matrices(self, data: Tensor, scales: Tensor) -> tuple[_Matrix, ...]:
-        return tuple(self.prepare_weights(Quantized(*group)) for group in zip(data, scales, strict=True))
+    def _matrices(self, weights: Weights) -> tuple[_Matrix, ...]:
+        return tuple(self.prepare_weights(group) for group in groups_of(weights))
 
     def _contiguous(
         self, a: Quantized, matrices: Sequence[_Matrix], bounds: Sequence[int], out: Tensor

@@ -14,6 +14,7 @@ from expertd.kernels.backends.reference.matrices import matrices_of, multiply, p
 from expertd.kernels.backends.weight_cache import WeightCache
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.four_bits import W, Weights
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, dequantize_rows
 
 
@@ -26,24 +27,22 @@ class ReferenceBackend(Backend):
     def __init__(self) -> None:
         self._weights = WeightCache(matrices_of)
 
-    def packed(self, weights: Quantized) -> Quantized:
+    def packed(self, weights: W) -> W:
         """See `Backend.packed`; on a CPU, calls need the matrices, and the scales only as a key to them."""
         return self._weights.packed(weights) if weights.data.is_cpu else weights
 
-    def prepare_weights(self, group: Quantized) -> object:
+    def prepare_weights(self, group: Weights) -> object:
         """See `Backend.prepare_weights`."""
-        return prepared_matrix(*group)
+        return prepared_matrix(group)
 
-    def weights_changed(self, weights: Quantized, groups: Sequence[int], prepared: Sequence[object]) -> None:
+    def weights_changed(self, weights: Weights, groups: Sequence[int], prepared: Sequence[object]) -> None:
         """See `Backend.weights_changed`; else the next call would make the matrices of all groups again."""
         matrices = [matrix for matrix in prepared if isinstance(matrix, Tensor)]
-        self._weights.refresh(*weights, groups, matrices)
+        self._weights.refresh(weights, groups, matrices)
 
     @torch.no_grad()
-    def contiguous(
-        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
-    ) -> None:
-        matrices = self._weights.get(*b)
+    def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
+        matrices = self._weights.get(b)
         rows = dequantize_rows(*a, torch.bfloat16)
         bounds = offsets.tolist()
         for group, (start, end) in enumerate(pairwise(bounds)):
@@ -54,13 +53,13 @@ class ReferenceBackend(Backend):
     def masked(
         self,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         counts: Tensor,
         expected_m: int | None,
         out: Tensor,
         num_sms: int | None,
     ) -> None:
-        matrices = self._weights.get(*b)
+        matrices = self._weights.get(b)
         for group, count in enumerate(counts.tolist()):
             if count > 0:
                 rows = dequantize_rows(a.data[group, :count], a.scales[group, :count], torch.bfloat16)
@@ -70,8 +69,8 @@ class ReferenceBackend(Backend):
         self,
         hidden_states: HiddenStates,
         tokens: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         offsets: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -82,5 +81,5 @@ class ReferenceBackend(Backend):
             return super().ffn(hidden_states, tokens, gate_up, down, offsets, activation, num_sms, biases)
         if isinstance(hidden_states, Quantized):
             hidden_states = dequantize_rows(*hidden_states, torch.bfloat16)
-        matrices = self._weights.get(*gate_up), self._weights.get(*down)
+        matrices = self._weights.get(gate_up), self._weights.get(down)
         return cpu_ffn.ffn(hidden_states, tokens, *matrices, offsets.tolist(), activation, biases)

@@ -6,7 +6,7 @@ import platform
 import torch
 from torch import Tensor
 
-from expertd.kernels.ops.quantize import dequantize_blocks
+from expertd.kernels.ops.four_bits import Weights, columns_of, decode, groups_of
 
 Matrices = tuple[Tensor, ...]  # [N, K] of each group, packed or plain
 
@@ -54,23 +54,24 @@ def _multiply_in_fp32(rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tens
     return out
 
 
-def matrices_of(b: Tensor, b_scales: Tensor) -> Matrices:
-    """The matrix of each group of b [G, N, K]."""
+def matrices_of(weights: Weights) -> Matrices:
+    """The matrix of each group of weights [G, N, K]."""
     # Group by group, so that there is never a whole bf16 copy beside the packed one, and in one buffer:
     # among matrices that stay, freed ones would leave holes in the heap, up to half of it.
     buffer: Tensor | None = None
-    if b.is_cpu and can_pack():
-        buffer = torch.empty(b.shape[1:], dtype=torch.bfloat16, device=b.device)
-    return tuple(_prepared(*group, buffer) for group in zip(b.unbind(), b_scales.unbind(), strict=True))
+    if weights.data.is_cpu and can_pack():
+        size = weights.data.shape[1], columns_of(weights)
+        buffer = torch.empty(size, dtype=torch.bfloat16, device=weights.data.device)
+    return tuple(_prepared(group, buffer) for group in groups_of(weights))
 
 
-def prepared_matrix(data: Tensor, scales: Tensor) -> Tensor:
+def prepared_matrix(group: Weights) -> Tensor:
     """The matrix of one group [N, K], in the layout that multiplies fastest."""
-    return _prepared(data, scales, None)
+    return _prepared(group, None)
 
 
-def _prepared(data: Tensor, scales: Tensor, buffer: Tensor | None) -> Tensor:
-    matrix = dequantize_blocks(data, scales, torch.bfloat16, buffer)
+def _prepared(group: Weights, buffer: Tensor | None) -> Tensor:
+    matrix = decode(group, torch.bfloat16, buffer)
     if matrix.device.type == "cpu" and can_pack():
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(matrix, _PACKED_ROWS)
         return packed

@@ -25,6 +25,7 @@ from expertd.kernels.checks import refusal
 from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.checks import check_logits, check_router
+from expertd.kernels.ops.four_bits import Weights
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, RequestTable
@@ -60,9 +61,7 @@ class TritonBackend(Backend):
             if progress is not None:
                 progress(done, len(variants), variant.name)
 
-    def contiguous(
-        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
-    ) -> None:
+    def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
         """Write out [M, N]; see `grouped_gemm_contiguous`."""
         expected_m = a.data.shape[0] / b.data.shape[0]
         self._multiply_into(Layout.CONTIGUOUS, a, b, offsets, out, expected_m, num_sms)
@@ -70,7 +69,7 @@ class TritonBackend(Backend):
     def masked(
         self,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         counts: Tensor,
         expected_m: int | None,
         out: Tensor,
@@ -85,8 +84,8 @@ class TritonBackend(Backend):
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -223,7 +222,7 @@ class TritonBackend(Backend):
         self,
         layout: Layout,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         extents: Tensor,
         out: Tensor,
         expected_m: float,
@@ -252,7 +251,7 @@ class TritonBackend(Backend):
     def _activate(
         self,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         offsets: Tensor,
         activation: Activation,
         expected_m: float,
