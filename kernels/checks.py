@@ -9,9 +9,9 @@ from torch import Tensor
 
 from expertd.activation import Activation, OtherGlu, Swiglu
 from expertd.backends import Capabilities, taking
-from expertd.kernels.ops.four_bits import COLUMN_STEP, SCALE_DTYPES, FourBits, Weights, columns_of, format_of
+from expertd.kernels.ops.four_bits import SCALE_DTYPES, FourBits, Weights, columns_of, format_of
 from expertd.kernels.ops.quantize import Quantized
-from expertd.limits import MAX_GROUPS, SCALE_BLOCK
+from expertd.limits import COLUMN_STEP, MAX_GROUPS, SCALE_BLOCK
 from expertd.weight_format import WeightFormat
 
 MIN_N_STEP = 8  # one 16-byte store of bf16

@@ -4,7 +4,7 @@ Sources: the OCP Microscaling specification 1.0 (e2m1, UE8M0), NVIDIA's descript
 pack-quantized format of compressed-tensors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -14,8 +14,6 @@ from torch import Tensor
 from expertd.kernels.ops.quantize import E4M3_MAX, Quantized, dequantize_blocks
 from expertd.weight_format import WeightFormat
 
-COLUMN_STEP = 32
-"""K is a multiple of it: rows of codes then begin at multiples of 16 bytes."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MAX, _E2M1_LARGEST_EXPONENT = 6.0, 2
 _E8M0_BIAS = 127
@@ -80,6 +78,12 @@ def mapped(weights: W, change: Callable[[Tensor], Tensor]) -> W:
         return Quantized(change(weights.data), change(weights.scales))
     whole = None if weights.whole is None else change(weights.whole)
     return FourBits(change(weights.data), change(weights.scales), weights.format, whole)
+
+
+def of_tensors(weights: W, made: Callable[[Tensor, Tensor], Tensor], tensors: Iterable[Tensor]) -> W:
+    """Weights of the same format: `made` of each tensor of `weights` and the next one given."""
+    given = iter(tensors)
+    return mapped(weights, lambda own: made(own, next(given)))
 
 
 def groups_of(weights: W) -> Iterator[W]:

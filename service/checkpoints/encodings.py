@@ -12,6 +12,7 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.files import Stored
 from expertd.service.util.sentences import any_of
+from expertd.weight_format import WeightFormat
 
 FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32")
@@ -42,6 +43,18 @@ class Encoding(StrEnum):
     def has_powers(self) -> bool:
         """Whether its scales are powers of two."""
         return self in (Encoding.MXFP8, Encoding.MXFP4)
+
+    @property
+    def four_bits(self) -> WeightFormat | None:
+        """The format of four bits that it is; None: none."""
+        return _FOUR_BITS.get(self)
+
+
+_FOUR_BITS = {
+    Encoding.NVFP4: WeightFormat.NVFP4,
+    Encoding.MXFP4: WeightFormat.MXFP4,
+    Encoding.INT4: WeightFormat.INT4,
+}
 
 
 @dataclass(frozen=True)
@@ -112,6 +125,13 @@ class Encoded:
     def is_half_bytes(self) -> bool:
         """Whether a value has four bits."""
         return self.weight.dtype in _IN_ONE
+
+    @property
+    def shares_columns(self) -> bool:
+        """Whether numbers of four bits that share an element are of one row."""
+        (n, k), in_one = self.shape, _IN_ONE[self.weight.dtype]
+        size = self.weight.shape[self.layout.num_experts is not None :]
+        return size == ((k // in_one, n) if self.layout.transposed else (n, k // in_one)) or len(size) == 3
 
     @property
     def format(self) -> str:

@@ -1,5 +1,6 @@
 """Turns each requested layer of a checkpoint into a model of the service, and lists its layers."""
 
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -7,16 +8,19 @@ from typing import Literal
 from pydantic import Field, InstanceOf, ValidationError
 
 from expertd.activation import COMMON, ExpertRule
+from expertd.backends import BACKENDS, Capabilities
 from expertd.limits import HIDDEN_STEP, SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.describe import read_model
 from expertd.service.checkpoints.files import TensorFiles
 from expertd.service.checkpoints.find import find_layer, present_layers
 from expertd.service.checkpoints.model import LayerSource, MoEModel
+from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import ALL, numbers, spans
 from expertd.service.util.sentences import expected_and_got, shown
+from expertd.weight_format import WeightFormat
 
 
 class _LayerSettings(ModelSettings):
@@ -29,6 +33,14 @@ class CheckpointModelSettings(_LayerSettings):
     source: InstanceOf[LayerSource]
     rule: InstanceOf[ExpertRule] = COMMON
 
+    @property
+    def stored_shape(self) -> LayerShape:
+        """See `ModelSettings.stored_shape`; the experts may have four bits."""
+        source = self.source
+        return replace(
+            super().stored_shape, weight_layout=source.weight_layout, shared_layout=source.shared_layout
+        )
+
 
 def _check_moves(model: CheckpointModelSettings, settings: Settings) -> None:
     """Raise CheckpointError if experts are to move that have biases; as `check_moves`, by headers alone."""
@@ -37,12 +49,24 @@ def _check_moves(model: CheckpointModelSettings, settings: Settings) -> None:
         raise CheckpointError(f"{model.source.router.file}: {model.name}: {expected}, got another")
 
 
-def resolve_checkpoints(settings: Settings) -> Settings:
+def _only_fp8() -> Set[WeightFormat]:
+    return Capabilities().weight_formats
+
+
+def resolve_checkpoints(
+    settings: Settings, chosen: Callable[[Settings], Capabilities | None] = lambda settings: None
+) -> Settings:
     """The settings, with the layers of `checkpoints` added to `models`.
+
+    chosen  what "auto" will choose, if it can run, asked only where weights have four bits: it imports torch
 
     Reads only headers. Raises CheckpointError if a layer cannot be served.
     """
-    models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint)]
+
+    def takes() -> Set[WeightFormat]:
+        return (BACKENDS.get(settings.backend) or chosen(settings) or Capabilities()).weight_formats
+
+    models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint, takes)]
     for model in models if settings.num_ranks > 1 else ():
         _check_moves(model, settings)
     try:
@@ -52,8 +76,12 @@ def resolve_checkpoints(settings: Settings) -> Settings:
         raise CheckpointError(f"checkpoints: {expected_and_got(first)}") from error
 
 
-def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
+def models_of(
+    checkpoint: CheckpointSettings, takes: Callable[[], Set[WeightFormat]] = _only_fp8
+) -> list[CheckpointModelSettings]:
     """The requested layers, each with its name, sizes and routing. Reads only headers.
+
+    takes  the formats in which weights may be served, asked only if some have four bits
 
     Raises CheckpointError if a layer cannot be served.
     """
@@ -75,7 +103,7 @@ def models_of(checkpoint: CheckpointSettings) -> list[CheckpointModelSettings]:
             num_shared_experts = model.num_shared_experts if 0 in held else 0
             settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
             num_found = num_shared_experts if checkpoint.shared_experts else 0
-            source = find_layer(files, model, layer, held, num_found, requantize)
+            source = find_layer(files, model, layer, held, num_found, requantize, takes)
             found = {"source": source, "rule": model.rules.get(layer, COMMON)}
             models.append(CheckpointModelSettings.model_validate(settings | found))
     return models
@@ -143,10 +171,14 @@ def _name(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class ListedLayer:
-    """A layer; num_bytes counts its experts' weights in the files, shared_bytes those of shared ones."""
+    """A layer; num_bytes counts its experts' weights in the files, shared_bytes those of shared ones.
+
+    served  the format in which they are served, if a backend takes it; the routed experts' first
+    """
 
     layer: int
     format: str
+    served: str
     num_bytes: int
     shared_bytes: int
 
@@ -167,8 +199,13 @@ def list_layers(
         path=directory, layers=spans(layers) or ALL, requantize=requantize, name="model"
     )
     listed = []
-    for layer, each in zip(layers, models_of(settings), strict=True):
+    for layer, each in zip(layers, models_of(settings, lambda: frozenset(WeightFormat)), strict=True):
         shared = replace(each.source, groups=each.source.groups[model.num_experts :])
         form = " and ".join(each.source.formats)
-        listed.append(ListedLayer(layer, form, each.source.num_bytes, shared.num_bytes))
+        formats = (
+            each.shape.weight_layout.format,
+            *([each.shape.shared_layout.format] if each.shape.splits_shared else []),
+        )
+        served = ", shared ".join(formats)
+        listed.append(ListedLayer(layer, form, served, each.source.num_bytes, shared.num_bytes))
     return model, listed

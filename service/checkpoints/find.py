@@ -1,9 +1,10 @@
 """Finds the tensors of one MoE layer, checks their names, shapes and dtypes, and refuses unknown ones."""
 
 import re
-from collections.abc import Set
+from collections.abc import Callable, Set
 from itertools import chain
 
+from expertd.backends import taking
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.encodings import (
     FLOATS,
@@ -18,6 +19,7 @@ from expertd.service.checkpoints.encodings import (
 )
 from expertd.service.checkpoints.files import Stored, TensorFiles
 from expertd.service.checkpoints.model import PREFIXES, Biases, LayerSource, Matrix, MoEModel
+from expertd.weight_format import FP8_BLOCKS, WeightFormat, WeightLayout
 
 _MAX_NAMED = 3
 # The parts of a layer that may belong to its MoE block; not norms, nor what mixes residual streams (hc).
@@ -94,17 +96,19 @@ def find_layer(
     experts: range,
     num_shared_experts: int,
     requantize: bool,
+    takes: Callable[[], Set[WeightFormat]],
 ) -> LayerSource:
     """Find the tensors of layer `layer` with the routed `experts` and the first `num_shared_experts`.
 
-    requantize: whether encodings are allowed that must be rounded once more. Reads only headers. Raises
-    CheckpointError if a tensor is missing, has the wrong shape or dtype, or is in the layer's block and of no
-    use that `model` knows.
+    requantize: whether encodings are allowed that must be rounded once more. takes: the formats that may be
+    served as they are, asked only if there are four bits. Reads only headers. Raises CheckpointError if a
+    tensor is missing, has the wrong shape or dtype, or is in the layer's block and of no use that `model`
+    knows.
     """
     starts = _starts(files, model, layer)
     if len(starts) > 1:
         raise CheckpointError(f"{files.directory}: layer {layer}: expected one, got {' and '.join(starts)}")
-    finder = _Finder(files, model, starts[0] if starts else f"{PREFIXES[0]}{layer}.", requantize)
+    finder = _Finder(files, model, starts[0] if starts else f"{PREFIXES[0]}{layer}.", requantize, takes)
     return finder.find(experts, num_shared_experts)
 
 
@@ -115,9 +119,16 @@ def _starts(files: TensorFiles, model: MoEModel, layer: int) -> list[str]:
 
 
 class _Finder:
-    def __init__(self, files: TensorFiles, model: MoEModel, start: str, requantize: bool) -> None:
+    def __init__(
+        self,
+        files: TensorFiles,
+        model: MoEModel,
+        start: str,
+        requantize: bool,
+        takes: Callable[[], Set[WeightFormat]],
+    ) -> None:
         self._files = files
-        self._requantize = requantize
+        self._requantize, self._takes = requantize, takes
         self._model = model
         self._start = start
         self._used: set[str] = set()
@@ -125,8 +136,8 @@ class _Finder:
     def find(self, experts: range, num_shared_experts: int) -> LayerSource:
         model, names = self._model, self._model.names
         stacked = [self._weight(name) for name in names.stacked]
-        groups = self._stacked(stacked, experts) if stacked[0].exist else self._separate(experts)
-        groups += self._shared(num_shared_experts)
+        routed = self._stacked(stacked, experts) if stacked[0].exist else self._separate(experts)
+        shared = self._shared(num_shared_experts)
         bias = None
         if names.router_bias is not None:
             bias = self._vector(names.router_bias, model.num_experts)
@@ -136,9 +147,12 @@ class _Finder:
             gate = self._vector(names.shared_gate, model.hidden_size)
         biases = self._biases(experts)
         check_names(self._files, model, self._start, self._used)
-        for matrix in chain.from_iterable(groups):
-            self._check_allowed(matrix)
-        return LayerSource(self._start, router, bias, tuple(groups), gate, biases)
+        layout = self._layout_of(routed, FP8_BLOCKS)
+        shared_layout = self._layout_of(shared, layout)
+        groups = tuple(routed + shared)
+        return LayerSource(
+            self._start, router, bias, groups, gate, biases, layout, shared_layout, len(shared)
+        )
 
     def _separate(self, experts: range) -> list[Group]:
         """Experts with a tensor for each projection."""
@@ -199,14 +213,31 @@ class _Finder:
         """Raise CheckpointError if what config.json says of the weight is why it cannot be served."""
         self._model.quantization.check(f"{self._start}{name}", encoded)
 
-    def _check_allowed(self, matrix: Matrix) -> None:
-        """Raise CheckpointError if the matrix, which could be served, must not be rounded."""
+    def _layout_of(self, groups: list[Group], default: WeightLayout) -> WeightLayout:
+        """How these experts are served: in four bits, as they are, if they may be; else in FP8.
+
+        default  without any experts
+
+        Raises CheckpointError if they, which could be served, must not be rounded.
+        """
+        found = {matrix.four_bits for matrix in chain.from_iterable(groups)}
+        layout = next(iter(found), default) if len(found) < 2 else None
+        if not groups or (layout is not None and layout.format in self._takes()):
+            return layout or default
+        for matrix in chain.from_iterable(groups):
+            self._check_allowed(matrix, layout)
+        return FP8_BLOCKS
+
+    def _check_allowed(self, matrix: Matrix, layout: WeightLayout | None) -> None:
+        """Raise CheckpointError if the matrix must not be rounded; layout: that in which it need not be."""
         if matrix.is_native or self._requantize:
             return
         weight, rows = matrix.encoded.weight, " of interleaved gates and ups" if matrix.rows.step > 1 else ""
+        as_it_is = "" if layout is None else f"; backend {taking(layout.format)} takes it as it is"
         raise CheckpointError(
             f"{weight.file}: {weight.name}: expected floats, or FP8 with a scale per 128x128 block or per "
             f"tensor, got {matrix.encoded.encoding}{rows}; with requantize: allow, it is rounded to that FP8"
+            f"{as_it_is}"
         )
 
     def _stacked(self, tensors: list[WeightTensors], experts: range) -> list[Group]:

@@ -6,10 +6,11 @@ from types import MappingProxyType
 from typing import Any
 
 from expertd.activation import ExpertRule
-from expertd.limits import SCALE_BLOCK
+from expertd.limits import COLUMN_STEP, SCALE_BLOCK
 from expertd.service.checkpoints.encodings import Encoded, Encoding
 from expertd.service.checkpoints.files import Stored
 from expertd.service.checkpoints.quantization import Quantization
+from expertd.weight_format import FP8_BLOCKS, WeightFormat, WeightLayout
 
 PREFIXES = (
     "model.layers.",
@@ -99,6 +100,25 @@ class Matrix:
         return self.rows.step == 1 and not (self.rows.start % SCALE_BLOCK or self.columns.start % SCALE_BLOCK)
 
     @property
+    def four_bits(self) -> WeightLayout | None:
+        """The layout of four bits that its tensors have as they are; None: they have none."""
+        encoded, scales = self.encoded, self.encoded.scales
+        found = encoded.encoding.four_bits
+        if found is None or scales is None or not encoded.shares_columns:
+            return None
+        rows, size = scales.unit
+        step = max(size, COLUMN_STEP)
+        if (
+            rows != 1
+            or size not in found.group_sizes
+            or self.columns.start % step
+            or len(self.columns) % step
+        ):
+            return None
+        dtype = "U8" if found is WeightFormat.MXFP4 else scales.stored.dtype
+        return WeightLayout(found, size, dtype)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of its values in the file."""
         numbers = len(self.rows) * len(self.columns)
@@ -124,6 +144,8 @@ class LayerSource:
 
     start   what the names of all of the layer's tensors begin with
     biases  of families whose experts have some; they have no shared ones
+    weight_layout, shared_layout  those in which the routed and the shared experts are served
+    num_shared  the shared ones in `groups`
     """
 
     start: str
@@ -132,6 +154,9 @@ class LayerSource:
     groups: tuple[tuple[Matrix, Matrix, Matrix], ...]
     shared_gate: Stored | None = None
     biases: Biases | None = None
+    weight_layout: WeightLayout = FP8_BLOCKS
+    shared_layout: WeightLayout = FP8_BLOCKS
+    num_shared: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from expertd.kernels import ExpertBiases, Quantized, quantize_blocks
+from expertd.kernels import ExpertBiases, ExpertPart, FourBits, Quantized, Weights, quantize_blocks
+from expertd.kernels.ops.four_bits import mapped
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
 from expertd.service.checkpoints.encodings import Scales
@@ -17,7 +18,8 @@ from expertd.service.device import device_of
 from expertd.service.moe.needs import GROUPS_AT_ONCE
 from expertd.service.moe.tensor_file import TensorFileError
 from expertd.service.moe.tensor_reader import TensorReader
-from expertd.service.moe.weights import ExpertWeights
+from expertd.service.moe.weights import ExpertWeights, new_matrices
+from expertd.weight_format import WeightFormat, WeightLayout
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -164,18 +166,24 @@ def _numbers(values: Tensor) -> Tensor:
     return values.to(torch.float32)
 
 
-def _spread(scales: Scales, matrix: Matrix, load: LoadTensor, rows: range, columns: range) -> Tensor:
-    """The scale of each of these rows and columns of the weight."""
+def _grid(scales: Scales, matrix: Matrix, load: LoadTensor) -> Tensor:
+    """The scales of the whole weight, [rows of units, columns of units], as the file has them."""
     values = load(scales.stored)
-    if values.dtype == torch.uint8:  # an exponent
-        values = values.view(torch.float8_e8m0fnu)
     grid = [-(-size // unit) for size, unit in zip(matrix.encoded.shape, scales.unit, strict=True)]
     if matrix.encoded.layout.transposed:
         values = values.reshape(grid[::-1]).t()
-    values = values.reshape(grid).to(torch.float32)
+    return values.reshape(grid)
+
+
+def _spread(scales: Scales, matrix: Matrix, load: LoadTensor, rows: range, columns: range) -> Tensor:
+    """The scale of each of these rows and columns of the weight."""
+    values = _grid(scales, matrix, load)
+    if values.dtype == torch.uint8:  # an exponent
+        values = values.view(torch.float8_e8m0fnu)
+    values = values.to(torch.float32)
     values = 1 / values if scales.divides else values
     for dim, (part, unit) in enumerate(zip((rows, columns), scales.unit, strict=True)):
-        if grid[dim] > 1:
+        if values.shape[dim] > 1:
             at = torch.arange(part.start, part.stop, part.step, device=values.device) // unit
             values = values.index_select(dim, at)
     return values
@@ -189,9 +197,10 @@ MAX_ROUTER = 1e30
 
 
 def read_layer(source: LayerSource, device: torch.device | str, progress: BytesRead) -> ExpertWeights:
-    """The layer's weights on `device`, gate and up fused. FP8 is copied bit for bit, others are quantized.
+    """The layer's weights on `device`, gate and up fused, in the layouts of `source`.
 
-    Where sizes are no multiples of 128, rows of gates and ups, and columns of down, are filled with zeros.
+    FP8 and four bits are copied bit for bit, others are quantized. Where sizes are no multiples of 128, rows
+    of gates and ups, and columns of down, are filled with zeros.
     `progress` is called with the bytes of each group after it is read, and may raise to stop. Needs memory
     for the layer, for `GROUPS_AT_ONCE` matrices as they are in the files, and for one in float32. Raises
     CheckpointError for weights or scales that are not finite, and if a file has changed since `source` was
@@ -200,8 +209,17 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
     first_gate, num_groups = source.groups[0][0], len(source.groups)
     h = len(first_gate.columns)
     i = -(-len(first_gate.rows) // SCALE_BLOCK) * SCALE_BLOCK
-    gate_up_out, down_out = _empty(num_groups, 2 * i, h, device), _empty(num_groups, h, i, device)
-    device = down_out.data.device  # with its number, since other threads may have another GPU
+    splits = source.num_shared > 0 and source.shared_layout != source.weight_layout
+    num_routed = num_groups - source.num_shared if splits else num_groups
+
+    def room(layout: WeightLayout, count: int) -> ExpertPart:
+        return ExpertPart(
+            new_matrices(layout, count, 2 * i, h, device), new_matrices(layout, count, h, i, device)
+        )
+
+    routed = room(source.weight_layout, num_routed)
+    shared = room(source.shared_layout, source.num_shared) if splits else None
+    device = routed.down.data.device  # with its number, since other threads may have another GPU
     own = device_of(device)
     stream = own.current_stream()
     decoding = threading.Lock()
@@ -217,9 +235,13 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
             with own.on(stream):
                 reader = PartReader(files, tensors, device)
                 gate, up, down = source.groups[group]
-                _read(reader, gate, _rows(gate_up_out, group, 0, i), decoding)
-                _read(reader, up, _rows(gate_up_out, group, i, i), decoding)
-                _read(reader, down, _rows(down_out, group, 0, h), decoding)
+                if shared is not None and group >= num_routed:
+                    at, out = group - num_routed, shared
+                else:
+                    at, out = group, routed
+                _read(reader, gate, _rows(out.gate_up, at, 0, i), decoding)
+                _read(reader, up, _rows(out.gate_up, at, i, i), decoding)
+                _read(reader, down, _rows(out.down, at, 0, h), decoding)
                 return sum(matrix.num_bytes for matrix in (gate, up, down))
 
         with ThreadPoolExecutor(GROUPS_AT_ONCE, "expertd-groups") as pool:
@@ -230,10 +252,45 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
                 pool.shutdown(cancel_futures=True)
                 raise
         biases = None if source.biases is None else _biases(reader, source.biases, i)
-    return ExpertWeights(router, gate_up_out, down_out, bias, shared_gate, biases)
+    return ExpertWeights(router, *routed, bias, shared_gate, biases, shared)
 
 
-def _read(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threading.Lock) -> None:
+def _read(reader: PartReader, matrix: Matrix, out: Weights, decoding: threading.Lock) -> None:
+    if isinstance(out, FourBits):
+        _read_four_bits(reader, matrix, out)
+    else:
+        _read_fp8(reader, matrix, out, decoding)
+
+
+def _read_four_bits(reader: PartReader, matrix: Matrix, out: FourBits) -> None:
+    """Codes and scales as they are; what the matrix does not fill stays as it is."""
+    encoded, load = matrix.encoded, reader.loader(matrix)
+    assert encoded.scales is not None
+    codes = load(encoded.weight)
+    codes = codes.flatten(1) if codes.ndim == 3 else codes
+    codes = (codes.t() if encoded.layout.transposed else codes).contiguous().view(torch.uint8)
+    n, k = len(matrix.rows), len(matrix.columns)
+    codes = codes[_slice(matrix.rows), matrix.columns.start // 2 : matrix.columns.stop // 2]
+    # compressed-tensors adds 8 to a number of int4; as two's complement, that is another highest bit.
+    out.data[:n, : k // 2] = codes ^ 0x88 if out.format is WeightFormat.INT4 else codes
+    size = encoded.scales.unit[1]
+    groups = slice(matrix.columns.start // size, matrix.columns.stop // size)
+    scales = _grid(encoded.scales, matrix, load)[_slice(matrix.rows), groups]
+    _bits(out.scales[:n, : k // size]).copy_(_bits(scales))
+    multiplied = out.scales.view(torch.float8_e8m0fnu) if out.scales.dtype == torch.uint8 else out.scales
+    in_all = multiplied.to(torch.float32)
+    if encoded.whole is not None and out.whole is not None:
+        out.whole[:n] = _spread(encoded.whole, matrix, load, matrix.rows, range(1))[:, 0]
+        in_all = in_all * out.whole[:, None]
+    _check_scales(encoded.scales.stored, in_all)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same tensor for copies: of dtypes that torch copies elsewhere, or slowly, the bytes."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def _read_fp8(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threading.Lock) -> None:
     encoded = matrix.encoded
     source = encoded.weight  # of the scales
     if encoded.scales is None or not matrix.is_native:
@@ -253,12 +310,16 @@ def _read(reader: PartReader, matrix: Matrix, out: Quantized, decoding: threadin
     has_nan = bool(bits.amax() == 0xFF) or bool(bits.view(torch.int8).amax() == 0x7F)
     if has_nan:
         raise _not_finite(encoded.weight)
-    if not out.scales.isfinite().all():
+    _check_scales(source, out.scales)
+
+
+def _check_scales(source: Stored, scales: Tensor) -> None:
+    if not scales.isfinite().all():
         raise _not_finite(source)
     name = f"{source.file}: {source.name}"
-    if (out.scales < 0).any():
+    if (scales < 0).any():
         raise CheckpointError(f"{name}: expected scales of at least 0, got negative ones")
-    if (largest := float(out.scales.max())) > MAX_SCALE:
+    if (largest := float(scales.max())) > MAX_SCALE:
         raise CheckpointError(f"{name}: expected scales up to {MAX_SCALE:g}, got {largest:g}")
 
 
@@ -303,12 +364,8 @@ def _not_finite(tensor: Stored) -> CheckpointError:
     return CheckpointError(f"{tensor.file}: {tensor.name}: expected finite numbers, got others")
 
 
-def _empty(num_groups: int, n: int, k: int, device: torch.device | str) -> Quantized:
-    data = torch.empty((num_groups, n, k), dtype=torch.float8_e4m3fn, device=device)
-    blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-    return Quantized(data, torch.empty((num_groups, *blocks), dtype=torch.float32, device=device))
-
-
-def _rows(out: Quantized, group: int, first: int, count: int) -> Quantized:
+def _rows(out: Weights, group: int, first: int, count: int) -> Weights:
+    if isinstance(out, FourBits):
+        return mapped(out, lambda tensor: tensor[group, first : first + count])
     blocks = slice(first // SCALE_BLOCK, -(-(first + count) // SCALE_BLOCK))
     return Quantized(out.data[group, first : first + count], out.scales[group, blocks])

@@ -120,7 +120,7 @@ def _checks(settings: "Settings") -> Iterator[Result]:
     def checkpoints() -> str:
         nonlocal settings
         read = " (only headers are read)" if settings.checkpoints else ""
-        settings = resolve_checkpoints(settings)
+        settings = resolve_checkpoints(settings, capabilities_of)
         return f"layers to serve: {', '.join(model.name for model in settings.models)}{read}"
 
     yield (resolved := _result("checkpoints", checkpoints))

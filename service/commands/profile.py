@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from expertd.service.commands.arguments import add_serve_arguments, read_arguments
 from expertd.service.commands.cpus import prepare_openmp
+from expertd.service.commands.devices import capabilities_of
 from expertd.service.commands.serve import check_weights
 from expertd.service.engine.profile_limits import MAX_SECONDS, MAX_STEPS, SECONDS, STEPS
 from expertd.service.util.files import UnwritableError, check_writable, temporary_directory, write_whole
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         settings, _ = read_arguments(arguments)
-        settings = _only(resolve_checkpoints(settings), arguments.served_model)
+        settings = _only(resolve_checkpoints(settings, capabilities_of), arguments.served_model)
         _check(settings, arguments)
         check_weights(settings)
     except SettingsError as error:

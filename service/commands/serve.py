@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         settings, values = read_arguments(arguments)
-        settings = resolve_checkpoints(settings)
+        settings = resolve_checkpoints(settings, capabilities_of)
         check_weights(settings)
         check_grpc(settings)
         check_tracing(settings)

@@ -84,6 +84,7 @@ def stored_layers(memory: StoreMemory, slots: Mapping[str, int]) -> MakeLayer:
             router=weights.router.to(device),
             gate_up=store.slots.gate_up,
             down=store.slots.down,
+            shared=store.shared,
             router_bias=None if weights.router_bias is None else weights.router_bias.to(device),
             shared_gate=None if weights.shared_gate is None else weights.shared_gate.to(device),
         )

@@ -6,7 +6,7 @@ from expertd.backends import Capabilities
 from expertd.service.engine.layers import has_biases, rule_of
 from expertd.service.moe.expert_budget import chunks_bytes, slots_within
 from expertd.service.moe.needs import GRAPH_TOKENS, Needs, needs_of, part_of_layer, staging_bytes, together
-from expertd.service.moe.separate import needs_two_calls
+from expertd.service.moe.separate import has_two_rules
 from expertd.service.moe.step.batch import FLOATS
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
@@ -28,7 +28,7 @@ def check_expert_slots(settings: Settings) -> None:
     """Raise ValueError (name, expected, got) unless `weights_budget` can be kept. Reads only headers."""
     slots = expert_slots(settings)
     for model in (model for model in settings.models if model.name in slots):
-        if needs_two_calls(model.shape, rule_of(model)):
+        if has_two_rules(model.shape, rule_of(model)):
             expected = "layers whose routed and shared experts follow one rule"
             raise ValueError(f"weights_budget: expected {expected}, got others in model {model.name}")
         if has_biases(model):
@@ -66,7 +66,7 @@ def needs_of_model(
         staging=staging,
         has_biases=has_biases(model),
         weighs_input=rule_of(model).weighs_input,
-        keeps_fp8=settings.placement.policy is not None or slots is not None,
+        keeps_given=settings.placement.policy is not None or slots is not None,
         graph_tokens=graph_tokens,
     )
 

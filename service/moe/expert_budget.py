@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from expertd.limits import MAX_GROUPS
 from expertd.service.moe.shape import LayerShape
+from expertd.weight_format import WeightLayout
 
 COPY_RATES = {"PCIe 4 x16": 25e9, "PCIe 5 x16": 55e9}
 """Bytes per second from pinned memory of the host, about what such links reach."""
@@ -27,9 +28,9 @@ def chunk_experts(shape: LayerShape) -> int:
     return max(1, min(_CHUNK_BYTES // shape.expert_bytes, len(shape.held_experts) // 16))
 
 
-def chunk_sizes(shape: LayerShape) -> tuple[int, int, int]:
+def chunk_sizes(shape: LayerShape) -> tuple[int, int, int, WeightLayout]:
     """Equal for layers that share chunks, since their steps take turns."""
-    return shape.hidden_size, shape.intermediate_size, chunk_experts(shape)
+    return shape.hidden_size, shape.intermediate_size, chunk_experts(shape), shape.weight_layout
 
 
 def chunks_bytes(shapes: Iterable[LayerShape]) -> int:
@@ -45,7 +46,7 @@ def slots_within(budget: int, shapes: Mapping[str, LayerShape]) -> dict[str, int
     ValueError (name, expected, got) if a layer would have fewer than its top_k, or has too many experts.
     """
     routed = {name: len(shape.held_experts) * shape.expert_bytes for name, shape in shapes.items()}
-    fixed = sum(shape.num_shared_experts * shape.expert_bytes for shape in shapes.values())
+    fixed = sum(shape.num_shared_experts * shape.shared_expert_bytes for shape in shapes.values())
     if fixed + sum(routed.values()) <= budget:
         return {}
     fixed += chunks_bytes(shapes.values())

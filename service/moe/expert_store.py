@@ -7,8 +7,9 @@ import mmap
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,17 +22,16 @@ from expertd.kernels import (
     Backend,
     ExpertPart,
     HiddenStates,
-    Quantized,
     fused_experts_in_parts,
 )
-from expertd.limits import SCALE_BLOCK
+from expertd.kernels.ops.four_bits import mapped, tensors_of
 from expertd.service.device import Copies, Device, Event, Stream
 from expertd.service.memory import Mapped
 from expertd.service.moe.expert_budget import chunk_experts, chunk_sizes
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.staging import GrowingBuffer
 from expertd.service.moe.step.step_counts import StoreCounts
-from expertd.service.moe.weights import ExpertWeights
+from expertd.service.moe.weights import ExpertWeights, new_matrices
 
 _Experts = NDArray[np.intp]
 _NO_FILE = -1  # the descriptor of memory without a file
@@ -113,7 +113,7 @@ class StoreMemory:
         self.ids_copied, self.groups_copied = device.new_event(), device.new_event()
         self.counts: dict[str, StoreCounts] = {}
         """By model."""
-        self._chunks: dict[tuple[int, int, int], tuple[_Chunk, _Chunk]] = {}
+        self._chunks: dict[Hashable, tuple[_Chunk, _Chunk]] = {}
 
     def chunks(self, shape: LayerShape) -> tuple[_Chunk, _Chunk]:
         """The two chunks for layers of this size."""
@@ -131,7 +131,7 @@ class HostExperts:
     """The routed experts of a layer in the host's memory, from which the device can copy."""
 
     def __init__(self, weights: ExpertPart, num_experts: int, device: Device) -> None:
-        sources = [tensor[:num_experts] for matrix in weights for tensor in matrix]
+        sources = [tensor[:num_experts] for tensor in _tensors(weights)]
         starts = np.cumsum([0, *(-(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for tensor in sources)])
         # Not torch's pinned memory, of which it takes a power of two.
         memory = mmap.mmap(-1, int(starts[-1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -141,7 +141,8 @@ class HostExperts:
             own = whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             own.view(torch.uint8).copy_(tensor.view(torch.uint8))
             kept.append(own)
-        self.part = ExpertPart(Quantized(*kept[:2]), Quantized(*kept[2:]))
+        own = iter(kept)
+        self.part = ExpertPart(*(mapped(matrix, lambda _: next(own)) for matrix in weights))
         self._sources = [(tensor.data_ptr(), tensor[0].nbytes) for tensor in kept]
         unregister = device.register(Mapped(whole.data_ptr(), whole.numel(), _NO_FILE))
         weakref.finalize(self, unregister).atexit = False
@@ -174,6 +175,7 @@ class ExpertStore:
     num_slots  of routed experts
     host       the routed experts in the host's memory
     slots      the experts on the device: those in slots, then the shared ones
+    shared     the shared ones, if they have another layout; then `slots` does not have them
     counts     what steps did
     """
 
@@ -186,9 +188,14 @@ class ExpertStore:
         self.num_slots, self._packs = num_slots, backend.capabilities.packs
         whole = ExpertPart(weights.gate_up, weights.down)
         self.host = HostExperts(whole, held, self._device)
-        self.slots = new_part(shape, num_slots + shape.num_shared_experts, self._device.tensors)
+        beside = 0 if shape.splits_shared else shape.num_shared_experts
+        self.slots = new_part(shape, num_slots + beside, self._device.tensors)
         for source, target in zip(_tensors(whole), _tensors(self.slots), strict=True):
             target[num_slots:].view(torch.uint8).copy_(source[held:].view(torch.uint8))
+        self.shared = None
+        if weights.shared is not None:
+            to = self._device.tensors
+            self.shared = ExpertPart(*(mapped(matrix, lambda own: own.to(to)) for matrix in weights.shared))
         self._chunks = memory.chunks(shape)
         self._table = SlotTable(held, num_slots)
         self._places = np.arange(shape.num_groups + 2)  # of experts, by id + 1; at both ends those of none
@@ -252,11 +259,16 @@ class ExpertStore:
         held, num_groups, slots = len(self._table.slot_of), self._shape.num_groups, self.slots
         group_of = np.full(num_groups + 2, -1, np.int32)
         passes, first = list[_Pass](), 0
-        if len(fetches.present) or num_groups > held or not len(fetches.fetched):
+        if len(fetches.present) or slots.num_groups > self.num_slots or not len(fetches.fetched):
             passes.append(_Pass(slots))
             group_of[fetches.present + 1] = self._table.slot_of[fetches.present]
-            group_of[held + 1 : -1] = np.arange(self.num_slots, slots.num_groups)
+            if self.shared is None:
+                group_of[held + 1 : -1] = np.arange(self.num_slots, slots.num_groups)
             first = slots.num_groups
+        if self.shared is not None:
+            passes.append(_Pass(self.shared))
+            group_of[held + 1 : -1] = first + np.arange(self.shared.num_groups)
+            first += self.shared.num_groups
         if len(fetches.fetched):
             passes.append(_Pass(slots, self._slots_copied))
             group_of[fetches.fetched + 1] = first + fetches.slots
@@ -298,7 +310,7 @@ class ExpertStore:
         copied.record(stream)
         self.counts.num_bytes += len(experts) * self._shape.expert_bytes
         for matrix, kept in zip(to, self.host.part, strict=True) if self._packs else ():
-            prepared = [self._backend.prepare_weights(_group(kept, expert)) for expert in experts]
+            prepared = [self._backend.prepare_weights(mapped(kept, itemgetter(expert))) for expert in experts]
             self._backend.weights_changed(matrix, at, prepared)
         if self._device.is_host:  # which waits for its copies here
             self.counts.wait_seconds += time.perf_counter() - began
@@ -342,21 +354,12 @@ class ExpertStore:
 
 
 def new_part(shape: LayerShape, num_groups: int, device: torch.device) -> ExpertPart:
-    """Room for experts of a layer on a device, filled with zeros."""
-    h, i = shape.hidden_size, shape.intermediate_size
-
-    def matrices(n: int, k: int) -> Quantized:
-        blocks = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-        data = torch.zeros((num_groups, n, k), dtype=torch.uint8, device=device)
-        scales = torch.zeros((num_groups, *blocks), dtype=torch.float32, device=device)
-        return Quantized(data.view(torch.float8_e4m3fn), scales)
-
-    return ExpertPart(matrices(2 * i, h), matrices(h, i))
+    """Room for routed experts of a layer on a device, filled with zeros."""
+    layout, h, i = shape.weight_layout, shape.hidden_size, shape.intermediate_size
+    return ExpertPart(
+        new_matrices(layout, num_groups, 2 * i, h, device), new_matrices(layout, num_groups, h, i, device)
+    )
 
 
 def _tensors(part: ExpertPart) -> tuple[Tensor, ...]:
-    return *part.gate_up, *part.down
-
-
-def _group(weights: Quantized, group: int) -> Quantized:
-    return Quantized(weights.data[group], weights.scales[group])
+    return *tensors_of(part.gate_up), *tensors_of(part.down)

@@ -24,9 +24,9 @@ from expertd.layout import Layout
 from expertd.service.moe.expert_store import ExpertStore
 from expertd.service.moe.masked import masked_experts
 from expertd.service.moe.needs import part_of_layer
-from expertd.service.moe.separate import SeparateExperts, needs_two_calls
+from expertd.service.moe.separate import SeparateExperts, has_two_rules, needs_two_calls
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import ExpertWeights, check_weights, without_data
+from expertd.service.moe.weights import ExpertWeights, check_weights
 
 _HIDDEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -69,13 +69,14 @@ class MoELayer:
         self.routing = routing or Routing()
         self.routing.check(shape.num_experts, shape.top_k)
         self._rule = rule
-        two_calls = needs_two_calls(shape, rule)
+        two_calls = needs_two_calls(shape, rule) if store is None else has_two_rules(shape, rule)
         if two_calls and weights.biases is not None:
             raise ValueError("biases: expected none with this rule of the experts, got some")
         if store is not None and (two_calls or weights.biases is not None):
             raise ValueError("store: expected none with this rule of the experts, or biases, got one")
         self._separate = SeparateExperts(shape, weights, backend, rule) if two_calls else None
-        _check_masked(shape, masked_max_tokens, rule == COMMON and weights.biases is None)
+        plain = rule == COMMON and weights.biases is None and not shape.splits_shared
+        _check_masked(shape, masked_max_tokens, plain)
         self.shape = shape
         self.tokens_per_expert = partial(tokens_per_expert, shape)
         self.weights = weights
@@ -100,18 +101,17 @@ class MoELayer:
                 self._bf16_router = in_bf16
 
     def pack(self, name: str) -> None:
-        """Keep of one of the experts' MATRICES what calls need: on a CPU a copy in bf16, and no FP8.
+        """Keep of one of the experts' MATRICES what calls need: on a CPU a copy in bf16, and nothing else.
 
-        Afterwards `weights` has no data of it. One after the other, so that the FP8 of the first is freed.
+        Afterwards `weights` has no data of it. One after the other, so that the data of the first is freed.
         """
         if self._store is not None:
             return  # copies change the experts
-        matrix = self.weights.matrix(name)
         if self._separate is None:
-            packed = self.backend.packed(matrix)
-        else:
-            packed = without_data(matrix) if self._separate.pack(name) else matrix
-        self.weights = self.weights.with_matrix(name, packed)
+            packed = self.backend.packed(self.weights.matrix(name))
+            self.weights = self.weights.with_matrix(name, packed)
+        elif self._separate.pack(name):
+            self.weights = self.weights.without_matrix(name)
 
     def set_equal_token_counts(self, num_tokens: int) -> None:
         """For layers with ranks: the next calls have `num_tokens` on each. Here nothing depends on it."""

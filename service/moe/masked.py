@@ -13,6 +13,7 @@ from expertd.kernels import (
     HiddenStates,
     Permutation,
     Quantized,
+    Weights,
     compute_permutation,
     grouped_gemm_masked,
     permute_rows,
@@ -26,8 +27,8 @@ def masked_experts(
     hidden_states: HiddenStates,
     group_ids: Tensor,
     weights: Tensor,
-    gate_up: Quantized,
-    down: Quantized,
+    gate_up: Weights,
+    down: Weights,
     backend: Backend,
     num_sms: int | None,
     offsets: Tensor | None = None,
@@ -41,7 +42,7 @@ def masked_experts(
     # Pairs without a group get any row, which is left out of the sum.
     at = permutation.group_ids.clamp(max=num_groups - 1), permutation.positions.clamp(max=max_m - 1)
 
-    def multiply(rows: Quantized, b: Quantized) -> Tensor:
+    def multiply(rows: Quantized, b: Weights) -> Tensor:
         """Permuted rows [R, K] times b: bf16 [R, N]."""
         a = _spread(rows, permutation, num_groups, max_m)
         out = grouped_gemm_masked(

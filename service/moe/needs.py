@@ -11,7 +11,7 @@ from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
 
 GROUPS_AT_ONCE = 4
 """Experts that are read at a time: one waits for small tensors, or is decoded, while others are read."""
-_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
+_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 GRAPH_TOKENS = 256
 """Of the largest captured step, on each rank."""
 _GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer
@@ -46,7 +46,7 @@ def needs_of(
     staging: int = 0,
     has_biases: bool = False,
     weighs_input: bool = False,
-    keeps_fp8: bool = False,
+    keeps_given: bool = False,
     graph_tokens: int = GRAPH_TOKENS,
 ) -> Needs:
     """What a layer needs with steps of `max_tokens`, with a backend of these capabilities.
@@ -54,7 +54,7 @@ def needs_of(
     staging       bytes by which memory for all layers grows
     has_biases    whether the experts have some
     weighs_input  whether routing weights multiply the experts' input, see `ExpertRule`
-    keeps_fp8     whether a backend that packs needs the matrices also as they are: experts move
+    keeps_given   whether a backend that packs needs the matrices also as they are: experts move
     graph_tokens  of the largest captured step, those of all ranks; 0: none is captured
     """
     in_bf16, weight_bytes = capabilities.packs, capabilities.weight_bytes
@@ -66,9 +66,12 @@ def needs_of(
     matrices = 3 * shape.num_groups * shape.hidden_size * shape.intermediate_size
     weights = weights_bytes(shape, has_biases) + router
     reading = 0
-    if capabilities.packs:  # FP8 is freed matrix by matrix, the larger one first
-        reading = 0 if keeps_fp8 else (3 - weight_bytes) * matrices // 3
-        weights += (weight_bytes - 1 + keeps_fp8) * matrices
+    if capabilities.packs:
+        data, packed = _data_bytes(shape), weight_bytes * matrices
+        if not keeps_given:  # they are freed matrix by matrix, the larger one first
+            reading = max(data - packed // 3, data // 3)
+            weights -= data
+        weights += packed
     if capabilities.on_gpu:
         a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
         reading = max(reading, a_value * shape.hidden_size * shape.intermediate_size)
@@ -93,10 +96,18 @@ def together(each: Sequence[Needs]) -> Needs:
 
 
 def weights_bytes(shape: LayerShape, has_biases: bool = False) -> int:
-    """Bytes of a layer's weights, in FP8; of those in `OPTIONAL`, only of the experts' biases."""
+    """Bytes of a layer's weights, in its layouts; of those in `OPTIONAL`, only of the experts' biases."""
     specs = tensor_specs(shape)
     names = specs.keys() - OPTIONAL | set(BIASES if has_biases else ())
     return sum(math.prod(specs[name].shape) * _BYTES[specs[name].dtypes[0]] for name in names)
+
+
+def _data_bytes(shape: LayerShape) -> int:
+    """Bytes of the values of all matrices, without scales."""
+    h, i = shape.hidden_size, shape.intermediate_size
+    counts = {shape.weight_layout: len(shape.held_experts)}
+    counts[shape.shared_layout] = counts.get(shape.shared_layout, 0) + shape.num_shared_experts
+    return sum(count * layout.data_bytes(3 * i, h) for layout, count in counts.items())
 
 
 def staging_bytes(max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> int:

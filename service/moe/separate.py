@@ -9,9 +9,14 @@ from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, cut
 
 
-def needs_two_calls(shape: LayerShape, rule: ExpertRule) -> bool:
-    """Whether one call cannot compute a layer's routed and shared experts together."""
+def has_two_rules(shape: LayerShape, rule: ExpertRule) -> bool:
+    """Whether a layer's routed and shared experts compute something else."""
     return rule.weighs_input or (shape.num_shared_experts > 0 and rule.routed != rule.shared)
+
+
+def needs_two_calls(shape: LayerShape, rule: ExpertRule) -> bool:
+    """Whether one call of `fused_experts` cannot compute a layer's routed and shared experts together."""
+    return has_two_rules(shape, rule) or shape.splits_shared
 
 
 def rows_per_token(top_k: int, rule: ExpertRule) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from expertd.limits import HIDDEN_STEP, MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
+from expertd.weight_format import FP8_BLOCKS, WeightLayout
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,8 @@ class LayerShape:
                         expert of size S*I equals S of these
     local_experts       which of the E experts are held here; None: all. The others add nothing to the output,
                         so the outputs of layers with disjoint parts sum to the whole layer's output
+    weight_layout       of the routed experts' matrices
+    shared_layout       of the shared ones'
 
     Raises ValueError (name, expected, got) for unsupported sizes.
     """
@@ -23,6 +26,8 @@ class LayerShape:
     top_k: int
     num_shared_experts: int = 0
     local_experts: range | None = None
+    weight_layout: WeightLayout = FP8_BLOCKS
+    shared_layout: WeightLayout = FP8_BLOCKS
 
     def __post_init__(self) -> None:
         for name, step in (("hidden_size", HIDDEN_STEP), ("intermediate_size", SCALE_BLOCK)):
@@ -56,9 +61,18 @@ class LayerShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert's weights on a device: FP8 data and fp32 scales."""
-        blocks = -(-self.hidden_size // SCALE_BLOCK) * (self.intermediate_size // SCALE_BLOCK)
-        return 3 * (self.hidden_size * self.intermediate_size + 4 * blocks)
+        """Bytes of a routed expert's weights on a device, scales included."""
+        return self._bytes_in(self.weight_layout)
+
+    @property
+    def shared_expert_bytes(self) -> int:
+        """Bytes of a shared expert's weights on a device, scales included."""
+        return self._bytes_in(self.shared_layout)
+
+    @property
+    def splits_shared(self) -> bool:
+        """Whether the shared experts' matrices are in tensors of their own, for they have another layout."""
+        return self.num_shared_experts > 0 and self.shared_layout != self.weight_layout
 
     @property
     def has_whole_blocks(self) -> bool:
@@ -74,3 +88,7 @@ class LayerShape:
     def num_groups(self) -> int:
         """Groups G of the grouped GEMMs: the held experts, then the shared ones."""
         return len(self.held_experts) + self.num_shared_experts
+
+    def _bytes_in(self, layout: WeightLayout) -> int:
+        h, i = self.hidden_size, self.intermediate_size
+        return layout.num_bytes(2 * i, h) + layout.num_bytes(h, i)

@@ -4,13 +4,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from expertd.kernels import ExpertBiases, Quantized, quantize_blocks
+from expertd.kernels import ExpertBiases, ExpertPart, FourBits, Quantized, Weights, quantize_blocks
+from expertd.kernels.ops.four_bits import W, format_of, mapped, tensors_of
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.tensor_file import TensorFile
@@ -22,6 +24,7 @@ from expertd.service.moe.weights_file import (
     check_tensors,
     tensor_specs,
 )
+from expertd.weight_format import WeightFormat, WeightLayout
 
 # safetensors' names, so that errors about files and about tensors use the same ones.
 _DTYPES = {
@@ -29,8 +32,10 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
+    torch.uint8: "U8",
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_ONE_OF_MXFP4 = 127
 MATRICES = ("gate_up", "down")
 """Those of an expert, as `ExpertWeights` names them."""
 
@@ -42,31 +47,41 @@ class ExpertWeights:
     The G groups are the held routed experts in order, followed by the shared experts. router_bias, float32
     [E], is added to the scores for the choice of experts; None: no bias. The shared experts' output is
     multiplied by sigmoid(hidden_states @ shared_gate), float32 [H]; None: it is not. biases: the experts';
-    None: they have none.
+    None: they have none. shared: the shared experts, if they have another layout than the routed ones; then
+    gate_up and down have only these.
     """
 
     router: Tensor
-    gate_up: Quantized
-    down: Quantized
+    gate_up: Weights
+    down: Weights
     router_bias: Tensor | None = None
     shared_gate: Tensor | None = None
     biases: ExpertBiases | None = None
+    shared: ExpertPart | None = None
 
-    def matrix(self, name: str) -> Quantized:
+    def matrix(self, name: str) -> Weights:
         """One of the MATRICES."""
         return self.gate_up if name == "gate_up" else self.down
 
-    def with_matrix(self, name: str, matrix: Quantized) -> "ExpertWeights":
+    def with_matrix(self, name: str, matrix: Weights) -> "ExpertWeights":
         """With another one of the MATRICES."""
         return replace(self, gate_up=matrix) if name == "gate_up" else replace(self, down=matrix)
+
+    def without_matrix(self, name: str) -> "ExpertWeights":
+        """With the mere shape of one of the MATRICES."""
+        kept = self.with_matrix(name, without_data(self.matrix(name)))
+        if self.shared is None:
+            return kept
+        return replace(kept, shared=self.shared._replace(**{name: without_data(getattr(self.shared, name))}))
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all tensors, also where a backend has packed the matrices."""
         tensors = (
             self.router,
-            *self.gate_up,
-            *self.down,
+            *tensors_of(self.gate_up),
+            *tensors_of(self.down),
+            *(tensor for matrix in self.shared or () for tensor in tensors_of(matrix)),
             self.router_bias,
             self.shared_gate,
             *(self.biases or ()),
@@ -74,20 +89,38 @@ class ExpertWeights:
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
 
 
-def without_data(weights: Quantized) -> Quantized:
+def without_data(weights: W) -> W:
     """The shape of weights, on the meta device."""
-    return Quantized(weights.data.to("meta"), weights.scales)
+    return weights._replace(data=weights.data.to("meta"))
+
+
+def new_matrices(layout: WeightLayout, count: int, n: int, k: int, device: torch.device | str) -> Weights:
+    """Room for `count` matrices [n, k] on a device, whose values are zeros."""
+
+    def filled(shape: tuple[int, ...], name: str, value: int) -> Tensor:
+        dtype = _TORCH_DTYPES[name]
+        return torch.full((count, *shape), value, dtype=dtype, device=device)
+
+    if layout.format is WeightFormat.FP8:
+        data = torch.zeros((count, n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        return Quantized(data, filled(layout.scale_shape(n, k), layout.scales, 0))
+    scales = filled(layout.scale_shape(n, k), layout.scales, _ONE_OF_MXFP4 if layout.scales == "U8" else 1)
+    whole = filled((n,), "F32", 1) if layout.has_whole else None
+    return FourBits(filled((n, k // 2), "U8", 0), scales, layout.format, whole)
 
 
 def cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
     """The weights of the groups before `at`, and of those from there on."""
 
     def part(groups: slice) -> ExpertWeights:
-        gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
+        gate_up, down = (mapped(w, itemgetter(groups)) for w in (weights.gate_up, weights.down))
         biases = weights.biases and ExpertBiases(*(bias[groups] for bias in weights.biases))
-        return replace(weights, gate_up=gate_up, down=down, biases=biases)
+        return replace(weights, gate_up=gate_up, down=down, biases=biases, shared=None)
 
-    return part(slice(at)), part(slice(at, None))
+    if weights.shared is None:
+        return part(slice(at)), part(slice(at, None))
+    gate_up, down = weights.shared
+    return replace(weights, shared=None), replace(weights, gate_up=gate_up, down=down, shared=None)
 
 
 def random_weights(
@@ -117,7 +150,12 @@ def random_weights(
 
 
 def save_weights(path: Path | str, weights: ExpertWeights) -> None:
-    """Write a safetensors file: router, gate_up, gate_up_scale, down, down_scale, and the others if any."""
+    """Write a safetensors file: router, gate_up, gate_up_scale, down, down_scale, and the others if any.
+
+    Raises ValueError for weights of four bits.
+    """
+    if (found := format_of(weights.gate_up)) is not WeightFormat.FP8:
+        raise ValueError(f"weights: expected FP8, got {found}")
     save_file(_by_name(weights), str(path))
 
 
@@ -194,12 +232,19 @@ def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
         | biases
         | {
             "router": weights.router,
-            "gate_up": weights.gate_up.data,
-            "gate_up_scale": weights.gate_up.scales,
-            "down": weights.down.data,
-            "down_scale": weights.down.scales,
+        }
+        | _named("gate_up", weights.gate_up)
+        | _named("down", weights.down)
+        | {
+            name: tensor
+            for prefix, matrix in zip(("shared_gate_up", "shared_down"), weights.shared or (), strict=False)
+            for name, tensor in _named(prefix, matrix).items()
         }
     )
+
+
+def _named(name: str, matrix: Weights) -> dict[str, Tensor]:
+    return dict(zip((name, f"{name}_scale", f"{name}_whole"), tensors_of(matrix), strict=False))
 
 
 def _random_experts(

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.tensor_file import TensorFile
+from expertd.weight_format import WeightFormat, WeightLayout
 
 BIASES = ("gate_up_bias", "down_bias")
 OPTIONAL = frozenset({"router_bias", "shared_gate", *BIASES})
@@ -23,18 +23,34 @@ class TensorSpec(NamedTuple):
 def tensor_specs(shape: LayerShape) -> dict[str, TensorSpec]:
     """The tensors of a layer's file by name; those in `OPTIONAL` may be missing."""
     e, g, h, i = shape.num_experts, shape.num_groups, shape.hidden_size, shape.intermediate_size
-    columns = -(-h // SCALE_BLOCK)  # of blocks
+    routed = len(shape.held_experts) if shape.splits_shared else g
     shared_gate = {"shared_gate": TensorSpec((h,), ("F32",))} if shape.num_shared_experts else {}
     return shared_gate | {
         "router": TensorSpec((e, h), ("F32", "BF16")),
         "router_bias": TensorSpec((e,), ("F32",)),
-        "gate_up": TensorSpec((g, 2 * i, h), ("F8_E4M3",)),
-        "gate_up_scale": TensorSpec((g, 2 * i // SCALE_BLOCK, columns), ("F32",)),
-        "down": TensorSpec((g, h, i), ("F8_E4M3",)),
-        "down_scale": TensorSpec((g, columns, i // SCALE_BLOCK), ("F32",)),
+        **_matrix_specs("gate_up", shape.weight_layout, routed, 2 * i, h),
+        **_matrix_specs("down", shape.weight_layout, routed, h, i),
         "gate_up_bias": TensorSpec((g, 2 * i), ("BF16",)),
         "down_bias": TensorSpec((g, h), ("BF16",)),
+        **(_shared_specs(shape) if shape.splits_shared else {}),
     }
+
+
+def _shared_specs(shape: LayerShape) -> dict[str, TensorSpec]:
+    """Those of the shared experts' matrices, where they are apart; no file has them."""
+    count, h, i = shape.num_shared_experts, shape.hidden_size, shape.intermediate_size
+    return _matrix_specs("shared_gate_up", shape.shared_layout, count, 2 * i, h) | _matrix_specs(
+        "shared_down", shape.shared_layout, count, h, i
+    )
+
+
+def _matrix_specs(name: str, layout: WeightLayout, count: int, n: int, k: int) -> dict[str, TensorSpec]:
+    """Those of `count` matrices [n, k]."""
+    is_fp8 = layout.format is WeightFormat.FP8
+    data = TensorSpec((count, n, k), ("F8_E4M3",)) if is_fp8 else TensorSpec((count, n, k // 2), ("U8",))
+    scales = TensorSpec((count, *layout.scale_shape(n, k)), (layout.scales,))
+    whole = {f"{name}_whole": TensorSpec((count, n), ("F32",))} if layout.has_whole else {}
+    return {name: data, f"{name}_scale": scales} | whole
 
 
 def check_weights_file(path: Path, shape: LayerShape) -> None:

@@ -2,6 +2,8 @@
 
 SCALE_BLOCK = 128
 """Columns of K per scale; in a weight, rows and columns of a block."""
+COLUMN_STEP = 32
+"""Columns of weights of four bits are a multiple of it: rows then begin at multiples of 16 bytes."""
 HIDDEN_STEP = 16
 """A hidden size is a multiple of it, for every backend; one may want more, see `Capabilities`."""
 MAX_GROUPS = 1024

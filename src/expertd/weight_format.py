@@ -1,6 +1,9 @@
-"""The formats in which experts' weights stay in memory."""
+"""The formats in which experts' weights stay in memory. Does not import torch."""
 
+from dataclasses import dataclass
 from enum import StrEnum
+
+from expertd.limits import SCALE_BLOCK
 
 
 class WeightFormat(StrEnum):
@@ -20,8 +23,45 @@ class WeightFormat(StrEnum):
 
 
 _GROUP_SIZES = {
-    WeightFormat.FP8: (128,),
+    WeightFormat.FP8: (SCALE_BLOCK,),
     WeightFormat.MXFP4: (32,),
     WeightFormat.INT4: (32, 128),
     WeightFormat.NVFP4: (16,),
 }
+_SCALE_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """How matrices [n, k] lie in memory.
+
+    group_size  columns that a scale stands for; FP8: rows, too
+    scales      the dtype of scales, with safetensors' name
+    """
+
+    format: WeightFormat = WeightFormat.FP8
+    group_size: int = SCALE_BLOCK
+    scales: str = "F32"
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether a row has a scale of its scales."""
+        return self.format is WeightFormat.NVFP4
+
+    def data_bytes(self, n: int, k: int) -> int:
+        """Bytes of the values of a matrix."""
+        return n * k if self.format is WeightFormat.FP8 else n * k // 2
+
+    def scale_shape(self, n: int, k: int) -> tuple[int, int]:
+        """The shape of the scales of a matrix."""
+        is_fp8 = self.format is WeightFormat.FP8
+        return -(-n // SCALE_BLOCK) if is_fp8 else n, -(-k // self.group_size)
+
+    def num_bytes(self, n: int, k: int) -> int:
+        """Bytes of a matrix, scales included."""
+        rows, columns = self.scale_shape(n, k)
+        scales = rows * columns * _SCALE_BYTES[self.scales]
+        return self.data_bytes(n, k) + scales + (4 * n if self.has_whole else 0)
+
+
+FP8_BLOCKS = WeightLayout()

@@ -465,5 +465,6 @@ def _adding(
     series.totals[TOKENS] += num_tokens
     shared = shape.num_shared_experts
     series.totals[FLOPS] += shape.pair_flops * (num_pairs + shared * num_tokens)
-    experts = int(activated.sum()) + shared * int(np.count_nonzero(tokens))
-    series.totals[BYTES] += shape.expert_bytes * experts + 4 * shape.hidden_size * num_tokens
+    weights = shape.expert_bytes * int(activated.sum())
+    weights += shape.shared_expert_bytes * shared * int(np.count_nonzero(tokens))
+    series.totals[BYTES] += weights + 4 * shape.hidden_size * num_tokens

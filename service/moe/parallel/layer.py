@@ -22,7 +22,7 @@ from expertd.service.moe.parallel.routed import (
     RoutedExperts,
 )
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import ExpertWeights, check_weights, cut, without_data
+from expertd.service.moe.weights import ExpertWeights, check_weights, cut
 
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -106,7 +106,7 @@ class ParallelLayer:
         """See `MoELayer.pack`; for a layer on a CPU whose experts never move."""
         self._own.pack(name)
         self._shared = self._shared.with_matrix(name, self.backend.packed(self._shared.matrix(name)))
-        self.weights = self.weights.with_matrix(name, without_data(self.weights.matrix(name)))
+        self.weights = self.weights.without_matrix(name)
         self.placed.forget(name)
 
     def set_token_counts(self, counts: Sequence[int]) -> None:

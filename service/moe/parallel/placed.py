@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.kernels import Backend, Quantized
+from expertd.kernels import Backend, Weights
+from expertd.kernels.ops.four_bits import of_tensors, tensors_of
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import experts_of_rank, parts_of
-from expertd.service.moe.weights import MATRICES, ExpertWeights, without_data
+from expertd.service.moe.weights import MATRICES, ExpertWeights
 
 # 2^32 divided by the golden ratio: its multiples spread evenly, however many there are.
 GOLDEN = 2654435769
@@ -121,9 +122,7 @@ class PlacedExperts:
 
     def forget(self, name: str) -> None:
         """Hold no data of one of the MATRICES any more: experts that never move."""
-        self._weights, self._shared = (
-            part.with_matrix(name, without_data(part.matrix(name))) for part in (self._weights, self._shared)
-        )
+        self._weights, self._shared = (part.without_matrix(name) for part in (self._weights, self._shared))
 
     def begin_step(self, position: int, by_row: bool = True) -> None:
         """Say where the next call's tokens are, as `ReplicaTables.choose` counts positions.
@@ -148,17 +147,20 @@ class PlacedExperts:
         self.held = np.array(self.tables.physical[self.slots.start : self.slots.stop], np.int64)
 
     def expert_bytes(self, slot: int) -> list[Tensor]:
-        """Data and scales of each of an expert's MATRICES: views of their memory, uint8 [n] each."""
+        """The tensors of each of an expert's MATRICES: views of their memory, uint8 [n] each."""
         group = slot - self.slots.start
-        parts = [part for matrix in self._matrices(self._weights) for part in matrix]
+        parts = [part for matrix in self._matrices(self._weights) for part in tensors_of(matrix)]
         return [part[group].view(torch.uint8).flatten() for part in parts]
 
-    def prepare(self, matrix: int, data: Tensor, scales: Tensor) -> None:
-        """Do what `replace` would otherwise have to, for `MATRICES[matrix]` of an expert; uint8 [n] both."""
-        whole = self._matrices(self._weights)[matrix]
-        group = Quantized(
-            data.view(whole.data.dtype).view(whole.data.shape[1:]),
-            scales.view(whole.scales.dtype).view(whole.scales.shape[1:]),
+    def prepare(self, matrix: int, parts: Sequence[Tensor]) -> None:
+        """Do what `replace` would otherwise have to, for `MATRICES[matrix]` of an expert.
+
+        parts  as `expert_bytes`, of all matrices
+        """
+        weights = self._matrices(self._weights)
+        first = sum(len(tensors_of(before)) for before in weights[:matrix])
+        group = of_tensors(
+            weights[matrix], lambda own, given: given.view(own.dtype).view(own.shape[1:]), parts[first:]
         )
         self._prepared[matrix] = self._backend.prepare_weights(group)
 
@@ -177,5 +179,5 @@ class PlacedExperts:
         self._prepared = [None] * len(MATRICES)
 
     @staticmethod
-    def _matrices(weights: ExpertWeights) -> tuple[Quantized, ...]:
+    def _matrices(weights: ExpertWeights) -> tuple[Weights, ...]:
         return tuple(getattr(weights, name) for name in MATRICES)

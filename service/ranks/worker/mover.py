@@ -141,8 +141,7 @@ class Mover:
 
     def _prepare(self, layer: PlacedExperts, command: MoveCommand) -> None:
         if any(fetch.slot in layer.slots for fetch in command.fetches):
-            parts, first = self._fetched(command), 2 * command.start
-            layer.prepare(command.start, *parts[first : first + 2])
+            layer.prepare(command.start, self._fetched(command))
 
     def _switch(self, layer: PlacedExperts, command: MoveCommand) -> None:
         physical = list(layer.tables.physical)

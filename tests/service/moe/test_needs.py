@@ -33,7 +33,7 @@ def test_the_needs_have_their_parts() -> None:
     assert on_gpu.weights == weights_bytes(SHAPE) + 16 * 1024 * 6
     matrices = 3 * 17 * 1024 * 512
     assert on_cpu.weights == on_gpu.weights + matrices, "the CPU multiplies in bf16, and keeps no FP8"
-    assert needs_of(SHAPE, 4096, REFERENCE, keeps_fp8=True).weights == on_gpu.weights + 2 * matrices
+    assert needs_of(SHAPE, 4096, REFERENCE, keeps_given=True).weights == on_gpu.weights + 2 * matrices
     assert needs_of(SHAPE, 1, REFERENCE).steps == matrices // 3, (
         "while one matrix is packed, the other is FP8"
     )
