@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.layer.families import FAMILIES, Family, make_family, transformers_block
 from benchmarks.lib.run import Result, Row, new_parser
 from benchmarks.lib.timing import cpu_name
-from expertd.kernels import dequantize_blocks, quantize_blocks, resolve_backend
+from expertd.kernels import decode, quantize_blocks, resolve_backend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights
@@ -96,7 +96,7 @@ def _layer(family: Family, generator: torch.Generator, backend: str) -> MoELayer
 def _theirs(family: Family, layer: MoELayer, implementation: str) -> Callable[[Tensor], Tensor]:
     """The family's block with a bf16 copy of the layer's weights, from bf16 [T, H] to [T, H]."""
     weights = layer.weights
-    gate_up, down = (dequantize_blocks(*w, torch.bfloat16) for w in (weights.gate_up, weights.down))
+    gate_up, down = (decode(w, torch.bfloat16) for w in (weights.gate_up, weights.down))
     block = transformers_block(family, implementation, gate_up, down, weights.router, weights.router_bias)
 
     def call(hidden_states: Tensor) -> Tensor:

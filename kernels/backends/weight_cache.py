@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from expertd.kernels.ops.four_bits import W, Weights, tensors_of
+from expertd.kernels.ops.four_bits import W, Weights, tensors_of, with_data
 
 M = TypeVar("M")
 
@@ -33,7 +33,7 @@ class WeightCache(Generic[M]):
         """Weights whose data is only the key of their matrices: of the same shape, on the meta device."""
         data = torch.empty_like(weights.data, device="meta")
         self._entries[data] = _Entry(_weak(weights), (), self.get(weights))
-        return weights._replace(data=data)
+        return with_data(weights, data)
 
     def get(self, weights: Weights) -> tuple[M, ...]:
         """A matrix for each group, recomputed if a tensor of the weights has been modified or replaced."""

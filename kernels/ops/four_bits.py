@@ -6,7 +6,7 @@ pack-quantized format of compressed-tensors.
 
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class FourBits(NamedTuple):
 
 Weights = Quantized | FourBits
 """Weights [G, N, K] in any format: FP8 with a scale per 128x128 block, or four bits."""
-W = TypeVar("W", Quantized, FourBits)
+W = TypeVar("W", bound=Weights)
 SCALE_DTYPES = {
     WeightFormat.FP8: (torch.float32,),
     WeightFormat.MXFP4: (torch.uint8,),
@@ -74,10 +74,15 @@ def tensors_of(weights: Weights) -> tuple[Tensor, ...]:
 
 def mapped(weights: W, change: Callable[[Tensor], Tensor]) -> W:
     """Weights of the same format, with what `change` makes of each tensor."""
-    if isinstance(weights, Quantized):
-        return Quantized(change(weights.data), change(weights.scales))
-    whole = None if weights.whole is None else change(weights.whole)
-    return FourBits(change(weights.data), change(weights.scales), weights.format, whole)
+    made = weights._replace(data=change(weights.data), scales=change(weights.scales))
+    if isinstance(made, FourBits) and made.whole is not None:
+        made = made._replace(whole=change(made.whole))
+    return cast(W, made)
+
+
+def with_data(weights: W, data: Tensor) -> W:
+    """The same weights with other data."""
+    return cast(W, weights._replace(data=data))
 
 
 def of_tensors(weights: W, made: Callable[[Tensor, Tensor], Tensor], tensors: Iterable[Tensor]) -> W:
@@ -123,7 +128,7 @@ def codes_of(data: Tensor) -> Tensor:
 
 def packed_codes(codes: Tensor) -> Tensor:
     """uint8 [..., K/2] of codes [..., K], integers of which the lowest four bits count."""
-    pairs = (codes.to(torch.uint8) & 15).unflatten(-1, (-1, 2))
+    pairs = (codes.to(torch.uint8) & 15).reshape(*codes.shape[:-1], -1, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
@@ -167,13 +172,14 @@ def _decoded(weights: FourBits) -> Tensor:
         values = table[codes.int()]
     if weights.format is WeightFormat.MXFP4:
         scales = scales.view(torch.float8_e8m0fnu)
-    values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.to(torch.float32)[..., None])
+    groups = values.view(*scales.shape, -1)
+    groups.mul_(scales.to(torch.float32)[..., None])
     return values if weights.whole is None else values.mul_(weights.whole[..., None])
 
 
 def _groups(w: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """fp32 [..., K / size, size], and the largest absolute value of each."""
-    groups = w.detach().to(torch.float32).unflatten(-1, (-1, size))
+    groups = w.detach().to(torch.float32).reshape(*w.shape[:-1], -1, size)
     return groups, groups.abs().amax(-1)
 
 

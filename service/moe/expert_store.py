@@ -141,8 +141,8 @@ class HostExperts:
             own = whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             own.view(torch.uint8).copy_(tensor.view(torch.uint8))
             kept.append(own)
-        own = iter(kept)
-        self.part = ExpertPart(*(mapped(matrix, lambda _: next(own)) for matrix in weights))
+        in_order = iter(kept)
+        self.part = ExpertPart(*(mapped(matrix, lambda _: next(in_order)) for matrix in weights))
         self._sources = [(tensor.data_ptr(), tensor[0].nbytes) for tensor in kept]
         unregister = device.register(Mapped(whole.data_ptr(), whole.numel(), _NO_FILE))
         weakref.finalize(self, unregister).atexit = False

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from expertd.kernels import ExpertBiases, ExpertPart, FourBits, Quantized, Weights, quantize_blocks
-from expertd.kernels.ops.four_bits import W, format_of, mapped, tensors_of
+from expertd.kernels.ops.four_bits import W, format_of, mapped, tensors_of, with_data
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.tensor_file import TensorFile
@@ -91,7 +91,7 @@ class ExpertWeights:
 
 def without_data(weights: W) -> W:
     """The shape of weights, on the meta device."""
-    return weights._replace(data=weights.data.to("meta"))
+    return with_data(weights, weights.data.to("meta"))
 
 
 def new_matrices(layout: WeightLayout, count: int, n: int, k: int, device: torch.device | str) -> Weights:

@@ -17,6 +17,7 @@ from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.nvml import Sample, mean_watts
 from benchmarks.peers import Peer, cutlass, torch_gemms
 from benchmarks.peers.peer import packed
+from expertd.kernels import Quantized
 from expertd.layout import Layout
 from tests.kernels.helpers import random_contiguous, random_masked
 
@@ -115,12 +116,14 @@ ROWS, N, K = (5, 0, 130), 256, 384
 
 def contiguous() -> Problem:
     case = random_contiguous(ROWS, N, K)
+    assert isinstance(case.b, Quantized)
     out = torch.empty(sum(ROWS), N, dtype=torch.bfloat16)
     return Problem(Shape("", Layout.CONTIGUOUS, ROWS, N, K), case.a, case.b, case.offsets, out)
 
 
 def masked() -> Problem:
     case = random_masked(ROWS, 256, N, K)
+    assert isinstance(case.b, Quantized)
     out = torch.empty(len(ROWS), 256, N, dtype=torch.bfloat16)
     return Problem(Shape("", Layout.MASKED, ROWS, N, K, 256), case.a, case.b, case.counts, out)
 

@@ -1,14 +1,16 @@
 """A further backend, with the least that one has: products of each group in float32, on any device."""
 
 from itertools import pairwise
+from operator import itemgetter
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from expertd.backends import BACKENDS
-from expertd.kernels import Quantized, dequantize_blocks, dequantize_rows
+from expertd.kernels import Quantized, Weights, decode, dequantize_rows
 from expertd.kernels.backends.base import Backend
+from expertd.kernels.ops.four_bits import mapped
 
 
 class PlainBackend(Backend):
@@ -19,9 +21,7 @@ class PlainBackend(Backend):
     def __init__(self) -> None:
         self.capabilities = BACKENDS["plain"]
 
-    def contiguous(
-        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
-    ) -> None:
+    def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
         for group, (start, end) in enumerate(pairwise(offsets.tolist())):
             part = slice(start, end)
             out[part] = _product(Quantized(a.data[part], a.scales[part]), b, group)
@@ -29,7 +29,7 @@ class PlainBackend(Backend):
     def masked(
         self,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         counts: Tensor,
         expected_m: int | None,
         out: Tensor,
@@ -40,8 +40,8 @@ class PlainBackend(Backend):
             out[group, :count] = _product(rows, b, group)
 
 
-def _product(rows: Quantized, b: Quantized, group: int) -> Tensor:
-    weights = dequantize_blocks(b.data[group], b.scales[group])
+def _product(rows: Quantized, b: Weights, group: int) -> Tensor:
+    weights = decode(mapped(b, itemgetter(group)))
     return (dequantize_rows(*rows, torch.float32) @ weights.float().t()).to(torch.bfloat16)
 
 

@@ -1,6 +1,6 @@
 """Every encoding in every layout: found by headers, and decoded exactly or served bit for bit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from itertools import product
 from pathlib import Path
 
@@ -9,11 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from expertd.kernels import Quantized, dequantize_blocks, quantize_blocks
+from expertd.backends import taking
+from expertd.kernels import FourBits, Quantized, Weights, decode, dequantize_blocks, quantize_blocks
+from expertd.kernels.ops.four_bits import tensors_of
 from expertd.service.checkpoints import CheckpointError, models_of
 from expertd.service.checkpoints.weights import quantize_by_powers, read_layer
-from expertd.service.moe.weights import ExpertWeights
+from expertd.service.moe.weights import ExpertWeights, check_weights
 from expertd.service.settings.served import CheckpointSettings
+from expertd.weight_format import WeightFormat
 from tests.kernels.helpers import fresh_generator
 from tests.service.checkpoints.builders import edit_tensors
 from tests.service.checkpoints.encoders import ENCODERS, Encoder, mxfp4, mxfp8
@@ -23,16 +26,24 @@ SIZES = [(256, 128), (384, 256)]
 """In the first, gate and up together are square: other tensors decide whether they are transposed."""
 
 
-def load(directory: Path, requantize: str = "refuse", experts: str | None = None) -> ExpertWeights:
+def load(
+    directory: Path,
+    requantize: str = "refuse",
+    experts: str | None = None,
+    takes: Set[WeightFormat] = frozenset({WeightFormat.FP8}),
+) -> ExpertWeights:
     settings = CheckpointSettings.model_validate(
         {"path": directory, "layers": "0", "requantize": requantize, "experts": experts}
     )
-    (model,) = models_of(settings)
-    return read_layer(model.source, "cpu", lambda _: None)
+    (model,) = models_of(settings, lambda: takes)
+    weights = read_layer(model.source, "cpu", lambda _: None)
+    check_weights(model.shape, weights)
+    return weights
 
 
-def check(got: Quantized, meant: list[Tensor], encoding: str, *, is_native: bool) -> None:
+def check(got: Weights, meant: list[Tensor], encoding: str, *, is_native: bool) -> None:
     """Fail unless the experts' weights are what was meant, exactly, or that rounded to FP8 by blocks."""
+    assert isinstance(got, Quantized)
     for index, values in enumerate(meant):
         data, scales = got.data[index], got.scales[index]
         if is_native:
@@ -62,6 +73,86 @@ def test_every_encoding_is_read_in_every_layout(
         held = slice(None) if experts is None else slice(1, 3)
         check(weights.gate_up, gate_up[held], encoding, is_native=native)
         check(weights.down, down[held], encoding, is_native=native or encoding == "fp8 by block")
+
+
+FOUR_BITS = {
+    "mxfp4": WeightFormat.MXFP4,
+    "nvfp4": WeightFormat.NVFP4,
+    "nvfp4, packed": WeightFormat.NVFP4,
+    "int4": WeightFormat.INT4,
+}
+
+
+def check_four_bits(got: Weights, meant: list[Tensor], encoding: str) -> None:
+    """Fail unless the experts' weights have four bits, and are what was meant, up to float32's rounding."""
+    assert isinstance(got, FourBits)
+    assert got.format is FOUR_BITS[encoding]
+    for values, expected in zip(decode(got), meant, strict=True):
+        if got.format is WeightFormat.NVFP4:
+            torch.testing.assert_close(values, expected, rtol=2**-22, atol=0)
+        else:
+            assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize(("encoding", "layout", "sizes"), [*product(FOUR_BITS, LAYOUTS, SIZES)])
+def test_four_bits_stay_four_bits_in_every_layout(
+    encoding: str, layout: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    gate_up, down = write(tmp_path, encoding, layout, sizes)
+    for requantize, experts in (("refuse", None), ("allow", "1-2")):
+        weights = load(tmp_path, requantize, experts, frozenset(WeightFormat))
+        held = slice(None) if experts is None else slice(1, 3)
+        check_four_bits(weights.gate_up, gate_up[held], encoding)
+        check_four_bits(weights.down, down[held], encoding)
+        if experts is None and layout in ("three stacks", "transposed"):  # whose shared experts are floats
+            assert weights.shared is not None
+            assert isinstance(weights.shared.down, Quantized)
+        else:
+            assert weights.shared is None
+
+
+@pytest.mark.parametrize("encoding", FOUR_BITS)
+def test_four_bits_of_other_sizes_are_filled_with_zeros(encoding: str, tmp_path: Path) -> None:
+    gate_up, down = write(tmp_path, encoding, "in turns", (192, 160))
+    weights = load(tmp_path, takes=frozenset(WeightFormat))
+    halves = [[torch.nn.functional.pad(half, (0, 0, 0, 96)) for half in both.chunk(2)] for both in gate_up]
+    check_four_bits(weights.gate_up, [torch.cat(both) for both in halves], encoding)
+    check_four_bits(weights.down, [torch.nn.functional.pad(matrix, (0, 96)) for matrix in down], encoding)
+
+
+@pytest.mark.parametrize("encoding", FOUR_BITS)
+def test_who_takes_four_bits_is_said_where_another_does_not(encoding: str, tmp_path: Path) -> None:
+    write(tmp_path, encoding)
+    who = rf"to that FP8; backend {taking(FOUR_BITS[encoding])} takes it as it is$"
+    for takes in (set[WeightFormat](), set(WeightFormat) - {FOUR_BITS[encoding]}):
+        with pytest.raises(CheckpointError, match=who):
+            load(tmp_path, takes=takes)
+
+
+@pytest.mark.parametrize(("suffix", "value"), [("weight_scale", float("nan")), ("weight_scale", -1.0)])
+@pytest.mark.parametrize("encoding", ["int4", "nvfp4"])
+def test_scales_of_four_bits_are_finite_and_not_negative(
+    encoding: str, suffix: str, value: float, tmp_path: Path
+) -> None:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor.float(), value).to(tensor.dtype) if name == f".{suffix}" else tensor
+
+    write(tmp_path, encoding, change=change)
+    wrong = "expected finite numbers" if value != value else "expected scales of at least 0"
+    with pytest.raises(CheckpointError, match=wrong):
+        load(tmp_path, takes=frozenset(WeightFormat))
+
+
+@pytest.mark.parametrize(("exponent", "wrong"), [(255, "finite numbers"), (150, "scales up to 1e.06, got")])
+def test_exponents_are_finite_and_not_too_large(exponent: int, wrong: str, tmp_path: Path) -> None:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if name != ".scale":
+            return tensor
+        return torch.full(tensor.shape, exponent, dtype=torch.uint8).view(tensor.dtype)
+
+    write(tmp_path, "mxfp4", change=change)
+    with pytest.raises(CheckpointError, match=f"expected {wrong}"):
+        load(tmp_path, takes=frozenset(WeightFormat))
 
 
 @pytest.mark.parametrize("encoding", ENCODERS)
@@ -150,7 +241,8 @@ def test_one_scale_of_scales_may_be_for_all(shape: tuple[int, ...], layout: str,
     each, file = load(tmp_path, "allow"), tmp_path / "model.safetensors"
     one = {name: tensor[0].reshape(shape) for name, tensor in load_file(file).items() if name.endswith("_2")}
     edit_tensors(file, **one)
-    for got, expected in zip(load(tmp_path, "allow").gate_up, each.gate_up, strict=True):
+    again = load(tmp_path, "allow")
+    for got, expected in zip(tensors_of(again.gate_up), tensors_of(each.gate_up), strict=True):
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
 

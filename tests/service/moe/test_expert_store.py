@@ -14,11 +14,13 @@ from expertd.kernels import (
     Backend,
     ExpertPart,
     Quantized,
+    Weights,
     dequantize_blocks,
     dequantize_rows,
     resolve_backend,
 )
 from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.kernels.ops.four_bits import tensors_of
 from expertd.service.device import Copies
 from expertd.service.device.cpu import CpuDevice
 from expertd.service.memory import Mapped, Unregister
@@ -102,7 +104,7 @@ class Plain(ReferenceBackend):
     capabilities = replace(ReferenceBackend.capabilities, packs=False)
     ffn = Backend.ffn
 
-    def contiguous(self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: Any) -> None:
+    def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: Any) -> None:
         rows = dequantize_rows(*a, torch.float32)
         for group, (start, end) in enumerate(pairwise(offsets.tolist())):
             for row in range(start, end):  # one by one: a GEMM's bits may depend on its height
@@ -333,7 +335,7 @@ def test_a_step_that_fails_leaves_no_wrong_experts() -> None:
 def test_host_memory_is_registered_as_long_as_it_is_used() -> None:
     device = LazyDevice()
     store, layer = store_of(StoreMemory(device), SHAPE, SLOTS, Plain(), 3)
-    ((memory,), tensors) = device.registered, [t for each in store.host.part for t in each]
+    ((memory,), tensors) = device.registered, [t for each in store.host.part for t in tensors_of(each)]
     assert sum(tensor.nbytes for tensor in tensors) == 48 * SHAPE.expert_bytes
     ends = memory.address, memory.address + memory.num_bytes
     assert all(ends[0] <= t.data_ptr() <= t.data_ptr() + t.nbytes <= ends[1] for t in tensors)

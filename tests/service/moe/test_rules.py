@@ -3,12 +3,14 @@
 import gc
 import weakref
 from dataclasses import replace
+from operator import itemgetter
 
 import pytest
 import torch
 
 from expertd.activation import COMMON
 from expertd.kernels import Routing, resolve_backend
+from expertd.kernels.ops.four_bits import mapped
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import MATRICES
@@ -61,10 +63,7 @@ def test_parts_of_a_layer_add_up_to_it(rule: str) -> None:
     total = torch.zeros(TOKENS, SHAPE.hidden_size)
     for held, groups in ((range(4), [0, 1, 2, 3, 6, 7]), (range(4, 6), [4, 5])):
         shape = replace(SHAPE, local_experts=held, num_shared_experts=len(groups) - len(held))
-        gate_up, down = (
-            type(matrix)(matrix.data[groups], matrix.scales[groups])
-            for matrix in (weights.gate_up, weights.down)
-        )
+        gate_up, down = (mapped(matrix, itemgetter(groups)) for matrix in (weights.gate_up, weights.down))
         gate = weights.shared_gate if shape.num_shared_experts else None
         part = replace(weights, gate_up=gate_up, down=down, shared_gate=gate)
         total += MoELayer(shape, part, resolve_backend("reference"), rule=RULES[rule])(tokens)

@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from expertd.kernels import Quantized, dequantize_blocks
+from expertd.kernels import Quantized, decode
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.tensor_file import TensorFile, TensorFileError
 from expertd.service.moe.tensor_reader import TensorReader
@@ -83,8 +83,8 @@ def test_random_weights_keep_the_magnitude_of_a_token() -> None:
     weights = random_weights(SHAPE, 0, "cpu")
     assert weights.gate_up.data.shape == (3, 256, 256)
     assert weights.down.data.shape == (3, 256, 128)
-    for (data, scales), fan_in in ((weights.gate_up, 256), (weights.down, 128)):
-        assert dequantize_blocks(data, scales).std().item() == pytest.approx(fan_in**-0.5, rel=0.05)
+    for matrix, fan_in in ((weights.gate_up, 256), (weights.down, 128)):
+        assert decode(matrix).std().item() == pytest.approx(fan_in**-0.5, rel=0.05)
 
 
 def test_random_weights_of_a_size_without_whole_blocks() -> None:
@@ -223,7 +223,7 @@ def test_loaded_weights_outlive_their_file(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from expertd.service.moe.shape import LayerShape\n"
         "from expertd.service.moe.weights import load_weights, random_weights\n"
-        f"shape, path = {SHAPE!r}, {str(path)!r}\n"
+        f"shape, path = LayerShape(256, 128, 3, 2), {str(path)!r}\n"
         "weights = load_weights(path, shape, 'cpu')\n"
         "os.truncate(path, 0)\n"
         "expected = random_weights(shape, 0, 'cpu')\n"

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from expertd.activation import COMMON, ExpertRule
-from expertd.kernels import Activation, Backend, ExpertBiases, HiddenStates, Quantized, Routing
+from expertd.kernels import Activation, Backend, ExpertBiases, HiddenStates, Routing, Weights
 from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.kernels.ops.four_bits import mapped
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
 from expertd.service.moe.shape import LayerShape
@@ -27,8 +29,8 @@ class RowByRow(ReferenceBackend):
         self,
         hidden_states: HiddenStates,
         tokens: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         offsets: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -93,7 +95,7 @@ def part_of(weights: ExpertWeights, held: range, own: Sequence[int], num_shared:
     """The weights of `own`, and of the shared experts, of a layer that holds `held`."""
     groups = [expert - held.start for expert in own]
     groups += range(len(held), len(held) + num_shared)
-    gate_up, down = (Quantized(w.data[groups], w.scales[groups]) for w in (weights.gate_up, weights.down))
+    gate_up, down = (mapped(w, itemgetter(groups)) for w in (weights.gate_up, weights.down))
     biases = weights.biases and ExpertBiases(*(bias[groups] for bias in weights.biases))
     return replace(weights, gate_up=gate_up, down=down, biases=biases)
 
@@ -157,7 +159,7 @@ def run_parts(exchange: Exchange, case: Case, num_ranks: int) -> list[Tensor]:
     ids, weights = case.all_given
     for shared in range(case.shape.num_shared_experts):
         group = [len(held) + shared]
-        gate_up, down = (Quantized(w.data[group], w.scales[group]) for w in (whole.gate_up, whole.down))
+        gate_up, down = (mapped(w, itemgetter(group)) for w in (whole.gate_up, whole.down))
         shape = replace(case.shape, num_experts=1, top_k=1, local_experts=None, num_shared_experts=0)
         alone = MoELayer(shape, ExpertWeights(whole.router[:1], gate_up, down), backend)
         first = torch.zeros_like(ids[:, :1])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertd.kernels.ops.four_bits import tensors_of
 from expertd.service.moe.parallel import Exchange, ParallelLayer
 from expertd.service.moe.parallel.placed import ReplicaTables
 from expertd.service.moe.placement import Placement
@@ -117,10 +118,11 @@ def run_switch(exchange: Exchange, case: Case, physical: Sequence[int]) -> tuple
     weights = weights_of(case.shape, case.seed)
     for slot in layer.placed.slots:
         parts = [
-            part[physical[slot]].view(torch.uint8).flatten() for part in (*weights.gate_up, *weights.down)
+            part[physical[slot]].view(torch.uint8).flatten()
+            for part in (*tensors_of(weights.gate_up), *tensors_of(weights.down))
         ]
-        layer.placed.prepare(0, *parts[:2])
-        layer.placed.prepare(1, *parts[2:])
+        layer.placed.prepare(0, parts)
+        layer.placed.prepare(1, parts)
         layer.placed.replace(slot, parts)
     layer.placed.switch(physical)
     return before, call(exchange, case, layer)[0]
