@@ -61,6 +61,7 @@ def test_what_a_server_says_about_itself(connect: Connect, server: RunningServer
     model = client.metadata(MODEL)
     assert (model.name, model.hidden_size, model.top_k, model.datatype) == (MODEL, HIDDEN, TOP_K, "FP32")
     assert (model.num_experts, model.num_shared_experts, model.shared_experts) == (NUM_EXPERTS, 0, "none")
+    assert model.weight_format == "FP8"
     assert model.max_request_tokens is not None
     assert re.fullmatch("[0-9a-f]{64}", model.weights_id or "")
     with pytest.raises(UnknownModelError, match=r"^model: expected demo, got 'other'"):

@@ -12,8 +12,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from expertd.kernels import ExpertBiases, ExpertPart, FourBits, Quantized, Weights, quantize_blocks
-from expertd.kernels.ops.four_bits import W, format_of, mapped, tensors_of, with_data
-from expertd.limits import SCALE_BLOCK
+from expertd.kernels.ops.four_bits import (
+    W,
+    format_of,
+    mapped,
+    quantize_int4,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    tensors_of,
+    with_data,
+)
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.tensor_file import TensorFile
 from expertd.service.moe.tensor_reader import TensorReader
@@ -144,9 +152,10 @@ def random_weights(
     generator = torch.Generator(device).manual_seed(seed)
     router = _normal((shape.num_experts, shape.hidden_size), generator).to(torch.bfloat16)
     i, h = shape.intermediate_size, shape.hidden_size
-    gate_up = _random_experts(whole.num_groups, kept, 2 * i, h, generator, experts_on)
-    down = _random_experts(whole.num_groups, kept, h, i, generator, experts_on)
-    return ExpertWeights(router, gate_up, down)
+    gate_up, shared_gate_up = _random_experts(whole, kept, 2 * i, h, generator, experts_on)
+    down, shared_down = _random_experts(whole, kept, h, i, generator, experts_on)
+    shared = ExpertPart(shared_gate_up, shared_down) if shared_gate_up and shared_down else None
+    return ExpertWeights(router, gate_up, down, shared=shared)
 
 
 def save_weights(path: Path | str, weights: ExpertWeights) -> None:
@@ -248,28 +257,43 @@ def _named(name: str, matrix: Weights) -> dict[str, Tensor]:
 
 
 def _random_experts(
-    num_groups: int,
+    whole: LayerShape,
     kept: list[int],
     n: int,
     k: int,
     generator: torch.Generator,
     device: torch.device | None,
-) -> Quantized:
-    device = device or generator.device
-    data = torch.empty((len(kept), n, k), dtype=torch.float8_e4m3fn, device=device)
-    blocks = len(kept), -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-    scales = torch.empty(blocks, dtype=torch.float32, device=device)
-    places = defaultdict[int, list[int]](list)
+) -> tuple[Weights, Weights | None]:
+    """Matrices [n, k] of the groups in `kept`; those of shared experts apart if they have another layout."""
+    device, at = device or generator.device, len(kept)
+    if whole.splits_shared:
+        at = sum(group < whole.num_experts for group in kept)
+    routed = new_matrices(whole.weight_layout, at, n, k, device)
+    shared = new_matrices(whole.shared_layout, len(kept) - at, n, k, device)
+    places = defaultdict[int, list[Weights]](list)
     for place, group in enumerate(kept):
-        places[group].append(place)
-    for group in range(num_groups):  # one at a time: a large layer would not fit unquantized
+        matrix = mapped(routed, itemgetter(place)) if place < at else mapped(shared, itemgetter(place - at))
+        places[group].append(matrix)
+    for group in range(whole.num_groups):  # one at a time: a large layer would not fit unquantized
         normal = _normal((n, k), generator)  # also of the others: the next ones depend on it
         if group in places:
-            group_data, group_scales = quantize_blocks(normal)
-            for place in places[group]:
-                data[place].copy_(group_data)
-                scales[place].copy_(group_scales)
-    return Quantized(data, scales)
+            layout = whole.weight_layout if group < whole.num_experts else whole.shared_layout
+            made = _quantized(normal, layout)
+            for matrix in places[group]:
+                for to, tensor in zip(tensors_of(matrix), tensors_of(made), strict=True):
+                    to.copy_(tensor)
+    return routed, shared if whole.splits_shared else None
+
+
+def _quantized(matrix: Tensor, layout: WeightLayout) -> Weights:
+    match layout.format:
+        case WeightFormat.MXFP4:
+            return quantize_mxfp4(matrix)
+        case WeightFormat.NVFP4:
+            return quantize_nvfp4(matrix)
+        case WeightFormat.INT4:
+            return quantize_int4(matrix, layout.group_size, _TORCH_DTYPES[layout.scales])
+    return quantize_blocks(matrix)
 
 
 def _normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:

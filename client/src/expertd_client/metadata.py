@@ -12,6 +12,7 @@ _PARAMETERS = {
     "shared_experts": str,
     "scoring_func": str,
     "activation": str,
+    "weight_format": str,
     "max_request_tokens": int,
     "weights_id": str,
 }
@@ -26,6 +27,7 @@ class ModelMetadata:
     num_shared_experts  by the checkpoint's rule
     shared_experts      "included" in the answers, "excluded", so that the caller computes them, or "none"
     local_experts       those that the server holds, of the others nothing is added to the output; None: all
+    weight_format       of the routed experts in the server's memory: "FP8", "MXFP4", "INT4" or "NVFP4"
     max_request_tokens  larger calls are sent in parts
     weights_id          compare it with that of a checkpoint's files, `expertd_client.weights_id`
     """
@@ -41,6 +43,7 @@ class ModelMetadata:
     activation: str | None = None
     max_request_tokens: int | None = None
     weights_id: str | None = None
+    weight_format: str | None = None
     local_experts: frozenset[int] | None = None
 
 

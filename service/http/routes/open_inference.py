@@ -141,6 +141,7 @@ def layer_parameters(engine: Engine, spec: LayerSpec) -> dict[str, str | int]:
         "shared_experts": shared if model.num_shared_experts else "none",
         "scoring_func": model.routing.scoring_func,
         "activation": rule_of(model).routed.text,
+        "weight_format": model.shape.weight_layout.format,
         "max_request_tokens": spec.max_request_tokens,
         **{name: value for name, value in maybe.items() if value is not None},
     }

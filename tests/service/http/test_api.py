@@ -80,6 +80,7 @@ async def test_a_model_says_what_its_layer_computes(changes: dict[str, Any], sha
         "shared_experts": shared,
         "scoring_func": changes.get("routing", {}).get("scoring_func", "softmax"),
         "activation": "silu(gate) * up",
+        "weight_format": "FP8",
         "max_request_tokens": 64,
         **({"local_experts": "1-2"} if "local_experts" in changes else {}),
     }

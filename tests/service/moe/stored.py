@@ -11,6 +11,15 @@ from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights
+from expertd.weight_format import WeightFormat, WeightLayout
+
+FOUR_BITS = {
+    "MXFP4": WeightLayout(WeightFormat.MXFP4, 32, "U8"),
+    "NVFP4": WeightLayout(WeightFormat.NVFP4, 16, "F8_E4M3"),
+    "INT4": WeightLayout(WeightFormat.INT4, 32, "BF16"),
+    "INT4 of 128": WeightLayout(WeightFormat.INT4, 128, "F32"),
+}
+"""Layouts of weights."""
 
 
 def store_of(
@@ -20,7 +29,7 @@ def store_of(
     device = memory.device.tensors
     weights = random_weights(shape, seed, device, experts_on=torch.device("cpu"))
     store = ExpertStore(memory, name, shape, weights, num_slots, backend)
-    own = replace(weights, gate_up=store.slots.gate_up, down=store.slots.down)
+    own = replace(weights, gate_up=store.slots.gate_up, down=store.slots.down, shared=store.shared)
     return store, MoELayer(shape, own, backend, store=store)
 
 

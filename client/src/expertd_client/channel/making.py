@@ -157,6 +157,8 @@ def _check_same(before: ModelMetadata, now: ModelMetadata) -> None:
     known = replace(now, max_request_tokens=before.max_request_tokens)
     if before.weights_id is None or now.weights_id is None:  # while it loads
         known = replace(known, weights_id=before.weights_id)
+    if before.weight_format is None or now.weight_format is None:  # an older server
+        known = replace(known, weight_format=before.weight_format)
     if known != before:
         raise InvalidRequestError(f"{now.name}: expected the layer as before, {before}, got {now}")
 

@@ -94,7 +94,8 @@ def weights_of(shape: LayerShape, seed: int, gated: bool = False, biased: bool =
 def part_of(weights: ExpertWeights, held: range, own: Sequence[int], num_shared: int) -> ExpertWeights:
     """The weights of `own`, and of the shared experts, of a layer that holds `held`."""
     groups = [expert - held.start for expert in own]
-    groups += range(len(held), len(held) + num_shared)
+    if weights.shared is None:
+        groups += range(len(held), len(held) + num_shared)
     gate_up, down = (mapped(w, itemgetter(groups)) for w in (weights.gate_up, weights.down))
     biases = weights.biases and ExpertBiases(*(bias[groups] for bias in weights.biases))
     return replace(weights, gate_up=gate_up, down=down, biases=biases)

@@ -12,6 +12,7 @@ from expertd.kernels.ops.four_bits import tensors_of
 from expertd.service.moe.parallel import Exchange, ParallelLayer
 from expertd.service.moe.parallel.placed import ReplicaTables
 from expertd.service.moe.placement import Placement
+from expertd.weight_format import FP8_BLOCKS, WeightLayout
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.parallel.calls import (
     BF16,
@@ -29,6 +30,7 @@ from tests.service.moe.parallel.cases import BACKENDS, Case, call, parallel_laye
 from tests.service.moe.parallel.ranks import Ranks
 from tests.service.moe.placement.greedy import chosen_replicas
 from tests.service.moe.reference_layer import assert_close
+from tests.service.moe.stored import FOUR_BITS
 
 COUNTS = (5, 0, 17)
 MIXED = [9, 0, 4, 4, 2, 7, 1, 8, 3, 4, 5, 6, 0]  # 13 physical experts on 3 ranks; 4 twice on one
@@ -142,6 +144,20 @@ def test_a_layer_goes_over_to_another_placement(ranks: Ranks, exact: bool) -> No
         assert torch.equal(before, after)
     else:
         assert_close(after, before)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("layout", FOUR_BITS.values(), ids=FOUR_BITS.keys())
+def test_experts_of_four_bits_move_between_ranks(ranks: Ranks, layout: WeightLayout, splits: bool) -> None:
+    shape = replace(SHARED, weight_layout=layout, shared_layout=FP8_BLOCKS if splits else layout)
+    physical = random_physical(len(MIXED), 5)
+    case = make_case(
+        COUNTS, shape, given=make_routing(COUNTS), backend="row by row", exact=True, physical=MIXED
+    )
+    results = [checked(result) for result in ranks.run(GROUPS[3], run_switch, case, physical)]
+    before, after = (torch.cat([result[which] for result in results]) for which in (0, 1))
+    assert torch.equal(after, torch.cat(outputs_of(ranks, GROUPS[3], replace(case, physical=physical))))
+    assert torch.equal(before, after)
 
 
 def test_a_placement_must_hold_all_experts_of_the_layer(ranks: Ranks) -> None:
