@@ -202,10 +202,9 @@ def list_layers(
     for layer, each in zip(layers, models_of(settings, lambda: frozenset(WeightFormat)), strict=True):
         shared = replace(each.source, groups=each.source.groups[model.num_experts :])
         form = " and ".join(each.source.formats)
-        formats = (
-            each.shape.weight_layout.format,
-            *([each.shape.shared_layout.format] if each.shape.splits_shared else []),
-        )
-        served = ", shared ".join(formats)
+        formats = [each.shape.weight_layout.format]
+        if each.shape.splits_shared:
+            formats.append(each.shape.shared_layout.format)
+        served = " and ".join(formats)
         listed.append(ListedLayer(layer, form, served, each.source.num_bytes, shared.num_bytes))
     return model, listed

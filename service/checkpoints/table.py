@@ -124,7 +124,10 @@ def _served(encoding: Encoding, layout: TensorLayout, step: int) -> str:
         raise AssertionError(f"{encoding}: expected to find it, got {encoded.encoding}")
     if encoding is Encoding.FLOAT:
         return "quantized"
-    return "bit for bit" if Matrix(encoded, range(0, _N, step), range(_K)).is_native else "rounded"
+    matrix = Matrix(encoded, range(0, _N, step), range(_K))
+    if matrix.four_bits is not None:
+        return "as they are"
+    return "bit for bit" if matrix.is_native else "rounded"
 
 
 def main(arguments: list[str] | None = None) -> int:

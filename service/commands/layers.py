@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertd.activation import COMMON
+from expertd.backends import taking
+from expertd.weight_format import WeightFormat
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -85,13 +87,16 @@ def _print_table(path: Path, model: "MoEModel", layers: list["ListedLayer"]) -> 
         print(f"experts: {text}{gate}")
     for why in dict.fromkeys(model.refused.values()):
         print(f"not served: {spans(layer for layer in model.refused if model.refused[layer] == why)}: {why}")
-    rows: list[tuple[str, ...]] = [("layers", "weights", "bytes a layer", "of shared experts")]
-    like = attrgetter("format", "num_bytes", "shared_bytes")
-    for (form, *sizes), group in groupby(layers, like):
-        rows.append((spans(layer.layer for layer in group), form, *(f"{size:,}" for size in sizes)))
+    rows: list[tuple[str, ...]] = [("layers", "weights", "served as", "bytes a layer", "of shared experts")]
+    like = attrgetter("format", "served", "num_bytes", "shared_bytes")
+    for (form, served, *sizes), group in groupby(layers, like):
+        rows.append((spans(layer.layer for layer in group), form, served, *(f"{size:,}" for size in sizes)))
     if not model.num_shared_experts:
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        columns = zip(row, "<<>>", widths, strict=False)
+        columns = zip(row, "<<<>>", widths, strict=False)
         print("  ".join(f"{text:{side}{width}}" for text, side, width in columns))
+    for each in WeightFormat:
+        if each is not WeightFormat.FP8 and any(each in layer.served.split(" and ") for layer in layers):
+            print(f"{each} needs backend {taking(each)}; others serve it in FP8, with --requantize allow")

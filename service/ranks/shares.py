@@ -27,6 +27,7 @@ from expertd.service.settings.checks import disagreements
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
 from expertd.service.settings.spans import numbers, spans
+from expertd.weight_format import WeightFormat
 
 _FEWEST_TOKENS = 64  # of a step that is worth a hint
 _BUDGET_STEP = 100_000_000
@@ -202,8 +203,11 @@ def _share(settings: Settings, rank: int, capabilities: Capabilities) -> Share:
         if model.num_shared_experts:
             word = "and" if model.shared_experts else "without the"
             shared = f" {word} {model.num_shared_experts} shared"
+        layout = model.shape.weight_layout.format
+        form = "" if layout is WeightFormat.FP8 else f" in {layout}"
         in_slots = f", {slots[model.name]} at a time" if model.name in slots else ""
-        held[f"experts {spans(set(experts))} of {model.num_experts}{in_slots}{shared}"].append(model.name)
+        what = f"experts {spans(set(experts))} of {model.num_experts}{form}{in_slots}{shared}"
+        held[what].append(model.name)
         numbers_held.append((model, len(experts)))
     exchange = exchange_bytes(settings) if capabilities.on_gpu and settings.num_ranks > 1 else 0
     names = {what: tuple(names) for what, names in held.items()}

@@ -16,6 +16,7 @@ from expertd.service.checkpoints.families import FAMILIES as SERVED
 from tests.families import FamilyCase, Sizes, quiet_transformers
 from tests.kernels.helpers import fresh_generator
 from tests.more_families import ALL_FAMILIES
+from tests.service.checkpoints.encoders import ENCODERS
 from tests.service.checkpoints.encoders import mxfp4 as encode_mxfp4
 
 INDEX = "model.safetensors.index.json"
@@ -31,20 +32,26 @@ class Checkpoint:
         scales_dtype: torch.dtype | None = None,
         *,
         mxfp4: bool = False,
+        routed: str | None = None,
         dtype: torch.dtype = torch.bfloat16,
         sizes: Sizes = Sizes(),  # noqa: B008  (a tuple)
     ) -> None:
-        """Weights are of `dtype`; if scales_dtype is given, the experts' are FP8; or they are MXFP4."""
+        """Weights are of `dtype`; if scales_dtype is given, the experts' are FP8; or they are MXFP4.
+
+        routed  the encoding of routed experts alone, each in tensors of its own, a name in ENCODERS
+        """
         case = ALL_FAMILIES[family].sized(sizes)
         self.family, self.directory = family, directory
-        quantized = scales_dtype is not None or mxfp4
+        quantized = scales_dtype is not None or mxfp4 or routed is not None
         with quiet_transformers():
             with patch.object(Tensor, "normal_", _of_vectors):
                 model = case.model_class(case.config())
             _randomize(model)
             model.to(dtype).save_pretrained(directory, max_shard_size="600KB")
             self.oracle = (
-                _quantize_files(directory, case, scales_dtype) if quantized else model.float()
+                _quantize_files(directory, case, scales_dtype, mxfp4=mxfp4, routed=routed)
+                if quantized
+                else model.float()
             ).eval()
             _rename(directory, case.renames)
         edit_json(directory / "config.json", model_type=case.model_type)
@@ -145,15 +152,19 @@ def _rename(directory: Path, renames: tuple[tuple[str, str], ...]) -> None:
     (directory / INDEX).write_text(json.dumps(index))
 
 
-def _quantize_files(directory: Path, case: FamilyCase, scales_dtype: torch.dtype | None) -> Any:
-    """Make the experts' weights FP8, or MXFP4 without `scales_dtype`; returns the model of them."""
+def _quantize_files(
+    directory: Path, case: FamilyCase, scales_dtype: torch.dtype | None, *, mxfp4: bool, routed: str | None
+) -> Any:
+    """Encode the experts' weights as `Checkpoint` says; returns the model of what they mean."""
     with tempfile.TemporaryDirectory() as temporary:
         plain = Path(temporary) / "plain"
         shutil.copytree(directory, plain)
-        if scales_dtype is None:
-            _to_mxfp4(directory, plain)
-        else:
+        if scales_dtype is not None:
             _to_fp8(directory, plain, scales_dtype)
+        if mxfp4:
+            _to_mxfp4(directory, plain)
+        if routed is not None:
+            _encode_routed(directory, plain, routed)
         return case.model_class.from_pretrained(plain, dtype=torch.float32)
 
 
@@ -201,6 +212,29 @@ def _to_mxfp4(directory: Path, plain: Path) -> None:
         save_file(meant, plain / file.name, metadata={"format": "pt"})
     (directory / INDEX).write_text(json.dumps(index))
     edit_json(directory / "config.json", quantization_config={"quant_method": "mxfp4"})
+
+
+def _encode_routed(directory: Path, plain: Path, encoding: str) -> None:
+    """Encode the routed experts' weights in `directory`, and write their decoded values to `plain`."""
+    encode, _, said = ENCODERS[encoding]
+    index = json.loads((directory / INDEX).read_text())
+    floats = {name: t for file in plain.glob("*.safetensors") for name, t in load_file(file).items()}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(file)
+        meant = {name: floats[name] for name in tensors if name in floats}
+        for name in [
+            name for name in tensors if re.search(r"\.experts\.\d+\.(\w+_proj|w[123])\.weight$", name)
+        ]:
+            encoded, meant[name] = encode(floats[name].float())
+            del tensors[name], index["weight_map"][name]
+            tensors.pop(f"{name}_scale_inv", None), index["weight_map"].pop(f"{name}_scale_inv", None)
+            own = {name.removesuffix(".weight") + suffix: tensor for suffix, tensor in encoded.items()}
+            tensors |= own
+            index["weight_map"] |= dict.fromkeys(own, file.name)
+        save_file(tensors, file)
+        save_file(meant, plain / file.name, metadata={"format": "pt"})
+    (directory / INDEX).write_text(json.dumps(index))
+    edit_json(directory / "config.json", quantization_config=said)
 
 
 def _is_expert(name: str) -> bool:

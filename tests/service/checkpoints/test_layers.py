@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -21,6 +21,7 @@ from expertd.service.engine.layers import LoadCancelledError, layer_of
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.tensor_reader import TensorReader
 from expertd.service.settings.served import CheckpointSettings
+from expertd.weight_format import FP8_BLOCKS, WeightFormat, WeightLayout
 from tests.families import EXPERTS, FAMILIES, HIDDEN, INTERMEDIATE, Sizes
 from tests.kernels.helpers import diff, fresh_generator
 from tests.more_families import ALL_FAMILIES, EACH_FAMILY
@@ -38,12 +39,13 @@ def load(
     experts: str | None = None,
     requantize: str = "refuse",
     shared_experts: bool = True,
+    takes: Set[WeightFormat] = frozenset({WeightFormat.FP8}),
 ) -> list[MoELayer]:
-    """The checkpoint's layers, built as in the service."""
+    """The checkpoint's layers, built as in the service for a backend that takes these formats."""
     values = {"path": directory, "layers": layers, "experts": experts, "requantize": requantize}
     settings = CheckpointSettings.model_validate(values | {"shared_experts": shared_experts})
     backend, device = resolve_backend("reference"), torch.device("cpu")
-    return [layer_of(model, backend, device, lambda: False) for model in models_of(settings)]
+    return [layer_of(model, backend, device, lambda: False) for model in models_of(settings, lambda: takes)]
 
 
 def hidden_states(size: int = HIDDEN) -> Tensor:
@@ -141,6 +143,47 @@ def test_stacked_mxfp4_matches_its_decoded_weights(sizes: Sizes, tmp_path: Path)
         CheckpointError, match=r"gate_up_proj_blocks: expected .*, got MXFP4.*; with requantize:"
     ):
         load(checkpoint.directory, "1")
+
+
+@pytest.mark.parametrize("sizes", [Sizes(), *ODD], ids=str)
+def test_mxfp4_of_gpt_oss_is_served_as_it_is(sizes: Sizes, tmp_path: Path) -> None:
+    checkpoint = Checkpoint("gpt-oss", tmp_path / "gpt-oss", mxfp4=True, sizes=sizes)
+    (layer,) = load(checkpoint.directory, "1", takes=frozenset(WeightFormat))
+    assert layer.shape.weight_layout == WeightLayout(WeightFormat.MXFP4, 32, "U8")
+    check_layer(checkpoint, 1, layer, 2e-4)
+    tokens = hidden_states(sizes.hidden)
+    parts = [
+        load(checkpoint.directory, "1", experts, takes=frozenset(WeightFormat))[0](tokens)
+        for experts in ("0-1", f"2-{sizes.experts - 1}")
+    ]
+    assert diff(parts[0] + parts[1], checkpoint.run(1, tokens)[0]) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("family", "encoding", "shared"),
+    [
+        ("kimi-k2.5", "int4", None),
+        ("deepseek-v4", "mxfp4", torch.float8_e8m0fnu),
+        ("glm-4.5", "nvfp4", None),
+        ("qwen3", "nvfp4, packed", None),
+    ],
+)
+def test_four_bits_of_routed_experts_are_served_as_they_are(
+    family: str, encoding: str, shared: torch.dtype | None, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint(family, tmp_path / family, shared, routed=encoding)
+    (layer,) = load(checkpoint.directory, "1", takes=frozenset(WeightFormat))
+    assert layer.shape.weight_layout.format.lower() in encoding
+    assert layer.shape.splits_shared is (layer.shape.num_shared_experts > 0)
+    # Shared experts in bf16 are rounded to FP8.
+    check_layer(checkpoint, 1, layer, 2e-4 if shared or not layer.shape.num_shared_experts else 2e-3)
+    (alone,) = load(checkpoint.directory, "1", shared_experts=False, takes=frozenset(WeightFormat))
+    assert not alone.shape.splits_shared
+    with pytest.raises(CheckpointError, match="with requantize: allow, it is rounded to that FP8; backend "):
+        load(checkpoint.directory, "1")
+    (rounded,) = load(checkpoint.directory, "1", requantize="allow")
+    assert rounded.shape.weight_layout == rounded.shape.shared_layout == FP8_BLOCKS
+    check_layer(checkpoint, 1, rounded, 2e-3)
 
 
 def test_parts_of_a_layer_with_biases_add_up_to_it(tmp_path: Path) -> None:

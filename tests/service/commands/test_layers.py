@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from expertd.backends import taking
 from expertd.service.cli import main
+from expertd.weight_format import WeightFormat
 from tests.paths import ROOT
 from tests.service.checkpoints.builders import Checkpoint, edit_json
 from tests.service.checkpoints.layouts import write
@@ -23,7 +25,7 @@ def test_layers_lists_the_layers_of_a_checkpoint(checkpoint: Path, capsys: Outpu
     num_bytes, shared_bytes = (8 + 1) * 3 * 256 * 128, 3 * 256 * 128
     sizes = {"num_bytes": num_bytes, "shared_bytes": shared_bytes}
     assert about["layers"] == [
-        {"layer": layer, "format": "FP8, a scale per 128x128", **sizes} for layer in (1, 2)
+        {"layer": layer, "format": "FP8, a scale per 128x128", "served": "FP8", **sizes} for layer in (1, 2)
     ], "3 is for multi-token prediction, and the checkpoint leaves it out"
     assert main(["layers", str(checkpoint)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -32,8 +34,8 @@ def test_layers_lists_the_layers_of_a_checkpoint(checkpoint: Path, capsys: Outpu
         "routing: scoring_func sigmoid, renormalize True, routed_scaling_factor 2.5, num_expert_groups 4, "
         "topk_group 2, with a bias",
         "experts: down(silu(gate) * up)",
-        "layers  weights                   bytes a layer  of shared experts",
-        f"1-2     FP8, a scale per 128x128        {num_bytes:,}             {shared_bytes:,}",
+        "layers  weights                   served as  bytes a layer  of shared experts",
+        f"1-2     FP8, a scale per 128x128  FP8              {num_bytes:,}             {shared_bytes:,}",
     ]
 
 
@@ -135,10 +137,37 @@ def refused_by_all(path: Path, capsys: Output) -> str:
 
 
 def test_layers_that_must_be_rounded_are_listed_if_allowed(tmp_path: Path, capsys: Output) -> None:
-    write(tmp_path, "nvfp4")
-    assert "got NVFP4; with requantize: allow, it is rounded to that FP8" in refused_by_all(tmp_path, capsys)
+    write(tmp_path, "fp8 by row")
+    sentence = "got FP8, a scale per row; with requantize: allow, it is rounded to that FP8\n"
+    assert sentence in refused_by_all(tmp_path, capsys)
     assert main(["layers", "--requantize", "allow", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["0", "NVFP4", "196,608"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split() == ["0", "FP8,", "a", "scale", "per", "row", "FP8", "393,216"]
+
+
+def test_four_bits_are_served_by_a_backend_that_takes_them(tmp_path: Path, capsys: Output) -> None:
+    write(tmp_path, "nvfp4")
+    assert main(["layers", str(tmp_path)]) == 0
+    *_, row, hint = capsys.readouterr().out.splitlines()
+    assert row.split() == ["0", "NVFP4", "NVFP4", "196,608"]
+    takers = taking(WeightFormat.NVFP4)
+    assert hint == f"NVFP4 needs backend {takers}; others serve it in FP8, with --requantize allow"
+    served = ["--model", str(tmp_path), "--port", "0", "--backend"]
+    assert main(["check", *served, "reference"]) == 0
+    assert "experts 0-3 of 4 in NVFP4:" in capsys.readouterr().out
+    for command in ("check", "serve"):
+        assert main([command, *served, "cpu"]) == 2
+        shown = "".join(capsys.readouterr())
+        assert (
+            f"with requantize: allow, it is rounded to that FP8; backend {takers} takes it as it is" in shown
+        )
+
+
+def test_layers_says_which_experts_are_in_four_bits(tmp_path: Path, capsys: Output) -> None:
+    write(tmp_path, "int4", "three stacks")  # whose shared expert has floats
+    assert main(["layers", "--json", str(tmp_path)]) == 0
+    (layer,) = json.loads(capsys.readouterr().out)["layers"]
+    assert (layer["format"], layer["served"]) == ("bf16 and int4", "INT4 and FP8")
 
 
 def test_the_documented_list_matches_the_output_of_layers(checkpoint: Path, capsys: Output) -> None:
