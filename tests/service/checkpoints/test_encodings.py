@@ -19,7 +19,7 @@ from tests.kernels.helpers import fresh_generator
 from tests.paths import ROOT
 from tests.service.checkpoints.builders import edit_tensors
 from tests.service.checkpoints.encoders import ENCODERS
-from tests.service.checkpoints.losses import losses
+from tests.service.checkpoints.losses import layer_losses, losses
 
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 4
 SIZES = {
@@ -93,10 +93,19 @@ def test_an_encoding_is_decoded_exactly(encoding: str, tmp_path: Path) -> None:
 
 def test_the_documented_losses_are_measured() -> None:
     text = (ROOT / "docs" / "numerics.md").read_text()
-    documented = dict(re.findall(r"^\| ([^|]+) \| [\d.]+ \| ([\d.]+) \|", text, re.M))
+    documented = dict(re.findall(r"^\| ([^|]+) \| [\d.]+ \| ([\d.]+) \|$", text, re.M))
     command = "python -m tests.service.checkpoints.losses"
     for name, (_, added) in losses().items():
         assert float(documented[name]) == pytest.approx(added, abs=0.1), command
+
+
+@pytest.mark.slow
+def test_the_documented_losses_of_a_layer_are_measured() -> None:
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    documented = {name: list(map(float, errors)) for name, *errors in rows}
+    for name, errors in layer_losses().items():
+        assert documented[name] == pytest.approx(errors, abs=0.1)
 
 
 @pytest.mark.parametrize("encoding", ENCODERS)

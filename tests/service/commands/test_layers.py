@@ -165,6 +165,7 @@ def test_four_bits_are_served_by_a_backend_that_takes_them(tmp_path: Path, capsy
 
 def test_layers_says_which_experts_are_in_four_bits(tmp_path: Path, capsys: Output) -> None:
     write(tmp_path, "int4", "three stacks")  # whose shared expert has floats
+    capsys.readouterr()
     assert main(["layers", "--json", str(tmp_path)]) == 0
     (layer,) = json.loads(capsys.readouterr().out)["layers"]
     assert (layer["format"], layer["served"]) == ("bf16 and int4", "INT4 and FP8")
