@@ -168,7 +168,7 @@ def test_layers_says_which_experts_are_in_four_bits(tmp_path: Path, capsys: Outp
     capsys.readouterr()
     assert main(["layers", "--json", str(tmp_path)]) == 0
     (layer,) = json.loads(capsys.readouterr().out)["layers"]
-    assert (layer["format"], layer["served"]) == ("bf16 and int4", "INT4 and FP8")
+    assert (layer["format"], layer["served"]) == ("fp32 and int4", "INT4 and FP8")
 
 
 def test_the_documented_list_matches_the_output_of_layers(checkpoint: Path, capsys: Output) -> None:
