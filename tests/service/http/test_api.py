@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 import expertd_client
 from expertd import __version__
@@ -17,6 +18,7 @@ from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.engine.layers import weights_ids
 from expertd.service.http.app import ExpertApp
 from expertd.service.settings.model import Settings
+from tests.kernels.helpers import diff, fresh_generator
 from tests.service.apps import (
     HIDDEN,
     MODEL,
@@ -34,6 +36,7 @@ from tests.service.apps import (
     tiny_settings,
 )
 from tests.service.checkpoints.builders import Checkpoint
+from tests.service.checkpoints.layouts import write
 from tests.service.keys import all_keys, key_of
 from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, Answer, connect, head, infer, read_answer, read_to_end
@@ -95,6 +98,34 @@ async def test_a_model_says_what_its_layer_computes(changes: dict[str, Any], sha
     app = ExpertApp(tiny_settings(models=[model]))  # not started
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         assert (await http.get("/v2/models/tiny")).json()["parameters"] == expected
+
+
+@pytest.mark.parametrize(("encoding", "form"), [("mxfp4", "MXFP4"), ("int4", "INT4"), ("nvfp4", "NVFP4")])
+async def test_a_checkpoint_of_four_bits_is_served_and_says_so(
+    encoding: str, form: str, tmp_path: Path
+) -> None:
+    gate_up, down = write(tmp_path / "four", encoding)
+    checkpoint = {"path": tmp_path / "four", "datatype": "FP32"}
+    settings = {"backend": "reference", "checkpoints": [checkpoint]}
+    x = torch.randn(5, 256, generator=fresh_generator())
+    async with serving(resolve_checkpoints(Settings.model_validate(settings))) as server:
+        path = "/v2/models/four.layers.0"
+        assert (await server.http.get(path)).json()["parameters"]["weight_format"] == form
+        ids = torch.tensor([[0], [1], [2], [3], [0]])
+        inputs = [
+            ("hidden_states", x, "FP32"),
+            ("topk_ids", ids, "INT32"),
+            ("topk_weights", torch.ones(5, 1), "FP32"),
+        ]
+        tensors = [
+            {"name": name, "datatype": kind, "shape": list(values.shape), "data": values.flatten().tolist()}
+            for name, values, kind in inputs
+        ]
+        answer = (await server.http.post(f"{path}/infer", json={"inputs": tensors})).json()["outputs"][0]
+    got = torch.tensor(answer["data"]).view(answer["shape"])
+    for row, expert in enumerate(ids.flatten().tolist()):
+        gate, up = (gate_up[expert] @ x[row]).chunk(2)
+        assert diff(got[row], down[expert] @ (torch.nn.functional.silu(gate) * up)) < 2e-4
 
 
 @pytest.mark.slow

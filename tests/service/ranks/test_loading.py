@@ -68,6 +68,7 @@ ON_CPUS = {
     "gpt-oss": Sizes(192, 160),
     "llama-4": Sizes(),
 }  # biases, or weights on inputs: see test_devices_gpu
+FOUR_BITS = ["gpt-oss-mxfp4", "kimi-int4"]
 FILES = ["plain", "biased"]
 
 
@@ -94,6 +95,8 @@ def outputs(
     made = [Checkpoint(family, folder / family) for family in FAMILIES]
     for family, sizes in ON_CPUS.items():
         made.append(Checkpoint(family, folder / family, dtype=torch.float32, sizes=sizes))
+    made.append(Checkpoint("gpt-oss", folder / "gpt-oss-mxfp4", mxfp4=True))
+    made.append(Checkpoint("kimi-k2.5", folder / "kimi-int4", routed="int4"))
     served = [CheckpointSettings(path=each.directory, layers="1", datatype="FP32") for each in made]
     for name, experts in PARTS.items():
         part = {"path": checkpoint, "name": name, "layers": "1", "datatype": "FP32", "experts": experts}
@@ -106,7 +109,9 @@ def outputs(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [*(f"{name}.layers.1" for name in (*PARTS, *FAMILIES, *ON_CPUS)), *FILES])
+@pytest.mark.parametrize(
+    "name", [*(f"{name}.layers.1" for name in (*PARTS, *FAMILIES, *ON_CPUS, *FOUR_BITS)), *FILES]
+)
 def test_a_layer_is_split(name: str, outputs: list[dict[str, NDArray[np.float32]]]) -> None:
     one, two = outputs
     assert close(two[name], one[name])
