@@ -121,6 +121,8 @@ def check_format(capabilities: Capabilities, name: str, operand: object) -> None
     if not isinstance(operand, (Quantized, FourBits)):
         raise refusal(name, "Quantized(data, scales) or FourBits", type(operand).__name__)
     has = format_of(operand)
+    if has is WeightFormat.FP8 and isinstance(operand, FourBits):
+        raise refusal(f"{name} format", "one of four bits for FourBits", has)
     if has not in capabilities.weight_formats:
         takes = " or ".join(sorted(capabilities.weight_formats))
         raise refusal(f"{name} format", takes, f"{has}, which backend {taking(has)} takes")

@@ -18,7 +18,7 @@ from expertd.service.device import device_of
 from expertd.service.moe.needs import GROUPS_AT_ONCE
 from expertd.service.moe.tensor_file import TensorFileError
 from expertd.service.moe.tensor_reader import TensorReader
-from expertd.service.moe.weights import ExpertWeights, new_matrices
+from expertd.service.moe.weights import ExpertWeights, empty_matrices
 from expertd.weight_format import WeightFormat, WeightLayout
 
 _DTYPES = {
@@ -189,6 +189,7 @@ def _spread(scales: Scales, matrix: Matrix, load: LoadTensor, rows: range, colum
     return values
 
 
+_ONE_OF_MXFP4 = 127
 BytesRead = Callable[[int], None]
 MAX_SCALE = 1e6
 """Far above any model's. With this one, products of 7168 and 2048 columns and tokens around 1 stay finite."""
@@ -214,7 +215,7 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
 
     def room(layout: WeightLayout, count: int) -> ExpertPart:
         return ExpertPart(
-            new_matrices(layout, count, 2 * i, h, device), new_matrices(layout, count, h, i, device)
+            empty_matrices(layout, count, 2 * i, h, device), empty_matrices(layout, count, h, i, device)
         )
 
     routed = room(source.weight_layout, num_routed)
@@ -263,13 +264,18 @@ def _read(reader: PartReader, matrix: Matrix, out: Weights, decoding: threading.
 
 
 def _read_four_bits(reader: PartReader, matrix: Matrix, out: FourBits) -> None:
-    """Codes and scales as they are; what the matrix does not fill stays as it is."""
+    """Codes and scales as they are; what the matrix does not fill is zero."""
     encoded, load = matrix.encoded, reader.loader(matrix)
     assert encoded.scales is not None
     codes = load(encoded.weight)
     codes = codes.flatten(1) if codes.ndim == 3 else codes
     codes = (codes.t() if encoded.layout.transposed else codes).contiguous().view(torch.uint8)
     n, k = len(matrix.rows), len(matrix.columns)
+    if out.data.shape != (n, k // 2):
+        out.data.zero_()
+        out.scales.fill_(_ONE_OF_MXFP4 if out.format is WeightFormat.MXFP4 else 1)
+        if out.whole is not None:
+            out.whole.fill_(1)
     codes = codes[_slice(matrix.rows), matrix.columns.start // 2 : matrix.columns.stop // 2]
     # compressed-tensors adds 8 to a number of int4; as two's complement, that is another highest bit.
     out.data[:n, : k // 2] = codes ^ 0x88 if out.format is WeightFormat.INT4 else codes

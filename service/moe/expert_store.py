@@ -31,7 +31,7 @@ from expertd.service.moe.expert_budget import chunk_experts, chunk_sizes
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.staging import GrowingBuffer
 from expertd.service.moe.step.step_counts import StoreCounts
-from expertd.service.moe.weights import ExpertWeights, new_matrices
+from expertd.service.moe.weights import ExpertWeights, empty_matrices
 
 _Experts = NDArray[np.intp]
 _NO_FILE = -1  # the descriptor of memory without a file
@@ -356,9 +356,13 @@ class ExpertStore:
 def new_part(shape: LayerShape, num_groups: int, device: torch.device) -> ExpertPart:
     """Room for routed experts of a layer on a device, filled with zeros."""
     layout, h, i = shape.weight_layout, shape.hidden_size, shape.intermediate_size
-    return ExpertPart(
-        new_matrices(layout, num_groups, 2 * i, h, device), new_matrices(layout, num_groups, h, i, device)
+    part = ExpertPart(
+        empty_matrices(layout, num_groups, 2 * i, h, device),
+        empty_matrices(layout, num_groups, h, i, device),
     )
+    for tensor in _tensors(part):
+        tensor.view(torch.uint8).zero_()
+    return part
 
 
 def _tensors(part: ExpertPart) -> tuple[Tensor, ...]:

@@ -43,7 +43,6 @@ _DTYPES = {
     torch.uint8: "U8",
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
-_ONE_OF_MXFP4 = 127
 MATRICES = ("gate_up", "down")
 """Those of an expert, as `ExpertWeights` names them."""
 
@@ -102,19 +101,17 @@ def without_data(weights: W) -> W:
     return with_data(weights, weights.data.to("meta"))
 
 
-def new_matrices(layout: WeightLayout, count: int, n: int, k: int, device: torch.device | str) -> Weights:
-    """Room for `count` matrices [n, k] on a device, whose values are zeros."""
+def empty_matrices(layout: WeightLayout, count: int, n: int, k: int, device: torch.device | str) -> Weights:
+    """Room for `count` matrices [n, k] on a device, not initialized."""
 
-    def filled(shape: tuple[int, ...], name: str, value: int) -> Tensor:
-        dtype = _TORCH_DTYPES[name]
-        return torch.full((count, *shape), value, dtype=dtype, device=device)
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty((count, *shape), dtype=dtype, device=device)
 
+    scales = empty(layout.scale_shape(n, k), _TORCH_DTYPES[layout.scales])
     if layout.format is WeightFormat.FP8:
-        data = torch.zeros((count, n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        return Quantized(data, filled(layout.scale_shape(n, k), layout.scales, 0))
-    scales = filled(layout.scale_shape(n, k), layout.scales, _ONE_OF_MXFP4 if layout.scales == "U8" else 1)
-    whole = filled((n,), "F32", 1) if layout.has_whole else None
-    return FourBits(filled((n, k // 2), "U8", 0), scales, layout.format, whole)
+        return Quantized(empty((n, k), torch.float8_e4m3fn), scales)
+    whole = empty((n,), torch.float32) if layout.has_whole else None
+    return FourBits(empty((n, k // 2), torch.uint8), scales, layout.format, whole)
 
 
 def cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
@@ -268,8 +265,8 @@ def _random_experts(
     device, at = device or generator.device, len(kept)
     if whole.splits_shared:
         at = sum(group < whole.num_experts for group in kept)
-    routed = new_matrices(whole.weight_layout, at, n, k, device)
-    shared = new_matrices(whole.shared_layout, len(kept) - at, n, k, device)
+    routed = empty_matrices(whole.weight_layout, at, n, k, device)
+    shared = empty_matrices(whole.shared_layout, len(kept) - at, n, k, device)
     places = defaultdict[int, list[Weights]](list)
     for place, group in enumerate(kept):
         matrix = mapped(routed, itemgetter(place)) if place < at else mapped(shared, itemgetter(place - at))

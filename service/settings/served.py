@@ -187,8 +187,8 @@ class CheckpointSettings(Frozen):
     )
     requantize: Literal["allow", "refuse"] = Field(
         default="refuse",
-        description="whether weights with other scales, or fewer bits, may be rounded to FP8 with a scale "
-        "per 128x128 block (docs/numerics.md)",
+        description="whether weights that the backend does not take as they are may be rounded to FP8 with a "
+        "scale per 128x128 block (docs/numerics.md)",
     )
     datatype: _Datatype = Field(default="BF16", description="see `models.N.datatype`")
     masked_max_tokens: int = Field(default=0, ge=0, description="see `models.N.masked_max_tokens`")

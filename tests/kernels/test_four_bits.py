@@ -199,6 +199,8 @@ def test_a_backend_refuses_formats_that_it_lacks() -> None:
     weights, only_fp8 = quantize_mxfp4(torch.ones(1, 8, 128)), Capabilities()
     takers = " or ".join(name for name, can in BACKENDS.items() if WeightFormat.MXFP4 in can.weight_formats)
     _refused(weights, only_fp8, f"b format: expected FP8, got MXFP4, which backend {takers} takes")
+    wrong = weights._replace(format=WeightFormat.FP8)
+    _refused(wrong, only_fp8, "b format: expected one of four bits for FourBits, got FP8")
     _refused((1, 2), only_fp8, "b: expected Quantized(data, scales) or FourBits, got tuple")
 
 

@@ -112,17 +112,12 @@ async def test_a_checkpoint_of_four_bits_is_served_and_says_so(
         path = "/v2/models/four.layers.0"
         assert (await server.http.get(path)).json()["parameters"]["weight_format"] == form
         ids = torch.tensor([[0], [1], [2], [3], [0]])
-        inputs = [
-            ("hidden_states", x, "FP32"),
-            ("topk_ids", ids, "INT32"),
-            ("topk_weights", torch.ones(5, 1), "FP32"),
-        ]
-        tensors = [
-            {"name": name, "datatype": kind, "shape": list(values.shape), "data": values.flatten().tolist()}
-            for name, values, kind in inputs
-        ]
-        answer = (await server.http.post(f"{path}/infer", json={"inputs": tensors})).json()["outputs"][0]
-    got = torch.tensor(answer["data"]).view(answer["shape"])
+        body = json_request(
+            json_input(x.numpy()),
+            json_input(ids.numpy(), "topk_ids", "INT32"),
+            json_input(np.ones((5, 1), np.float32), "topk_weights"),
+        )
+        got = torch.from_numpy(output_of(await server.http.post(f"{path}/infer", content=body)))
     for row, expert in enumerate(ids.flatten().tolist()):
         gate, up = (gate_up[expert] @ x[row]).chunk(2)
         assert diff(got[row], down[expert] @ (torch.nn.functional.silu(gate) * up)) < 2e-4
