@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from expertd_client import (
     ExpertClient,
     ExpertError,
     InvalidRequestError,
+    ModelMetadata,
     ServerUnreachableError,
 )
+from expertd_client.channel.making import check_same
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer
 from tests.fakes import Peer, answering, echo, fake_server, output, refusal
@@ -184,6 +187,15 @@ def test_a_server_that_comes_back_with_other_weights(connect: Connect, own_serve
         own_server.start_again("models.0.weights.seed=1")
         with pytest.raises(InvalidRequestError, match=r"^demo: expected the layer as before, .*weights_id="):
             channel.infer(channel.slots[0], 1)
+
+
+def test_another_format_of_weights_is_another_layer() -> None:
+    said = ModelMetadata("m", 4, 2, "FP32", weights_id="w", weight_format="FP8")
+    older = replace(said, weight_format=None)
+    check_same(said, older)
+    check_same(older, said)
+    with pytest.raises(InvalidRequestError, match=r"^m: expected the layer as before, .*'FP8'.*'MXFP4'"):
+        check_same(said, replace(said, weight_format="MXFP4"))
 
 
 @pytest.mark.slow

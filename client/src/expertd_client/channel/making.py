@@ -98,7 +98,7 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
         opened = yield from opening(deadline, lost)
         try:
             for before, now in zip(layers, (yield from _layers(http, names, deadline)), strict=True):
-                _check_same(before, now)
+                check_same(before, now)
         except BaseException:
             opened.link.close()
             raise
@@ -127,7 +127,7 @@ def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceCha
     def ask(deadline: Deadline) -> Any:
         """On any thread."""
         for before, now in zip(layers, run(_layers(http, names, deadline)), strict=True):
-            _check_same(before, now)
+            check_same(before, now)
         try:
             return run(post(http, names, body, deadline))
         except RefusedError as refused:
@@ -152,7 +152,7 @@ def _layers(http: Asker, names: Sequence[str], deadline: Deadline) -> Steps[list
     return layers
 
 
-def _check_same(before: ModelMetadata, now: ModelMetadata) -> None:
+def check_same(before: ModelMetadata, now: ModelMetadata) -> None:
     """Raises InvalidRequestError if a server that was started again has another layer, or other weights."""
     known = replace(now, max_request_tokens=before.max_request_tokens)
     if before.weights_id is None or now.weights_id is None:  # while it loads
