@@ -26,6 +26,7 @@ from expertd.kernels.expert_checks import check_parallel
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.checks import check_logits, check_router
+from expertd.kernels.ops.four_bits import Weights
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
@@ -65,9 +66,7 @@ class HopperBackend(Backend):
             if progress is not None:
                 progress(done, len(variants), source.name)
 
-    def contiguous(
-        self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
-    ) -> None:
+    def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
         """Write out [M, N]; see `grouped_gemm_contiguous`."""
         on = current_stream(_current(a.data, "a"))
         expected_m = a.data.shape[0] / b.data.shape[0]
@@ -76,7 +75,7 @@ class HopperBackend(Backend):
     def masked(
         self,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         counts: Tensor,
         expected_m: int | None,
         out: Tensor,
@@ -93,8 +92,8 @@ class HopperBackend(Backend):
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -150,8 +149,8 @@ class HopperBackend(Backend):
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         out: Tensor,
         num_sms: int | None,
         offsets: Tensor | None = None,
@@ -249,8 +248,8 @@ class HopperBackend(Backend):
         calls: CallTable,
         num_tokens: int,
         top_k: int,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         activation: Activation,
         num_sms: int | None,
         biases: ExpertBiases | None = None,

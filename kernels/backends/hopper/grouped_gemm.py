@@ -19,6 +19,7 @@ from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Source, Variant
 from expertd.kernels.ops.activation import Activation, OtherGlu
+from expertd.kernels.ops.four_bits import Weights
 from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
@@ -121,7 +122,7 @@ class GroupedGemm:
         on: OnStream,
         layout: Layout,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         groups: Groups,
         out: Tensor,
         expected_m: float,
@@ -143,7 +144,7 @@ class GroupedGemm:
         self,
         on: OnStream,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         groups: Groups,
         activation: Activation,
         expected_m: float,
@@ -212,7 +213,7 @@ class GroupedGemm:
         on: OnStream,
         prepared: _Prepared,
         a: Quantized,
-        b: Quantized,
+        b: Weights,
         groups: Groups,
         columns: range,
         out_map: bytes,

@@ -21,6 +21,7 @@ from expertd.kernels.backends.streams import OnStream, current_stream
 from expertd.kernels.device_calls import CallTable
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
+from expertd.kernels.ops.four_bits import Weights
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized
@@ -63,8 +64,8 @@ class HopperLayer:
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -94,8 +95,8 @@ class HopperLayer:
         calls: CallTable,
         num_tokens: int,
         top_k: int,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         activation: Activation,
         num_sms: int | None,
         biases: ExpertBiases | None,
@@ -149,8 +150,8 @@ class HopperLayer:
         hidden_states: HiddenStates,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
@@ -205,8 +206,8 @@ class HopperLayer:
         on: OnStream,
         a: Quantized,
         permutation: DevicePermutation,
-        gate_up: Quantized,
-        down: Quantized,
+        gate_up: Weights,
+        down: Weights,
         activation: Activation,
         num_sms: int | None,
         biases: ExpertBiases | None,
@@ -237,7 +238,7 @@ class HopperLayer:
         on: OnStream,
         a: Quantized,
         permutation: DevicePermutation,
-        gate_up: Quantized,
+        gate_up: Weights,
         activation: Activation,
         num_experts: int,
         num_sms: int | None,
@@ -253,7 +254,7 @@ class HopperLayer:
         on: OnStream,
         activated: Quantized,
         permutation: DevicePermutation,
-        down: Quantized,
+        down: Weights,
         rows: Tensor,
         num_experts: int,
         num_sms: int | None,
