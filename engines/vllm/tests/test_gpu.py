@@ -33,7 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _PIECEWISE = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
 _FULL = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
-_LIMITS = {"gpu_memory_utilization": 0.2}
+# Without the second one vLLM measures what is free, which fails while another process on the GPU ends.
+_LIMITS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 2 << 30}
 
 
 def write_fp8(directory: Path, exact: Path) -> None:
@@ -76,6 +77,14 @@ def _round(weights: Tensor) -> tuple[Tensor, Tensor]:
 def _on_last_gpu() -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or str(torch.cuda.device_count() - 1)
     return {"CUDA_VISIBLE_DEVICES": visible.split(",")[-1]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_warm_up() -> Iterator[None]:
+    """No process of vLLM compiles DeepGEMM's kernels for all shapes when it starts, which takes minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_DEEP_GEMM_WARMUP", "skip")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +174,8 @@ def test_a_killed_server_loses_no_request(
         text: str = json.loads(vllm.ask("/v1/completions", body))["choices"][0]["text"]
         return text
 
-    options = ["--gpu-memory-utilization=0.2", f"--additional-config.expertd.transport={transport}"]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in _LIMITS.items()]
+    options.append(f"--additional-config.expertd.transport={transport}")
     with (
         running_expertd(tmp_path, model, **_on_last_gpu()) as expertd,
         running_vllm(tmp_path, model, expertd.url, *options) as vllm,
