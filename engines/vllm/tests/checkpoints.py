@@ -1,7 +1,7 @@
-"""Small checkpoints with random weights: `python checkpoints.py DIRECTORY [FAMILY]` makes one."""
+"""Small checkpoints with random weights: `python checkpoints.py DIRECTORY [FAMILY] [--fp8]` makes one."""
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "intermediate_size": 128, "sliding_window": 64},
     "granitemoe": {"num_local_experts": 8, "intermediate_size": 128},
 }  # fmt: skip
+_LARGE: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
+}  # fmt: skip
+GPU_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _LARGE | {"num_experts": 16},
+    "deepseek_v3": _LARGE | {
+        "n_routed_experts": 16, "num_key_value_heads": 8, "q_lora_rank": 256, "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+}  # fmt: skip
+"""Of checkpoints in FP8, which kernels of GPUs take."""
+_BLOCK, _LARGEST = 128, 448.0
 _CHAT = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 
 
@@ -48,6 +61,45 @@ def make_checkpoint(directory: Path, family: str = "qwen3_moe", seed: int = 0, *
     _make_tokenizer().save_pretrained(directory)
     if family == "deepseek_v3":
         _add_next_token_layer(directory, config.num_hidden_layers, config.hidden_size)
+
+
+def write_fp8(directory: Path, exact: Path | None = None) -> None:
+    """Round the projections in `directory` to FP8 in blocks; `exact` gets the same numbers in bfloat16."""
+    if exact is not None:
+        exact.mkdir()
+        for path in directory.iterdir():
+            if path.suffix != ".safetensors":
+                (exact / path.name).write_bytes(path.read_bytes())
+    (file,) = directory.glob("*.safetensors")
+    tensors, rounded = load_file(file), {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            rounded[name] = tensor
+            continue
+        rounded[name], scales = _round(tensor.float())
+        rounded[f"{name}_scale_inv"] = scales
+        rows, columns = tensor.shape
+        wide = scales.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+        tensors[name] = (rounded[name].float() * wide).bfloat16()
+    if exact is not None:
+        save_file(tensors, exact / file.name, {"format": "pt"})
+    save_file(rounded, file, {"format": "pt"})
+    config = directory / "config.json"
+    quantization = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [_BLOCK, _BLOCK],
+    }  # fmt: skip
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
+
+
+def _round(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """To FP8, with a power of two for each block, so that products are bfloat16."""
+    rows, columns = weights.shape
+    padded = torch.nn.functional.pad(weights, (0, -columns % _BLOCK, 0, -rows % _BLOCK))
+    blocks = padded.unfold(0, _BLOCK, _BLOCK).unfold(1, _BLOCK, _BLOCK)
+    scales = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax((2, 3)).clamp(min=1e-10) / _LARGEST)))
+    wide = scales.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+    return (weights / wide).to(torch.float8_e4m3fn), scales
 
 
 def _add_next_token_layer(directory: Path, number: int, size: int) -> None:
@@ -88,4 +140,11 @@ def _make_tokenizer() -> Any:
 
 
 if __name__ == "__main__":
-    make_checkpoint(Path(sys.argv[1]), (sys.argv[2:] or ["qwen3_moe"])[0])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("family", nargs="?", default="qwen3_moe", choices=FAMILIES)
+    parser.add_argument("--fp8", action="store_true", help="larger, in FP8, for a GPU")
+    given = parser.parse_args()
+    make_checkpoint(given.directory, given.family, **(GPU_SIZES[given.family] if given.fp8 else {}))
+    if given.fp8:
+        write_fp8(given.directory)

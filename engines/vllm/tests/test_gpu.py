@@ -10,68 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import GPU_SIZES, make_checkpoint, write_fp8
 from tests.generating import Outcome, end, generate
 from tests.running import Running, running_expertd, running_vllm
 
 pytestmark = pytest.mark.gpu
 
-_BLOCK, _LARGEST = 128, 448.0
-_SIZES = {
-    "hidden_size": 1024, "intermediate_size": 1024, "moe_intermediate_size": 768, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 16},
-    "deepseek_v3": {
-        "n_routed_experts": 16, "num_key_value_heads": 8, "q_lora_rank": 256, "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    },
-}  # fmt: skip
 _PIECEWISE = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
 _FULL = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 # Without the second one vLLM measures what is free, which fails while another process on the GPU ends.
 _LIMITS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 2 << 30}
-
-
-def write_fp8(directory: Path, exact: Path) -> None:
-    """Round the projections in `directory` to FP8 in blocks; `exact` gets the same numbers in bfloat16."""
-    exact.mkdir()
-    for path in directory.iterdir():
-        if path.suffix != ".safetensors":
-            (exact / path.name).write_bytes(path.read_bytes())
-    (file,) = directory.glob("*.safetensors")
-    tensors, rounded = load_file(file), {}
-    for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
-            rounded[name] = tensor
-            continue
-        rounded[name], scales = _round(tensor.float())
-        rounded[f"{name}_scale_inv"] = scales
-        rows, columns = tensor.shape
-        wide = scales.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
-        tensors[name] = (rounded[name].float() * wide).bfloat16()
-    save_file(tensors, exact / file.name, {"format": "pt"})
-    save_file(rounded, file, {"format": "pt"})
-    config = directory / "config.json"
-    quantization = {
-        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": [_BLOCK, _BLOCK],
-    }  # fmt: skip
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
-
-
-def _round(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """To FP8, with a power of two for each block, so that products are bfloat16."""
-    rows, columns = weights.shape
-    padded = torch.nn.functional.pad(weights, (0, -columns % _BLOCK, 0, -rows % _BLOCK))
-    blocks = padded.unfold(0, _BLOCK, _BLOCK).unfold(1, _BLOCK, _BLOCK)
-    scales = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax((2, 3)).clamp(min=1e-10) / _LARGEST)))
-    wide = scales.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
-    return (weights / wide).to(torch.float8_e4m3fn), scales
 
 
 def _on_last_gpu() -> dict[str, str]:
@@ -91,9 +40,9 @@ def _no_warm_up() -> Iterator[None]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """For each family, a checkpoint in FP8, and one with the same numbers in bfloat16."""
     found, parent = {}, tmp_path_factory.mktemp("checkpoints")
-    for family, sizes in FAMILIES.items():
+    for family, sizes in GPU_SIZES.items():
         found[family] = parent / family, parent / f"{family}-exact"
-        make_checkpoint(found[family][0], family, **(_SIZES | sizes))
+        make_checkpoint(found[family][0], family, **sizes)
         write_fp8(*found[family])
     return found
 
@@ -126,7 +75,7 @@ def known(models: dict[str, tuple[Path, Path]]) -> Callable[[str], tuple[Outcome
     return find
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GPU_SIZES)
 @pytest.mark.parametrize(
     ("transport", "options", "variables"),
     [
