@@ -235,7 +235,25 @@ def soak_machine(name: str, where: Callable[[dict[str, Any]], str]) -> Section:
 
 def soak_pool(results: Path) -> str:
     """What became of the calls to a pool, and their times by what happened to its servers."""
-    content = read(results, "soak-pool-cpu.json")
+    return _pool_soak(read(results, "soak-pool-cpu.json"))
+
+
+def soak_pool_vllm(results: Path) -> str:
+    """The same of vLLM's calls on two GPUs, by each transport that was measured. Raises FileNotFoundError."""
+    names = [name for name in _POOL_SOAKS if (results / name).exists()] or list(_POOL_SOAKS)
+    texts = []
+    for name in names:
+        content = read(results, name)
+        header = content["header"]
+        waits = f" Not counted: requests during {content['waits'][0]}." if content["waits"] else ""
+        gpus = f"vLLM on GPU {header['vllm_gpu']}, servers on GPUs {' and '.join(header['server_gpus'])}"
+        texts.append(
+            f"`{header['transport']}`, {gpus}, each an {header['gpu']}: {_pool_soak(content)}{waits}"
+        )
+    return "\n\n".join(map(paragraph, texts))
+
+
+def _pool_soak(content: Row) -> str:
     header, times = content["header"], content["times"]
     events = ", ".join(f"{count} times {event}" for event, count in content["events"].items())
     during = ", ".join(f"{times[event]['p99_ms']:.2f} during {event}" for event in content["events"])
@@ -333,6 +351,7 @@ _DEVICE_CALLS = {
     "8 layers, p50, ms": "{step_ms:.3f}",
     "p99, ms": "{p99_ms:.3f}",
 }
+_POOL_SOAKS = "soak-pool-vllm-2xh200.json", "soak-pool-vllm-http-2xh200.json"
 SECTIONS: dict[str, Section] = {
     "serving-headline": serving_headline,
     "serving-machine": serving_machine,
@@ -373,4 +392,5 @@ SECTIONS: dict[str, Section] = {
     "fuzz": fuzz,
     "pool-rules": pool_rules,
     "soak-pool": soak_pool,
+    "soak-pool-vllm": soak_pool_vllm,
 }

@@ -23,6 +23,7 @@ from tests.service.waiting import wait_for
 from tests.soak.reference import MAX_TOKENS
 from tests.soak.tally import Phase, Stage
 
+START_SECONDS = 300.0  # on a GPU, where the first start compiles kernels
 RIGHTS: dict[str, list[str]] = {"infer": ["infer"], "admin": ["admin"], "metrics": ["metrics"]}
 
 
@@ -97,23 +98,33 @@ def is_ready(port: int) -> bool:
 
 
 class SoakServer:
-    """`expertd serve`, one after the other on the same ports."""
+    """`expertd serve`, one after the other on the same ports.
 
-    def __init__(self, port: int, folder: Path) -> None:
+    expertd    the command
+    variables  of its environment
+    """
+
+    def __init__(self, port: int, folder: Path, expertd: str | Path = EXPERTD, **variables: str) -> None:
         self.port = port
+        self._expertd, self._variables = expertd, variables
         self.log = folder / "server.log"
         self._config = folder / "config.yaml"
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Of its port."""
+        return f"http://127.0.0.1:{self.port}"
 
     def start(self, settings: Settings) -> None:
         """Start it, and wait until it is ready."""
         self._config.write_text(yaml.safe_dump(settings.model_dump(mode="json")))
         # Its callers need the same cores, which idle threads of OpenMP would keep.
-        environment = clean_environment(OMP_WAIT_POLICY="passive")
+        environment = clean_environment(OMP_WAIT_POLICY="passive", **self._variables)
         with self.log.open("ab") as stderr:
-            command: list[str | Path] = [EXPERTD, "serve", "--config", self._config]
+            command: list[str | Path] = [self._expertd, "serve", "--config", self._config]
             self._process = subprocess.Popen(command, stderr=stderr, env=environment)
-        wait_for(self._is_ready, f"the server is ready: {self.log}")
+        wait_for(self._is_ready, f"the server is ready: {self.log}", START_SECONDS)
 
     def terminate(self, seconds: float = 60.0) -> int:
         """Send SIGTERM, and wait: the exit code."""
