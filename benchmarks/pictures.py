@@ -273,6 +273,38 @@ def draw_decode_beside_prefill(content: dict[str, Any]) -> Any:
     return figure
 
 
+@picture
+def draw_engines(content: dict[str, Any]) -> Any:
+    """A panel for each case: a decode step over vLLM's alone by sequences, a line for each prompt."""
+    rows = [row for row in content["rows"] if row["way"] != "alone"]
+    cases = list(dict.fromkeys((row["shape"], row["layers"], row["way"]) for row in rows))
+    prompts = sorted({row["prompt"] for row in rows})
+    figure, panels = plt.subplots(
+        1, len(cases), figsize=(9, 3), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, case in zip(panels[0], cases, strict=True):
+        of = [row for row in rows if (row["shape"], row["layers"], row["way"]) == case]
+        batches = sorted({row["batch"] for row in of})
+        for number, prompt in enumerate(prompts):
+            over = {row["batch"]: row["decode_ratio"] for row in of if row["prompt"] == prompt}
+            places = [batches.index(batch) for batch in over]
+            axes.plot(places, list(over.values()), f"o-C{number}", label=f"prompts of {prompt} tokens")
+        axes.axhline(1, color=THEIRS, linewidth=1.5, label="vLLM alone = 1")
+        axes.set_xticks(range(len(batches)), [str(batch) for batch in batches], fontsize=8)
+        shape, layers, way = case
+        axes.set_title(f"{shape}, {layers} MoE layers, {way}", fontsize=9)
+        axes.set_xlabel("sequences", fontsize=8)
+        axes.grid(linewidth=0.3)
+    panels[0][0].set_ylabel("time of a decode step over vLLM's alone", fontsize=8)
+    panels[0][0].set_ylim(0, 1.08 * max(1, *(row["decode_ratio"] for row in rows)))
+    version = content["about"]["versions"].get("vllm")
+    title = f"vLLM {version} with its experts on a second {_gpu(content)}, lower is faster"
+    figure.suptitle(title, fontsize=10)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=3, loc="outside lower center")
+    return figure
+
+
 PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/serving-h200.svg": ("serving-h200.json", draw_serving),
     "docs/moe_layer_speed-h200.svg": ("moe_layer_newest-h200.json", draw_speed),
@@ -282,6 +314,7 @@ PICTURES: dict[str, tuple[str, Draw]] = {
     "docs/gemm_sweep-h200.svg": ("gemm_sweep-h200.json", draw_sweep),
     "docs/overlap-h200.svg": ("overlap-h200.json", draw_overlap),
     "docs/open_loop-cpu.svg": ("open_loop-cpu.json", draw_open_loop),
+    "docs/engines-2xh200.svg": ("engines-2xh200.json", draw_engines),
     "docs/lanes-h200.svg": ("lanes-h200.json", draw_decode_beside_prefill),
 }
 """Pictures in the documents, by path: the result, and the function that draws it."""

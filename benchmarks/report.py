@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 from benchmarks import pictures
+from benchmarks.engines import report as engines
 from benchmarks.engines import when_it_pays
 from benchmarks.gemm import report as gemm
 from benchmarks.layer import report as layer
-from benchmarks.lib.markdown import measured
+from benchmarks.lib.markdown import NOT_MEASURED, measured
 from benchmarks.ranks import report as ranks
 from benchmarks.serving import report as serving
 
@@ -33,11 +34,19 @@ DOCUMENTS = (
     "docs/internals/benchmarks-serving.md",
     "docs/internals/benchmarks-load.md",
 )
+
+
+def headline(results: Path) -> str:
+    """What an engine gets, once that is measured, then what a layer does."""
+    texts = [measured(section)(results) for section in (engines.headline, layer.headline)]
+    return "\n\n".join(text for text in texts if text != NOT_MEASURED) or NOT_MEASURED
+
+
 SECTIONS = {
     name: measured(section)
-    for package in (layer, gemm, serving, ranks, when_it_pays)
+    for package in (layer, gemm, serving, ranks, when_it_pays, engines)
     for name, section in package.SECTIONS.items()
-}
+} | {"headline": headline}
 """What writes them, by the name in the documents' markers."""
 _OPEN, _CLOSE = "<!-- report:", "<!-- /report -->"
 _SECTION = re.compile(rf"({_OPEN}([\w-]+) -->\n).*?({_CLOSE})", re.S)

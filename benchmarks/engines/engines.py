@@ -1,32 +1,36 @@
 """vLLM alone and with its experts on expertd: `python -m benchmarks engines --vllm PYTHON [--json FILE]`.
 
-PYTHON has vLLM and expertd-vllm. For each shape, a checkpoint's configuration without weights is made; vLLM
-computes with random ones on the first GPU. An expertd server has the MoE layers on the last GPU. Both vLLMs
-run in turns, `--turns` times, each in a process of its own with all prompts and batches.
+PYTHON has vLLM and expertd-vllm. For each case, a shape with a number of MoE layers, a checkpoint's
+configuration without weights is made; vLLM computes with random ones on the first GPU. An expertd server has
+the MoE layers on the last GPU. A process of each way starts, and they take turns, prompt by prompt and batch
+by batch, each idle while another measures. Each row is written at once: an interrupted run keeps what it has.
 
 way     alone: vLLM's own experts; else the plugin's transport (device: in full CUDA graphs; channel, http)
-decode  ms of a step: the time of `--tokens` tokens after the first, by their number; the least of three, the
-        median of turns; ratio: to `alone` in the same run
+decode  ms of a step, which is the time per output token (TPOT): the time of `--tokens` tokens after the
+        first, by their number; the least of three, the median of turns; ratio: to `alone` in the same run
 ttft    ms until all prompts of the batch have their first token, likewise
 tokens  tokens/s of decode; per_gpu: divided by the GPUs of the way (alone 1, else 2)
 busy    share of the time of decode in which each GPU ran a kernel, by NVML, which counts one that waits
+
+There are no micro-batches: vLLM 0.33 has two only for data parallel ranks that exchange tokens by DeepEP or
+NIXL, of which one attention GPU has none.
 """
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.lib.processes import free_port, running
+from benchmarks.lib.processes import Program, free_port, running
 from benchmarks.lib.run import Result, Row, new_parser
 
 KEYS = "shape", "layers", "way", "prompt", "batch"
+_BLOCK = 128  # tokens, at most, that a cache has room for at once
 _PROGRAM = Path(__file__).with_name("vllm_program.py")
 _COMMON = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
@@ -38,11 +42,15 @@ _COMMON = {
 
 
 class Shape(NamedTuple):
-    """A model: its config.json, how many of its first layers are dense, and the experts of the others."""
+    """A model: its config.json, how many of its first layers are dense, and the experts of the others.
+
+    cached  numbers in bfloat16 that a layer keeps of a token
+    """
 
     config: dict[str, Any]
     dense: int
     experts: dict[str, int]
+    cached: int
 
     def config_of(self, moe_layers: int) -> dict[str, Any]:
         """That of the checkpoint."""
@@ -52,6 +60,10 @@ class Shape(NamedTuple):
         """The server's models."""
         numbers = range(self.dense, self.dense + moe_layers)
         return [{"name": f"bench.layers.{number}", **self.experts} for number in numbers]
+
+    def cache_bytes(self, moe_layers: int, tokens: int) -> int:
+        """Of this many tokens, in all layers."""
+        return 2 * self.cached * (self.dense + moe_layers) * tokens
 
 
 SHAPES = {
@@ -64,6 +76,7 @@ SHAPES = {
         },
         0,
         {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8},
+        2 * 4 * 128,
     ),
     "deepseek-v3": Shape(
         {
@@ -78,6 +91,7 @@ SHAPES = {
         },
         1,
         {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8},
+        512 + 64,
     ),
     # For a try without a GPU.
     "tiny": Shape(
@@ -90,81 +104,113 @@ SHAPES = {
         },
         0,
         {"hidden_size": 256, "intermediate_size": 128, "num_experts": 8, "top_k": 2},
+        2 * 2 * 64,
     ),
 }  # fmt: skip
 
 
-def main() -> None:
-    """Measure every shape."""
+def main() -> int:
+    """Measure every case; 1 if one of them failed."""
     options = _options()
-    versions = _program(options.vllm, {"versions": True})[0]
-    about = {**versions, "tokens": options.tokens, "turns": options.turns, "layers": options.layers}
-    result = Result(options.json, about, keys=KEYS)
-    for shape in options.shapes.split(","):
-        with tempfile.TemporaryDirectory() as folder, _server(SHAPES[shape], options, folder) as url:
-            for row in measure(shape, options, folder, url):
-                result.put(row)
+    with _program(options.vllm, {"versions": True}) as program:
+        about = {**program.read(), "tokens": options.tokens, "turns": options.turns}
+    result, failed = Result(options.json, about, keys=KEYS), False
+    for case in options.cases.split(","):
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                for row in measure(*case_of(case), options, folder):
+                    result.put(row)
+        except RuntimeError as error:  # others may fit
+            print(f"engines: {case}: {error}", file=sys.stderr, flush=True)
+            failed = True
+    return int(failed)
 
 
-def measure(shape: str, options: argparse.Namespace, folder: str, url: str) -> Iterator[Row]:
-    """The rows of a shape."""
+def case_of(text: str) -> tuple[str, int]:
+    """The name of a shape and the number of its MoE layers. Raises SystemExit."""
+    name, _, layers = text.partition(":")
+    if name not in SHAPES or not layers.isdecimal() or not int(layers):
+        sys.exit(f"--cases: expected {' or '.join(SHAPES)}, a colon and a number of layers, got {text!r}")
+    return name, int(layers)
+
+
+def measure(shape: str, layers: int, options: argparse.Namespace, folder: str) -> Iterator[Row]:
+    """The rows of a case, one after the other. Raises RuntimeError if a process ends."""
     ways = ["alone", *options.ways.split(",")]
     model = Path(folder, "model")
     model.mkdir()
-    config = SHAPES[shape].config_of(options.layers)
+    config = SHAPES[shape].config_of(layers)
     (model / "config.json").write_text(
         json.dumps({name: value for name, value in config.items() if value is not None})
     )
-    found: dict[tuple[str, int, int], list[Row]] = {}
-    for _ in range(options.turns):
-        for way in ways:
-            asked = {
-                "model": str(model), "way": way, "url": url, "tokens": options.tokens, "max_model_len": 4096,
-                "prompts": _numbers(options.prompts), "batches": _numbers(options.batches),
-            }  # fmt: skip
-            for row in _program(options.vllm, asked):
-                found.setdefault((way, row["prompt"], row["batch"]), []).append(row)
-    yield from rows_of(shape, options.layers, found)
+    points = points_of(SHAPES[shape], layers, options)
+    most = max(SHAPES[shape].cache_bytes(layers, _cached(*point, options.tokens)) for point in points)
+    with _server(SHAPES[shape], layers, options, folder) as url, ExitStack() as stack:
+        made = {
+            "model": str(model), "url": url, "max_model_len": 4096, "cache_bytes": most,
+            "max_num_seqs": max(batch for _, batch in points),
+        }  # fmt: skip
+        programs = {way: stack.enter_context(_program(options.vllm, made | {"way": way})) for way in ways}
+        for program in programs.values():
+            program.read()  # it is ready
+        for prompt, batch in points:
+            turns: dict[str, list[Row]] = {way: [] for way in ways}
+            for _ in range(options.turns):
+                for way, program in programs.items():
+                    program.write({"prompt": prompt, "batch": batch, "tokens": options.tokens})
+                    turns[way].append(program.read())
+            yield from rows_of({"shape": shape, "layers": layers, "prompt": prompt, "batch": batch}, turns)
 
 
-def rows_of(shape: str, layers: int, found: dict[tuple[str, int, int], list[Row]]) -> Iterator[Row]:
-    """By way, prompt and batch: the medians of what was `found` in all turns."""
-    for (way, prompt, batch), turns in found.items():
+def points_of(shape: Shape, layers: int, options: argparse.Namespace) -> list[tuple[int, int]]:
+    """Tokens of a prompt and prompts of a batch, but for those whose cache would be too large."""
+    points = [(prompt, batch) for prompt in _numbers(options.prompts) for batch in _numbers(options.batches)]
+    room = options.cache_gb * 1e9
+    return [point for point in points if shape.cache_bytes(layers, _cached(*point, options.tokens)) <= room]
 
-        def median(name: str, way: str = way, prompt: int = prompt, batch: int = batch) -> float:
-            return float(statistics.median(turn[name] for turn in found[way, prompt, batch]))
 
-        decode, ttft = median("decode_ms"), median("ttft_ms")
-        rate = batch / decode * 1e3
+def rows_of(point: Row, turns: dict[str, list[Row]]) -> Iterator[Row]:
+    """By way: the medians of what was found in all turns at a `point`."""
+
+    def median(way: str, name: str) -> float:
+        return float(statistics.median(turn[name] for turn in turns[way]))
+
+    for way in turns:
+        decode, ttft = median(way, "decode_ms"), median(way, "ttft_ms")
+        rate = point["batch"] / decode * 1e3
         yield {
-            "shape": shape, "layers": layers, "way": way, "prompt": prompt, "batch": batch,
-            "decode_ms": decode, "decode_ratio": decode / median("decode_ms", "alone"),
-            "ttft_ms": ttft, "ttft_ratio": ttft / median("ttft_ms", "alone"),
+            **point, "way": way,
+            "decode_ms": decode, "decode_ratio": decode / median("alone", "decode_ms"),
+            "ttft_ms": ttft, "ttft_ratio": ttft / median("alone", "ttft_ms"),
             "tokens_per_s": rate, "per_gpu": rate / (1 if way == "alone" else 2),
-            "busy": turns[-1]["busy"],
+            "busy": turns[way][-1]["busy"],
         }  # fmt: skip
 
 
 @contextmanager
-def _server(shape: Shape, options: argparse.Namespace, folder: str) -> Iterator[str]:
+def _server(shape: Shape, layers: int, options: argparse.Namespace, folder: str) -> Iterator[str]:
     """The URL of a server with the shape's MoE layers, on the last GPU."""
     config, port = Path(folder, "expertd.yaml"), free_port()
     channels = {"socket": f"{folder}/channels"}
-    config.write_text(
-        json.dumps({"host": "127.0.0.1", "models": shape.served(options.layers), "channels": channels})
-    )
+    config.write_text(json.dumps({"host": "127.0.0.1", "models": shape.served(layers), "channels": channels}))
     program = "import sys; from expertd.service.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["-c", program, "serve", "--config", str(config), "--port", str(port)]
     with running(arguments, port, CUDA_VISIBLE_DEVICES=options.server_gpu):
         yield f"http://127.0.0.1:{port}"
 
 
-def _program(python: str, asked: Row) -> list[Row]:
-    """What a process of vLLM answers. Raises CalledProcessError."""
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [python, str(_PROGRAM), json.dumps(asked)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd="/tmp")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def _program(python: str, made: Row) -> Program:
+    """A process of vLLM. It compiles what it needs at the first repetition, which does not count."""
+    more = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_DEEP_GEMM_WARMUP": "skip",
+    }  # fmt: skip
+    command = [str(Path(python).absolute()), str(_PROGRAM), json.dumps(made)]
+    return Program(command, cwd="/tmp", **more)
+
+
+def _cached(prompt: int, batch: int, tokens: int) -> int:
+    """Tokens in the cache, at most."""
+    return batch * (prompt + 1 + tokens + _BLOCK) + _BLOCK
 
 
 def _numbers(text: str) -> list[int]:
@@ -174,16 +220,18 @@ def _numbers(text: str) -> list[int]:
 def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = new_parser(__doc__)
     parser.add_argument("--vllm", required=True, metavar="PYTHON", help="that has vLLM and expertd-vllm")
-    parser.add_argument("--shapes", default="qwen3-30b", help=f"of {', '.join(SHAPES)}; separated by commas")
-    parser.add_argument("--layers", type=int, default=8, help="MoE layers")
+    text = f"{' or '.join(SHAPES)}, each with a number of MoE layers; the most important one first"
+    parser.add_argument("--cases", default="qwen3-30b:8,deepseek-v3:4,qwen3-30b:48", help=text)
     parser.add_argument("--ways", default="device", help="beside alone: device, channel, http")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--prompts", default="32,2048", help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of the answers, after the first")
     parser.add_argument("--turns", type=int, default=2)
+    text = "for the KV cache of each vLLM; prompts and batches that need more are left out"
+    parser.add_argument("--cache-gb", type=float, default=40.0, help=text)
     parser.add_argument("--server-gpu", default="1", help="CUDA_VISIBLE_DEVICES of the server")
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

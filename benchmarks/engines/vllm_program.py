@@ -1,10 +1,11 @@
-"""One vLLM, in its own environment: `python vllm_program.py JSON`; prints a line of JSON for each row.
+"""One vLLM, in its own environment: `python vllm_program.py JSON` answers each line of JSON with another.
 
-JSON: {"versions": true}, or what `benchmarks.engines.engines.measure` asks.
+JSON: {"versions": true}, or how to make it; what it reads is what to measure (benchmarks.engines.engines).
 """
 
 import contextlib
 import json
+import os
 import random
 import sys
 import threading
@@ -13,66 +14,78 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
+OUT = sys.stdout
 REPEATS = 3
 BLOCK_SECONDS = 0.02  # between two readings of NVML
 
 
-def main(asked: dict[str, Any]) -> None:
-    """Measure every prompt and batch."""
-    if asked.get("versions"):
+def main(made: dict[str, Any]) -> None:
+    """Measure what is asked, until there is no more."""
+    if made.get("versions"):
         import torch
 
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        print(json.dumps({"versions": dict(versions()), "gpus": gpus}), flush=True)
+        answer({"versions": dict(versions()), "gpu": gpus[0] if gpus else None, "gpus": len(gpus)})
         return
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    llm = LLM(model=asked["model"], skip_tokenizer_init=True, **options_of(asked))
-
-    def seconds(prompts: list[Any], tokens: int) -> float:
-        wanted = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0)
-        began = time.perf_counter()
-        llm.generate(prompts, wanted, use_tqdm=False)
-        return time.perf_counter() - began
-
-    for length in asked["prompts"]:
-        for batch in asked["batches"]:
-            took: list[tuple[float, float]] = []
-            for repeat in range(REPEATS + 1):  # what the first one compiles does not count
-                prompts = [
-                    {"prompt_token_ids": [random.randrange(100, 31000) for _ in range(length)]}
-                    for _ in range(batch)
-                ]
-                first = seconds(prompts, 1)
-                with watched() as busy:
-                    all_of_it = seconds(prompts, 1 + asked["tokens"])
-                if repeat:
-                    took.append((first, all_of_it - first))
-            ttft, decode = (min(each) for each in zip(*took, strict=True))
-            row = {
-                "prompt": length, "batch": batch, "ttft_ms": 1e3 * ttft,
-                "decode_ms": 1e3 * decode / asked["tokens"], "busy": busy,
-            }  # fmt: skip
-            print(json.dumps(row), flush=True)
+    llm = LLM(model=made["model"], skip_tokenizer_init=True, **options_of(made))
+    answer({"ready": True})
+    known: set[tuple[int, int]] = set()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        point = asked["prompt"], asked["batch"]
+        answer(measure(llm, *point, asked["tokens"], warm_up=point not in known))
+        known.add(point)
 
 
-def options_of(asked: dict[str, Any]) -> dict[str, Any]:
+def measure(llm: Any, length: int, batch: int, tokens: int, warm_up: bool) -> dict[str, Any]:
+    """The least of several repetitions, in ms; what is compiled to warm up does not count."""
+    took: list[tuple[float, float]] = []
+    for repeat in range(-warm_up, REPEATS):
+        prompts = [
+            {"prompt_token_ids": [random.randrange(100, 31000) for _ in range(length)]} for _ in range(batch)
+        ]
+        first = seconds(llm, prompts, 1)
+        with watched() as busy:
+            all_of_it = seconds(llm, prompts, 1 + tokens)
+        if repeat >= 0:
+            took.append((first, all_of_it - first))
+    ttft, decode = (min(each) for each in zip(*took, strict=True))
+    return {"ttft_ms": 1e3 * ttft, "decode_ms": 1e3 * decode / tokens, "busy": busy}
+
+
+def seconds(llm: Any, prompts: list[Any], tokens: int) -> float:
+    """Until all have this many tokens."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0)
+    began = time.perf_counter()
+    llm.generate(prompts, wanted, use_tqdm=False)
+    return time.perf_counter() - began
+
+
+def answer(row: dict[str, Any]) -> None:
+    """Write a line, to where only this writes."""
+    print(json.dumps(row), file=OUT, flush=True)
+
+
+def options_of(made: dict[str, Any]) -> dict[str, Any]:
     """Those of LLM."""
     from vllm.platforms import current_platform
 
-    most = max(asked["batches"])
+    # With the cache's size given, vLLM does not measure what is free, in turns with others of this program.
     options: dict[str, Any] = {
-        "load_format": "dummy", "max_model_len": asked["max_model_len"], "max_num_seqs": most,
+        "load_format": "dummy", "max_model_len": made["max_model_len"], "max_num_seqs": made["max_num_seqs"],
+        "kv_cache_memory_bytes": made["cache_bytes"], "gpu_memory_utilization": 0.05,
         "enable_prefix_caching": False, "disable_log_stats": True,
     }  # fmt: skip
-    if current_platform.is_cuda():
-        options["gpu_memory_utilization"] = 0.7
-    else:
+    if not current_platform.is_cuda():
         options["enforce_eager"] = True
-    if asked["way"] != "alone":
-        settings = {"url": asked["url"], "name": "bench", "transport": asked["way"], "check_weights": "off"}
+    if made["way"] != "alone":
+        settings = {"url": made["url"], "name": "bench", "transport": made["way"], "check_weights": "off"}
         options |= {"load_format": "expertd_dummy", "additional_config": {"expertd": settings}}
-        if asked["way"] != "device":
+        if made["way"] != "device":
             options["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
     return options
 
@@ -112,4 +125,6 @@ def watched() -> Iterator[list[float]]:
 
 
 if __name__ == "__main__":
+    OUT = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to stdout, too
     main(json.loads(sys.argv[1]))

@@ -227,7 +227,6 @@ _STORE_COLUMNS = {
 _MACHINE = "{gpu}, driver {driver}, NVRTC {nvrtc}, torch {torch}; a copy moved {copy_tbps:.2f} TB/s; "
 _PEER = "DeepGEMM: sgl-deep-gemm {deep_gemm}"
 SECTIONS: dict[str, Section] = {
-    "headline": headline,
     "layer-newest-machine": about(
         NEWEST, "{gpu}; a copy moved {copy_tbps:.2f} TB/s; " + _PEER + "; this project at {commit}."
     ),

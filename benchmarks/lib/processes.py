@@ -18,11 +18,17 @@ DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 
 
 class Program:
-    """A process of a module that reads and writes lines of JSON."""
+    """A process that reads and writes lines of JSON.
 
-    def __init__(self, module: str) -> None:
-        command = [sys.executable, "-m", module]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    what  a module; or a command
+    """
+
+    def __init__(self, what: str | Sequence[str], cwd: str | None = None, **environment: str) -> None:
+        command = [sys.executable, "-m", what] if isinstance(what, str) else what
+        self.process = subprocess.Popen(
+            command, env=os.environ | environment, cwd=cwd, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
