@@ -122,6 +122,11 @@ class Device(ABC):
     def uuids(self) -> tuple[str, ...]:
         """The UUID of a GPU, as the driver's tools know it; () for others."""
 
+    @property
+    @abstractmethod
+    def is_shared_at_once(self) -> bool:
+        """Whether kernels of several processes run there at the same time, instead of in turns."""
+
     @abstractmethod
     def failure(self) -> str | None:
         """Why it computes nothing any more in this process, as after a kernel that faulted; None if it does.

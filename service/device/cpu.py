@@ -70,6 +70,10 @@ class CpuDevice(Device):
     def uuids(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def is_shared_at_once(self) -> bool:
+        return True
+
     def failure(self) -> str | None:
         return None
 

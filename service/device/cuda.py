@@ -54,6 +54,13 @@ class CudaDevice(Device):
     def uuids(self) -> tuple[str, ...]:
         return (f"GPU-{torch.cuda.get_device_properties(self.tensors).uuid}",)
 
+    @property
+    def is_shared_at_once(self) -> bool:
+        """See `Device.is_shared_at_once`: by CUDA's Multi-Process Service (MPS)."""
+        driver = _driver()
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+        return bool(driver.cuDeviceGetAttribute(attribute, self.tensors.index)[1])
+
     def failure(self) -> str | None:
         try:
             self.synchronize()

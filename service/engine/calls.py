@@ -54,9 +54,13 @@ class CallServer(Calls, Protocol):
     """Also what channels ask, between steps, on the worker thread. Implemented by `DeviceCalls`.
 
     max_tokens  of a call
+    gpu         the UUID of the one that answers
+    own_gpu     what callers on that GPU get: "mps", or "turns"
     """
 
     max_tokens: int
+    gpu: str
+    own_gpu: str
 
     def prepare(self, model: str) -> None:
         """Capture the steps of calls to a layer.

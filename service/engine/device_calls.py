@@ -21,6 +21,8 @@ class DeviceCalls:
 
     def __init__(self, device: Device, runners: Mapping[str, LayerRunner]) -> None:
         self._device, self._runners = device, runners
+        self.gpu = "".join(device.uuids())
+        self.own_gpu = "mps" if device.is_shared_at_once else "turns"
         self._steps: CallSteps | None = None  # once there is a caller
         self._lock, self._holds = threading.Lock(), 0
 

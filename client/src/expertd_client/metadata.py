@@ -1,7 +1,7 @@
 """What a server says about its models."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from expertd_client.errors import InvalidAnswerError
@@ -15,6 +15,8 @@ _PARAMETERS = {
     "weight_format": str,
     "max_request_tokens": int,
     "weights_id": str,
+    "device_calls": str,
+    "device_calls_own_gpu": str,
 }
 
 
@@ -30,6 +32,8 @@ class ModelMetadata:
     weight_format       of the routed experts in the server's memory: "FP8", "MXFP4", "INT4" or "NVFP4"
     max_request_tokens  larger calls are sent in parts
     weights_id          compare it with that of a checkpoint's files, `expertd_client.weights_id`
+    device_calls        the UUID of the GPU that answers device calls; None: the server answers none
+    device_calls_own_gpu  for callers on that GPU: "mps", they compute beside the server; "turns": in turns
     """
 
     name: str
@@ -45,6 +49,9 @@ class ModelMetadata:
     weights_id: str | None = None
     weight_format: str | None = None
     local_experts: frozenset[int] | None = None
+    # Of the server, not of the layer, which is the same on others.
+    device_calls: str | None = field(default=None, compare=False)
+    device_calls_own_gpu: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,12 +128,15 @@ def input_datatypes(spec: LayerSpec, name: str) -> str:
 
 
 def layer_parameters(engine: Engine, spec: LayerSpec) -> dict[str, str | int]:
-    """What a caller of its layer has to know; weights_id only once it has loaded."""
+    """What a caller of its layer has to know; weights_id and the GPU of calls only once it has loaded."""
     model = next(model for model in engine.settings.models if model.name == spec.name)
     shared = "included" if model.shared_experts else "excluded"
+    calls = None if engine.loaded is None else engine.loaded.calls
     maybe = {
         "local_experts": model.local_experts,
         "weights_id": engine.repository.weights_ids.get(spec.name),
+        "device_calls": calls and calls.gpu,
+        "device_calls_own_gpu": calls and calls.own_gpu,
     }
     return {
         "num_experts": model.num_experts,

@@ -18,9 +18,11 @@ import pytest
 from expertd.device_calls import CallCounts, CallSlot
 from expertd.service.channels.call_channel import CallGeometry
 from expertd.service.channels.layout import GREETING
-from expertd_client import ServerBusyError
+from expertd_client import ExpertClient, ServerBusyError
+from expertd_client.channel import making
 from expertd_client.channel.device_link import DeviceLink
 from expertd_client.deadline import Deadline
+from expertd_client.metadata import ModelMetadata
 from tests.service.apps import Serving, error_of
 from tests.service.channels.servers import channel_server
 from tests.service.runners import EchoRunner
@@ -54,6 +56,7 @@ class FakeCalls:
     """A `CallServer` that answers nothing, and keeps what it was told."""
 
     max_tokens = 5
+    gpu, own_gpu = "GPU-1", "turns"
     are_made = False
 
     def __init__(self) -> None:
@@ -156,6 +159,35 @@ async def connected(server: Serving) -> socket.socket:
     send_memory(connection, opened["geometry"]["answer_bytes"])
     assert await asyncio.to_thread(connection.recv, 1) == b"\1"
     return connection
+
+
+async def test_metadata_say_which_gpu_answers_calls(tmp_path: Path) -> None:
+    async with serving_calls(tmp_path) as (server, _):
+        told = (await server.http.get("/v2/models/tiny")).json()["parameters"]
+        assert (told["device_calls"], told["device_calls_own_gpu"]) == ("GPU-1", "turns")
+        with ExpertClient(f"http://127.0.0.1:{server.port}") as client:
+            layer = await asyncio.to_thread(client.metadata, "tiny")
+        assert (layer.device_calls, layer.device_calls_own_gpu) == ("GPU-1", "turns")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "own_gpu", "warned"),
+    [("GPU-1", "turns", True), ("GPU-2", "turns", False), ("GPU-1", "mps", False)],
+)
+def test_a_caller_on_the_servers_own_gpu_is_warned_of_turns(
+    gpu: str, own_gpu: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = ModelMetadata("tiny", 128, 2, "BF16", device_calls="GPU-1", device_calls_own_gpu=own_gpu)
+    making._warn_of_turns(layer, gpu)
+    text = (
+        "channel: device calls of tiny: expected a server on another GPU, or CUDA MPS, got the caller's own"
+    )
+    assert [message.startswith(text) for message in caplog.messages] == [True] * warned
+
+
+def test_replicas_on_different_gpus_have_the_same_layer() -> None:
+    one, two = (ModelMetadata("tiny", 128, 2, "BF16", device_calls=f"GPU-{number}") for number in (1, 2))
+    making._check_same(one, two)
 
 
 async def test_both_sides_have_both_memories(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ def channel(client: ExpertClient) -> Iterator[DeviceChannel]:
         yield channel
 
 
+def test_metadata_say_which_gpu_answers(client: ExpertClient) -> None:
+    layer = client.metadata(NAMES[0])
+    assert layer.device_calls == f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    assert layer.device_calls_own_gpu in ("mps", "turns")
+
+
 def poisoned(count: int) -> Tensor:
     return torch.full((count, H), torch.nan, dtype=torch.bfloat16, device=CALLER)
 

@@ -92,7 +92,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> DeviceCalls:
     stream = SimpleNamespace(synchronize=lambda: None)
     device: Any = SimpleNamespace(
         tensors=torch.device("cpu"), new_stream=lambda priority: stream, new_graph_pool=Pool,
-        synchronize=lambda: None, on=lambda stream: nullcontext(),
+        synchronize=lambda: None, on=lambda stream: nullcontext(), uuids=lambda: ("GPU-1",),
+        is_shared_at_once=False,
     )  # fmt: skip
     backend = SimpleNamespace(call_graph=lambda table, sizes, graphs: Graph(table, graphs))
 

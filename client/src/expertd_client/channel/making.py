@@ -1,5 +1,6 @@
 """From the arguments of a client's open_channel to a channel."""
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from expertd_client.metadata import ModelMetadata, read_metadata
 from expertd_client.places import aligned
 from expertd_client.steps import Steps, Work, run
 from expertd_client.transport import Asker
+
+logger = logging.getLogger("expertd_client")
 
 _SLOT_ALIGNMENT = 4096
 C = TypeVar("C", bound=BaseChannel)
@@ -117,6 +120,7 @@ def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceCha
     index = _gpu(options.device)
     if index is None:
         raise InvalidRequestError(f"device: expected a GPU for device calls, got {options.device}")
+    gpu = _uuid(index)
     layers = yield from _layers(http, names, deadline)
     memory: Any = {"device_calls": {}}
     body = {
@@ -126,8 +130,10 @@ def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceCha
 
     def ask(deadline: Deadline) -> Any:
         """On any thread."""
-        for before, now in zip(layers, run(_layers(http, names, deadline)), strict=True):
+        present = run(_layers(http, names, deadline))
+        for before, now in zip(layers, present, strict=True):
             check_same(before, now)
+        _warn_of_turns(present[0], gpu)
         try:
             return run(post(http, names, body, deadline))
         except RefusedError as refused:
@@ -161,6 +167,24 @@ def check_same(before: ModelMetadata, now: ModelMetadata) -> None:
         known = replace(known, weight_format=before.weight_format)
     if known != before:
         raise InvalidRequestError(f"{now.name}: expected the layer as before, {before}, got {now}")
+
+
+def _warn_of_turns(layer: ModelMetadata, gpu: str) -> None:
+    """If the caller's kernels on the GPU with this UUID, and the server's, wait for each other in turns."""
+    if layer.device_calls == gpu and layer.device_calls_own_gpu == "turns":
+        logger.warning(
+            "channel: device calls of %s: expected a server on another GPU, or CUDA MPS, got the caller's "
+            "own, %s, on which both processes take turns",
+            layer.name,
+            gpu,
+        )
+
+
+def _uuid(index: int) -> str:
+    """Of a GPU, as the driver's tools know it."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 def _gpu(device: object) -> int | None:
