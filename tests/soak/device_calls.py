@@ -44,6 +44,7 @@ from tests.service.channels.call_server import (
     expected,
     inputs,
 )
+from tests.soak.soaking import commit
 
 TOKENS = 1, 7, 64  # of the graphs
 SLOTS = 2
@@ -235,6 +236,7 @@ class Soak:
     def __init__(self, folder: Path, calls: int, seconds: float, callers: int, kills: int, seed: int) -> None:
         self._folder, self._calls, self._num_callers, self._num_kills = folder, calls, callers, kills
         self._seed, self._chance = seed, random.Random(seed)
+        self._about = {"commit": commit(), "gpu": torch.cuda.get_device_name(0)}
         self._began = time.monotonic()
         self._seconds = seconds
         self._callers: list[Caller] = []
@@ -281,6 +283,8 @@ class Soak:
         """What has been done so far."""
         (begin, first), (end, last) = (self._moments or [(0.0, 0)])[0], (self._moments or [(0.0, 0)])[-1]
         return {
+            **self._about,
+            "asked": self._calls,
             "calls": self._made["calls"],
             "tokens": self._made["tokens"],
             "seconds": round(self._elapsed, 1),
@@ -373,11 +377,19 @@ class Soak:
             self._reported = time.monotonic()
             made = self._made["calls"]
             numbers = f"{made:,} calls, {self._mismatches} mismatches, {self._kills} kills"
-            print(f"soak: {self._elapsed:.0f} s, {numbers}", flush=True)
+            print(f"soak: {self._elapsed:.0f} s, {numbers}{self._outlook()}", flush=True)
         for number, caller in enumerate(self._callers):
             caller.channel.check()
             if caller.mismatches:
                 raise RuntimeError(f"outputs of caller {number}: {caller.mismatches} words differ")
+
+    def _outlook(self) -> str:
+        """How fast calls are made, and how many that will be, once a moment is known to count from."""
+        if not self._moments or self._elapsed <= (began := self._moments[0])[0]:
+            return ""
+        rate = (self._made["calls"] - began[1]) / (self._elapsed - began[0])
+        most = self._made["calls"] + rate * max(0.0, self._seconds - END_SECONDS - self._elapsed)
+        return f", {rate:,.0f} calls/s, for {min(most, self._calls):,.0f} of {self._calls:,} in time"
 
     def _compare(self) -> None:
         """Have all calls end, and compare their number with what the server has counted."""

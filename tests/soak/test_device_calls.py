@@ -165,6 +165,7 @@ class FakeCaller:
 def fakes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(FakeServer, "alive", None)
     monkeypatch.setattr(FakeServer, "starts", 0)
     monkeypatch.setattr(device_calls, "Server", FakeServer)
@@ -181,13 +182,16 @@ def another(prints: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.parametrize(("callers", "kills"), [(1, 0), (4, 0), (3, 2)])
-@pytest.mark.usefixtures("fakes")
-def test_a_soak_makes_its_calls_and_kills(tmp_path: Path, callers: int, kills: int) -> None:
+def test_a_soak_makes_its_calls_and_kills(
+    tmp_path: Path, callers: int, kills: int, fakes: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fakes.setattr(device_calls, "REPORT_SECONDS", 0.0)
     file = tmp_path / "soak.json"
     arguments = ["--calls", "50000", "--callers", str(callers), "--kills", str(kills), "--json", str(file)]
     assert device_calls.main([*arguments, "--seconds", "120", "--seed", "7"]) == 0
     result: dict[str, Any] = json.loads(file.read_text())
-    assert result["calls"] >= 50_000
+    assert result["calls"] >= result["asked"] == 50_000
+    assert "calls/s, for 50,000 of 50,000 in time" in capsys.readouterr().out
     assert result["calls_per_s"] > 0
     assert (result["compared_with_metrics"] == result["calls"]) is (kills == 0)
     assert result["compared_with_metrics"] > 0

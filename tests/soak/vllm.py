@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--expertd", type=Path, default=expertd, metavar="COMMAND")
     parser.add_argument("--transport", default="auto", help="auto, device, channel or http")
     parser.add_argument("--vllm-gpu", default="0", help="its CUDA_VISIBLE_DEVICES")
-    parser.add_argument("--server-gpus", default="0,1" if gpus else "", help="those of the servers")
+    parser.add_argument("--server-gpus", default=("", "0,0", "1,0")[gpus], help="those of the servers")
     parser.add_argument("--callers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8, help="of each answer")
     parser.add_argument("flags", nargs="*", help="more flags of vLLM, behind --")
