@@ -135,8 +135,8 @@ def layer_parameters(engine: Engine, spec: LayerSpec) -> dict[str, str | int]:
     maybe = {
         "local_experts": model.local_experts,
         "weights_id": engine.repository.weights_ids.get(spec.name),
-        "device_calls": calls and calls.gpu,
-        "device_calls_own_gpu": calls and calls.own_gpu,
+        "device_calls": None if calls is None else calls.gpu,
+        "device_calls_own_gpu": None if calls is None else calls.own_gpu,
     }
     return {
         "num_experts": model.num_experts,
