@@ -31,6 +31,7 @@ from benchmarks.lib.run import Result, Row, new_parser
 
 KEYS = "shape", "layers", "way", "prompt", "batch"
 _BLOCK = 128  # tokens, at most, that a cache has room for at once
+_MOST_IN_GRAPH = 512  # tokens, of vLLM's graphs by default
 _PROGRAM = Path(__file__).with_name("vllm_program.py")
 _COMMON = {
     "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
@@ -148,7 +149,7 @@ def measure(shape: str, layers: int, options: argparse.Namespace, folder: str) -
     with _server(SHAPES[shape], layers, options, folder) as url, ExitStack() as stack:
         made = {
             "model": str(model), "url": url, "max_model_len": 4096, "cache_bytes": most,
-            "max_num_seqs": max(batch for _, batch in points),
+            "max_num_seqs": max(batch for _, batch in points), "graphs": _graphs(points),
         }  # fmt: skip
         programs = {way: stack.enter_context(_program(options.vllm, made | {"way": way})) for way in ways}
         for program in programs.values():
@@ -167,6 +168,12 @@ def points_of(shape: Shape, layers: int, options: argparse.Namespace) -> list[tu
     points = [(prompt, batch) for prompt in _numbers(options.prompts) for batch in _numbers(options.batches)]
     room = options.cache_gb * 1e9
     return [point for point in points if shape.cache_bytes(layers, _cached(*point, options.tokens)) <= room]
+
+
+def _graphs(points: Sequence[tuple[int, int]]) -> list[int]:
+    """Numbers of tokens of CUDA graphs: of decode, and of short prompts. Others only take time to make."""
+    prefill = {prompt * batch for prompt, batch in points}
+    return sorted({batch for _, batch in points} | {tokens for tokens in prefill if tokens <= _MOST_IN_GRAPH})
 
 
 def rows_of(point: Row, turns: dict[str, list[Row]]) -> Iterator[Row]:

@@ -80,14 +80,17 @@ def options_of(made: dict[str, Any]) -> dict[str, Any]:
         "kv_cache_memory_bytes": made["cache_bytes"], "gpu_memory_utilization": 0.05,
         "enable_prefix_caching": False, "disable_log_stats": True,
     }  # fmt: skip
-    if not current_platform.is_cuda():
+    compilation: dict[str, Any] = {}
+    if current_platform.is_cuda():
+        compilation["cudagraph_capture_sizes"] = made["graphs"]
+    else:
         options["enforce_eager"] = True
     if made["way"] != "alone":
         settings = {"url": made["url"], "name": "bench", "transport": made["way"], "check_weights": "off"}
         options |= {"load_format": "expertd_dummy", "additional_config": {"expertd": settings}}
         if made["way"] != "device":
-            options["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
-    return options
+            compilation["cudagraph_mode"] = "PIECEWISE"
+    return options | {"compilation_config": compilation}
 
 
 def versions() -> Iterator[tuple[str, str]]:

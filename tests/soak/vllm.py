@@ -87,6 +87,7 @@ class Vllm:
         command = [
             given.python, "-m", "expertd_vllm", "serve", str(model), "--expertd", f"file:{servers}",
             "--port", str(port), "--served-model-name", NAME, "--max-model-len=256",
+            f"--max-num-seqs={2 * given.callers}",
             f"--additional-config.expertd.transport={given.transport}", *flags, *given.flags,
         ]  # fmt: skip
         variables = ENVIRONMENT | os.environ
