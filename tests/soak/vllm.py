@@ -11,7 +11,7 @@ wrong        texts that differ from those before
 late         requests that took longer than `--late` seconds. In memory of a GPU, calls wait for a server that
              is stopped: those requests are not counted (`waits`)
 p50          ms of a request, and p99: while all servers are there (calm), and during each kind of event
-calls        of the pool's servers, by how they ended, as vLLM's metrics count them
+pool         calls over HTTP to each server, by how they ended, as vLLM's metrics count them
 """
 
 import os
@@ -131,13 +131,16 @@ class Vllm:
         """By server and outcome."""
         found: dict[str, dict[str, float]] = {}
         for labels, value in samples(self.url, "expertd_pool_calls_total"):
-            found.setdefault(labels["server"], {})[labels["outcome"]] = value
+            if value:
+                found.setdefault(labels["server"], {})[labels["outcome"]] = value
         return found
 
     def is_up(self, server: str) -> bool:
         """Whether it takes a server for one that answers."""
-        states = samples(self.url, "expertd_pool_servers")
-        return any(value and (of["server"], of["state"]) == (server, "up") for of, value in states)
+        with suppress(httpx.HTTPError):
+            states = samples(self.url, "expertd_pool_servers")
+            return any(value and (of["server"], of["state"]) == (server, "up") for of, value in states)
+        return False
 
     def kill(self) -> None:
         """With its children."""
