@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,10 @@ from expertd.service.channels.layout import GREETING
 from expertd_client import ExpertClient, ServerBusyError
 from expertd_client.channel import making
 from expertd_client.channel.device_link import DeviceLink
+from expertd_client.channel.opening import post
 from expertd_client.deadline import Deadline
 from expertd_client.metadata import ModelMetadata
+from expertd_client.steps import run
 from tests.service.apps import Serving, error_of
 from tests.service.channels.servers import channel_server
 from tests.service.runners import EchoRunner
@@ -377,3 +379,30 @@ async def test_a_link_that_is_closed_or_has_failed_asks_no_more(tmp_path: Path) 
             await asyncio.to_thread(link.close)
             await until(lambda: not calls.slots and not server.app.channels.entries)
             assert len(opened) == 1
+
+
+async def test_in_a_pool_another_server_answers_calls_when_theirs_has_drained(tmp_path: Path) -> None:
+    """With both memories of before, so that a captured graph stays as it is."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    async with AsyncExitStack() as first, serving_calls(folders[1]) as (second, others):
+        server, calls = await first.enter_async_context(serving_calls(folders[0]))
+        urls = [f"http://127.0.0.1:{each.port}" for each in (server, second)]
+        with ExpertClient(urls, timeout=10, retry_seconds=10) as client:
+
+            def ask(deadline: Deadline) -> Any:
+                return run(post(client._to, ("tiny",), BODY, deadline))
+
+            link = await asyncio.to_thread(DeviceLink, ask, partial(FakeMemory, 1), Deadline(10, 10))
+            given = os.fstat(link.answers.descriptor()).st_ino, os.fstat(link.calls).st_ino
+            link.start(lambda: False)
+            await until(lambda: len(calls.slots) == 3)
+            assert not others.memories
+            await first.aclose()
+            await until(lambda: len(others.slots) == 3)
+            held = [memory for memory in others.memories if not memory.is_closed]
+            assert tuple(os.fstat(memory.descriptor()).st_ino for memory in held) == given
+            assert not calls.slots
+            await asyncio.to_thread(link.close)
+            await until(lambda: not others.slots)
