@@ -3,7 +3,8 @@
 PYTHON has vLLM and expertd-vllm. For each case, a shape with a number of MoE layers, a checkpoint's
 configuration without weights is made; vLLM computes with random ones on the first GPU. An expertd server has
 the MoE layers on the last GPU. A process of each way starts, and they take turns, prompt by prompt and batch
-by batch, each idle while another measures. Each row is written at once: an interrupted run keeps what it has.
+by batch, each idle while another measures. Each row is written at once, beside those that the file has: an
+interrupted run keeps what it has, and another one may go on.
 
 way     alone: vLLM's own experts; else the plugin's transport (device: in full CUDA graphs; channel, http)
 decode  ms of a step, which is the time per output token (TPOT): the time of `--tokens` tokens after the
@@ -27,15 +28,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.lib.processes import Program, free_port, running
-from benchmarks.lib.run import Result, Row, new_parser
+from benchmarks.lib.run import Result, Row, earlier, new_parser
 
 KEYS = "shape", "layers", "way", "prompt", "batch"
+_MAX_LENGTH = 4096  # of a sequence; vLLM wants a cache for one
 _BLOCK = 128  # tokens, at most, that a cache has room for at once
 _MOST_IN_GRAPH = 512  # tokens, of vLLM's graphs by default
 _PROGRAM = Path(__file__).with_name("vllm_program.py")
 _COMMON = {
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "attention_bias": False, "norm_topk_prob": True, "vocab_size": 32000,
+    "max_position_embeddings": _MAX_LENGTH, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "attention_bias": False,
+    "norm_topk_prob": True, "vocab_size": 32000,
     "quantization_config": {
         "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
     },
@@ -115,7 +118,7 @@ def main() -> int:
     options = _options()
     with _program(options.vllm, {"versions": True}) as program:
         about = {**program.read(), "tokens": options.tokens, "turns": options.turns}
-    result, failed = Result(options.json, about, keys=KEYS), False
+    result, failed = Result(options.json, about, earlier(options.json), KEYS), False
     for case in options.cases.split(","):
         try:
             with tempfile.TemporaryDirectory() as folder:
@@ -148,11 +151,12 @@ def measure(shape: str, layers: int, options: argparse.Namespace, folder: str) -
     most = max(SHAPES[shape].cache_bytes(layers, _cached(*point, options.tokens)) for point in points)
     with _server(SHAPES[shape], layers, options, folder) as url, ExitStack() as stack:
         made = {
-            "model": str(model), "url": url, "max_model_len": 4096, "cache_bytes": most,
+            "model": str(model), "url": url, "max_model_len": _MAX_LENGTH, "cache_bytes": most,
             "max_num_seqs": max(batch for _, batch in points), "graphs": _graphs(points),
         }  # fmt: skip
         programs = {way: stack.enter_context(_program(options.vllm, made | {"way": way})) for way in ways}
         for program in programs.values():
+            stack.callback(program.process.kill)  # its own end takes longer
             program.read()  # it is ready
         for prompt, batch in points:
             turns: dict[str, list[Row]] = {way: [] for way in ways}
@@ -217,7 +221,7 @@ def _program(python: str, made: Row) -> Program:
 
 def _cached(prompt: int, batch: int, tokens: int) -> int:
     """Tokens in the cache, at most."""
-    return batch * (prompt + 1 + tokens + _BLOCK) + _BLOCK
+    return max(batch * (prompt + 1 + tokens + _BLOCK), _MAX_LENGTH) + _BLOCK
 
 
 def _numbers(text: str) -> list[int]:
