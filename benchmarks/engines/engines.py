@@ -7,11 +7,13 @@ by batch, each idle while another measures. Each row is written at once, beside 
 interrupted run keeps what it has, and another one may go on.
 
 way     alone: vLLM's own experts; else the plugin's transport (device: in full CUDA graphs; channel, http)
-decode  ms of a step, which is the time per output token (TPOT): the time of `--tokens` tokens after the
-        first, by their number; the least of three, the median of turns; ratio: to `alone` in the same run
+decode  ms of a step, which is the time per output token (TPOT): the time of a batch with `--tokens` tokens
+        after the first less that of the first, each the least of three, by their number; the median of
+        turns; ratio: to `alone` in the same run
 ttft    ms until all prompts of the batch have their first token, likewise
 tokens  tokens/s of decode; per_gpu: divided by the GPUs of the way (alone 1, else 2)
-busy    share of the time of decode in which each GPU ran a kernel, by NVML, which counts one that waits
+busy    share of the time in which each GPU ran a kernel, by NVML, which counts one that waits; in the
+        second half of decode in a batch with four times as many tokens
 
 There are no micro-batches: vLLM 0.33 has two only for data parallel ranks that exchange tokens by DeepEP or
 NIXL, of which one attention GPU has none.
@@ -33,6 +35,7 @@ from benchmarks.lib.run import Result, Row, earlier, new_parser
 KEYS = "shape", "layers", "way", "prompt", "batch"
 _MAX_LENGTH = 4096  # of a sequence; vLLM wants a cache for one
 _BLOCK = 128  # tokens, at most, that a cache has room for at once
+_WATCHED = 4  # times as many tokens, during which GPUs are watched
 _MOST_IN_GRAPH = 512  # tokens, of vLLM's graphs by default
 _PROGRAM = Path(__file__).with_name("vllm_program.py")
 _COMMON = {
@@ -160,9 +163,14 @@ def measure(shape: str, layers: int, options: argparse.Namespace, folder: str) -
             program.read()  # it is ready
         for prompt, batch in points:
             turns: dict[str, list[Row]] = {way: [] for way in ways}
-            for _ in range(options.turns):
+            for turn in range(options.turns):
+                is_last = turn == options.turns - 1
+                asked = {
+                    "prompt": prompt, "batch": batch, "tokens": options.tokens,
+                    "watched": _WATCHED * options.tokens if is_last else 0,
+                }  # fmt: skip
                 for way, program in programs.items():
-                    program.write({"prompt": prompt, "batch": batch, "tokens": options.tokens})
+                    program.write(asked)
                     turns[way].append(program.read())
             yield from rows_of({"shape": shape, "layers": layers, "prompt": prompt, "batch": batch}, turns)
 
@@ -221,7 +229,7 @@ def _program(python: str, made: Row) -> Program:
 
 def _cached(prompt: int, batch: int, tokens: int) -> int:
     """Tokens in the cache, at most."""
-    return max(batch * (prompt + 1 + tokens + _BLOCK), _MAX_LENGTH) + _BLOCK
+    return max(batch * (prompt + 1 + _WATCHED * tokens + _BLOCK), _MAX_LENGTH) + _BLOCK
 
 
 def _numbers(text: str) -> list[int]:

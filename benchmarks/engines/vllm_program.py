@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import sys
 import threading
 import time
@@ -35,24 +36,34 @@ def main(made: dict[str, Any]) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         point = asked["prompt"], asked["batch"]
-        answer(measure(llm, *point, asked["tokens"], warm_up=point not in known))
+        answer(measure(llm, asked, warm_up=point not in known))
         known.add(point)
 
 
-def measure(llm: Any, length: int, batch: int, tokens: int, warm_up: bool) -> dict[str, Any]:
-    """The least of several repetitions, in ms; what is compiled to warm up does not count."""
-    took: list[tuple[float, float]] = []
+def measure(llm: Any, asked: dict[str, Any], warm_up: bool) -> dict[str, Any]:
+    """In ms, by the least of several repetitions; what is compiled to warm up does not count."""
+    tokens, firsts, wholes = asked["tokens"], [], []
     for repeat in range(-warm_up, REPEATS):
-        prompts = [
-            {"prompt_token_ids": [random.randrange(100, 31000) for _ in range(length)]} for _ in range(batch)
-        ]
-        first = seconds(llm, prompts, 1)
-        with watched() as busy:
-            all_of_it = seconds(llm, prompts, 1 + tokens)
+        prompts = random_prompts(asked)
+        first, whole = seconds(llm, prompts, 1), seconds(llm, prompts, 1 + tokens)
         if repeat >= 0:
-            took.append((first, all_of_it - first))
-    ttft, decode = (min(each) for each in zip(*took, strict=True))
-    return {"ttft_ms": 1e3 * ttft, "decode_ms": 1e3 * decode / tokens, "busy": busy}
+            firsts.append(first)
+            wholes.append(whole)
+    ttft, decode = min(firsts), min(wholes) - min(firsts)
+    row: dict[str, Any] = {"ttft_ms": 1e3 * ttft, "decode_ms": 1e3 * decode / tokens}
+    if asked["watched"]:
+        with watched(decode / tokens * asked["watched"] / 2) as busy:
+            seconds(llm, random_prompts(asked), 1 + asked["watched"])
+        row["busy"] = busy
+    return row
+
+
+def random_prompts(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """A batch of equal length."""
+    return [
+        {"prompt_token_ids": [random.randrange(100, 31000) for _ in range(asked["prompt"])]}
+        for _ in range(asked["batch"])
+    ]
 
 
 def seconds(llm: Any, prompts: list[Any], tokens: int) -> float:
@@ -101,8 +112,8 @@ def versions() -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[list[float]]:
-    """Of each GPU of the host, how long it ran kernels, as a share of the time; none without NVML."""
+def watched(last_seconds: float) -> Iterator[list[float]]:
+    """Of each GPU of the host, how long it ran kernels, as a share of the last seconds; none without NVML."""
     shares: list[float] = []
     try:
         import pynvml
@@ -124,7 +135,8 @@ def watched() -> Iterator[list[float]]:
     yield shares
     ended.set()
     thread.join()
-    shares += [round(sum(of[1:]) / max(1, len(of) - 1), 3) for of in read]
+    count = max(1, round(last_seconds / BLOCK_SECONDS))
+    shares += [round(statistics.mean(of[-count:]), 3) for of in read]
 
 
 if __name__ == "__main__":
