@@ -125,7 +125,7 @@ def test_the_layers_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", pictures.PICTURES)
+@pytest.mark.parametrize("name", pictures.measured(ROOT / "benchmarks" / "results"))
 def test_pictures_are_reproducible(name: str, tmp_path: Path) -> None:
     """What the same version of matplotlib draws; it has the names of what it shows."""
     result, draw = pictures.PICTURES[name]
