@@ -245,7 +245,7 @@ def soak_pool_vllm(results: Path) -> str:
     for name in names:
         content = read(results, name)
         header = content["header"]
-        waits = f" Not counted: requests during {content['waits'][0]}." if content["waits"] else ""
+        waits = f" Requests during {content['waits'][0]} may take longer." if content["waits"] else ""
         gpus = f"vLLM on GPU {header['vllm_gpu']}, servers on GPUs {' and '.join(header['server_gpus'])}"
         texts.append(
             f"`{header['transport']}`, {gpus}, each an {header['gpu']}: {_pool_soak(content)}{waits}"

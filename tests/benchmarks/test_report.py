@@ -137,3 +137,26 @@ def test_pictures_are_reproducible(name: str, tmp_path: Path) -> None:
     assert pictures.digest(file) in drawn
     shown = [set(re.findall("<!-- (.*) -->", text)) for text in (drawn, (ROOT / name).read_text())]
     assert shown[0] == shown[1]
+
+
+def test_soaks_of_vllm_say_who_has_which_gpu_and_what_was_not_counted(tmp_path: Path) -> None:
+    header = {
+        "seconds": 240.0, "cores": 16, "cpu": "CPU", "commit": "abc", "late": 2.0, "gpu": "NVIDIA H200",
+        "transport": "device", "vllm_gpu": "0", "server_gpus": ["1", "0"],
+    }  # fmt: skip
+    times = {when: {"p99_ms": 10.0 + number} for number, when in enumerate(("calm", "kill", "stop"))}
+    content = {
+        "header": header, "calls": 7, "lost": 0, "wrong": 0, "late": 1, "events": {"kill": 2, "stop": 1},
+        "times": times, "waits": ["stop"],
+    }  # fmt: skip
+    write(tmp_path, "soak-pool-vllm-2xh200.json", content)
+    text = SECTIONS["soak-pool-vllm"](tmp_path).replace("\n", " ")
+    assert text == (
+        "`device`, vLLM on GPU 0, servers on GPUs 1 and 0, each an NVIDIA H200: 240 s on 16 cores of an CPU "
+        "at abc: 2 times kill, 1 times stop. Of 7 calls, 0 were lost, 0 wrong, and 1 took longer than 2 s. "
+        "Their p99 in ms was 10.00 in between, 11.00 during kill, 12.00 during stop. Requests during stop may "
+        "take longer."
+    )
+    http = content | {"header": header | {"transport": "http"}, "waits": []}
+    write(tmp_path, "soak-pool-vllm-http-2xh200.json", http)
+    assert "\n\n`http`, vLLM on GPU 0" in SECTIONS["soak-pool-vllm"](tmp_path)
