@@ -46,10 +46,10 @@ def test_expected_texts_are_clear_and_of_many_words() -> None:
 
 
 def test_texts_that_depend_on_the_batch_are_refused() -> None:
-    fake: Any = FakeVllm(unsteady=CANDIDATES - PROMPTS + 1)
-    with pytest.raises(
-        RuntimeError, match=f"clear texts: expected {PROMPTS}, got {PROMPTS - 1} of {CANDIDATES}"
-    ):
+    fake: Any = FakeVllm(unsteady=CANDIDATES - 1)
+    assert len(known_texts(fake, callers=3)) == 1
+    fake = FakeVllm(unsteady=CANDIDATES)
+    with pytest.raises(RuntimeError, match=f"clear texts: expected some, got none of {CANDIDATES}"):
         known_texts(fake, callers=3)
 
 
