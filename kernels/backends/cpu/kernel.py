@@ -1,8 +1,8 @@
 """The grouped GEMM of a CPU, written for the instructions that it has; FP8 weights are decoded in its caches.
 
-Work is cut into items: 32 columns of one group's weights, times all rows of a piece of that group. Threads
-take items in turn. An item decodes its weights 128 of K at a time, multiplies all rows by them, and adds the
-products to sums in fp32.
+Work is cut into items: 32 columns (rows of a group's weights [N, K]) times all rows of a piece of that group.
+Threads take items in turn, each one ahead, so that weights are read in time. An item transposes and decodes
+its weights 128 of K at a time, multiplies all rows by them, and adds the products to sums in fp32.
 
 | instructions | weights become | products |
 |---|---|---|
@@ -47,16 +47,22 @@ PADDING_ROWS = 31
 PIECE = ("weights", "scales", "bias", "first_row", "num_rows")
 """Numbers of 64 bits of a piece: three addresses (bias 0: none), and rows of the launch."""
 JOB = ("rows", "row_bytes", "out", "out_bytes", "columns", "k", "pieces", "num_pieces", "next", "scratch")
-"""Numbers of 64 bits of a launch; next: the address of a counter, which is 0 before it."""
+"""Numbers of 64 bits of a launch; k: a multiple of 16; next: the address of a counter that is 0 before it."""
 
 _TILE = 16  # rows, columns
 _TILE_DEPTH = 32  # of K
 _TILE_BYTES = 64  # of a row of a tile
+_SQUARE = 16  # columns, and words of 4 of K, that are transposed at a time
+_WORD = 4  # of K
+_COPIED = 16  # bytes: K is a multiple
 _STEP_BYTES = 4 * COLUMNS  # of decoded weights: of one or two numbers of K
 _SUM_BYTES = 4 * COLUMNS  # of a row
 _DECODED_BYTES = BLOCK * _STEP_BYTES
 _PRODUCT_BYTES = 2 * _TILE * _SUM_BYTES
-SCRATCH_BYTES = _DECODED_BYTES + _PRODUCT_BYTES + (MAX_ROWS + PADDING_ROWS + 1) * _SUM_BYTES
+_REST_BYTES = COLUMNS * BLOCK  # of K that is no multiple of BLOCK
+_PLACES_BYTES = COLUMNS * 8
+_PARTS = (_DECODED_BYTES, _PRODUCT_BYTES, _REST_BYTES, _PLACES_BYTES)  # of a thread's scratch, then the sums
+SCRATCH_BYTES = sum(_PARTS) + (MAX_ROWS + PADDING_ROWS + 1) * _SUM_BYTES
 """Of each thread, at a multiple of 64 bytes."""
 _SIGN, _MAGNITUDE, _NAN = 0x80, 0x7F, 0x7F  # of e4m3
 _FIRST_NORMAL = 8  # magnitudes below are multiples of 2^-9
@@ -84,6 +90,11 @@ class Instructions:
         return 2 if self.has_bf16 else 1
 
     @property
+    def steps(self) -> int:
+        """Of a word of K."""
+        return _WORD // self.pair
+
+    @property
     def vectors(self) -> int:
         """Of decoded weights in a step."""
         return COLUMNS // self.lanes
@@ -102,14 +113,18 @@ class _Item(NamedTuple):
     row_bytes: Value
     num_rows: Value
     weights: Value
+    to_next: Value  # from there to the weights of the thread's next item
+    k: Value
     scales: Value
-    blocks: Value  # of K
+    blocks: Value  # of K, the last of which may be shorter
     bias: Value
     out: Value
     out_bytes: Value
     columns: Value  # that there are, at most COLUMNS
     decoded: Value
     products: Value
+    rest: Value  # of the last block, if that is shorter, with zeros behind
+    places: Value  # of the columns' weights
     sums: Value
 
 
@@ -129,20 +144,32 @@ def module_for(has: Instructions) -> ir.Module:
     def take() -> Value:
         return build.atomic_rmw("add", code.pointer(job["next"]), const(1), "monotonic")
 
-    def compute(number: Value) -> Value:
+    def piece_and_column(number: Value) -> tuple[dict[str, Value], Value]:
         piece = code.at(
             code.pointer(job["pieces"]), code.times(build.sdiv(number, items_of_piece), 8 * len(PIECE))
         )
         of = {name: code.load(I64, piece, 8 * place, 8) for place, name in enumerate(PIECE)}
-        column = code.times(build.srem(number, items_of_piece), COLUMNS)
-        blocks = build.sdiv(job["k"], const(BLOCK))
+        return of, code.times(build.srem(number, items_of_piece), COLUMNS)
+
+    def compute(number: Value) -> Value:
+        following = take()
+        is_last = build.icmp_signed(">=", following, num_items)
+        after, column_after = piece_and_column(build.select(is_last, number, following))
+        of, column = piece_and_column(number)
+        weights, weights_after = (
+            code.plus(each["weights"], build.mul(at, job["k"]))
+            for each, at in ((of, column), (after, column_after))
+        )
+        blocks = build.sdiv(code.plus(job["k"], BLOCK - 1), const(BLOCK))
         bias = code.plus(of["bias"], code.times(column, 2))
         out = code.at(code.pointer(job["out"]), build.mul(of["first_row"], job["out_bytes"]))
         item = _Item(
             rows=code.at(code.pointer(job["rows"]), build.mul(of["first_row"], job["row_bytes"])),
             row_bytes=job["row_bytes"],
             num_rows=of["num_rows"],
-            weights=code.at(code.pointer(of["weights"]), build.mul(column, job["k"])),
+            weights=code.pointer(weights),
+            to_next=build.sub(weights_after, weights),
+            k=job["k"],
             scales=code.at(
                 code.pointer(of["scales"]),
                 code.times(build.mul(build.sdiv(column, const(BLOCK)), blocks), 4),
@@ -153,19 +180,35 @@ def module_for(has: Instructions) -> ir.Module:
             out_bytes=job["out_bytes"],
             columns=build.sub(job["columns"], column),
             decoded=scratch,
-            products=code.at(scratch, _DECODED_BYTES),
-            sums=code.at(scratch, _DECODED_BYTES + _PRODUCT_BYTES),
+            products=code.at(scratch, sum(_PARTS[:1])),
+            rest=code.at(scratch, sum(_PARTS[:2])),
+            places=code.at(scratch, sum(_PARTS[:3])),
+            sums=code.at(scratch, sum(_PARTS)),
         )
+        _place_columns(code, item)
         _begin_sums(code, item)
         _add_products(code, has, item)
         _write_sums(code, item)
-        return take()
+        return following
 
     code.while_below(num_items, take(), compute)
     if has.has_tiles:
         code.call("llvm.x86.tilerelease", VOID)
     build.ret_void()
     return module
+
+
+def _place_columns(code: Code, item: _Item) -> None:
+    """Where the weights of each column are; for columns that there are not, those of the last one."""
+    build = code.build
+
+    def place(column: Value) -> None:
+        last = code.plus(item.columns, -1)
+        there = build.select(build.icmp_signed("<", column, last), column, last)
+        at = build.ptrtoint(code.at(item.weights, build.mul(there, item.k)), I64)
+        code.store(at, item.places, code.times(column, 8), align=8)
+
+    code.loop(0, COLUMNS, 1, place)
 
 
 def _begin_sums(code: Code, item: _Item) -> None:
@@ -293,25 +336,93 @@ def _write_sums(code: Code, item: _Item) -> None:
 
 def _decode_block(code: Code, has: Instructions, item: _Item, block: Value) -> None:
     """BLOCK of K: steps of `pair` numbers of K, each of all COLUMNS."""
-    of_block = code.at(item.weights, code.times(block, BLOCK * COLUMNS))
+    build, first, bytes_at_once = code.build, code.times(block, BLOCK), _SQUARE * _WORD
+    is_last = build.icmp_signed("==", code.plus(block, 1), item.blocks)
+    to_next = build.select(is_last, build.sub(item.to_next, first), const(BLOCK))
+    is_short = build.icmp_signed(">", code.plus(first, BLOCK), item.k)
+    with build.if_then(is_short, likely=False):
+        _copy_rest(code, item, first)
 
-    def step(number: Value) -> None:
-        for each in range(has.vectors):
-            count, align = has.lanes * has.pair, 4 * has.lanes
-            at = code.plus(code.times(number, has.pair * COLUMNS), each * count)
-            numbers = _decoded(code, has, code.load(vector(I8, count), of_block, at))
-            code.store(numbers, item.decoded, code.plus(code.times(number, _STEP_BYTES), align * each), align)
+    def decode(number: Value) -> None:
+        at = code.plus(first, code.times(number, bytes_at_once))
+        for column in range(0, COLUMNS, _SQUARE):
+            rows = []
+            for each in range(column, column + _SQUARE):
+                place = code.pointer(code.load(I64, item.places, 8 * each, 8))
+                rows.append(code.load(vector(I32, _SQUARE), place, at))
+                code.prefetch(place, build.add(at, to_next))
+            for word, numbers in enumerate(_transposed(code, rows)):
+                for step in range(has.steps):
+                    to = code.plus(
+                        code.times(number, bytes_at_once // has.pair * _STEP_BYTES),
+                        (word * has.steps + step) * _STEP_BYTES + 4 * column,
+                    )
+                    code.store(_decoded(code, has, numbers, step), item.decoded, to, align=64)
 
-    code.loop(0, BLOCK // has.pair, 1, step)
+    code.loop(0, BLOCK // bytes_at_once, 1, decode)
 
 
-def _decoded(code: Code, has: Instructions, numbers: Value) -> Value:
-    """e4m3 as the bits of bf16 or fp32, exactly, subnormals and NaN too."""
+def _copy_rest(code: Code, item: _Item, first: Value) -> None:
+    """K from `first` on, to where zeros are behind it, and where the columns' weights are from then on."""
+    build, some = code.build, vector(I8, _COPIED)
+
+    def copy(column: Value) -> None:
+        place = code.pointer(code.load(I64, item.places, code.times(column, 8), 8))
+        rest = code.at(item.rest, code.times(column, BLOCK))
+
+        def write(at: Value) -> None:
+            code.store(code.load(some, place, code.plus(first, at)), rest, at)
+
+        (end,) = code.loop(0, build.sub(item.k, first), _COPIED, write)
+        code.loop(end, BLOCK, _COPIED, lambda at: code.store(filled(some, 0), rest, at))
+        begin = build.sub(build.ptrtoint(rest, I64), first)
+        code.store(begin, item.places, code.times(column, 8), align=8)
+
+    code.loop(0, COLUMNS, 1, copy)
+
+
+def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
+    """16 vectors of 16 numbers of 32 bits, by shuffles that are an instruction each."""
+
+    def interleaved(one: int, other: int, size: int, half: int, of: Sequence[Value]) -> Value:
+        """Of each four numbers of both, the first or second half; `size` of one, then of the other."""
+        begins = [four + begin for four in range(0, 16, 4) for begin in range(2 * half, 2 * half + 2, size)]
+        numbers = [
+            begin + each for begin in begins for vector in (0, 16) for each in range(vector, vector + size)
+        ]
+        return code.shuffle(of[one], of[other], numbers)
+
+    def joined(one: Value, other: Value, odd: int) -> Value:
+        """The even or the odd ones of the fours of both."""
+        return code.shuffle(one, other, [four + each for four in range(4 * odd, 32, 8) for each in range(4)])
+
+    pairs = [interleaved(at, at + 1, 1, half, rows) for at in range(0, 16, 2) for half in (0, 1)]
+    fours = [
+        interleaved(at + each, at + each + 2, 2, half, pairs)
+        for at in range(0, 16, 4) for each in (0, 1) for half in (0, 1)
+    ]  # fmt: skip
+    eights = [
+        [joined(fours[at + each], fours[at + each + 4], odd) for at in (0, 8)]
+        for odd in (0, 1) for each in range(4)
+    ]  # fmt: skip
+    return [joined(*halves, odd) for odd in (0, 1) for halves in eights]
+
+
+def _decoded(code: Code, has: Instructions, words: Value, step: int) -> Value:
+    """A step of words of e4m3, as the bits of bf16 or fp32, exactly, subnormals and NaN too."""
     build = code.build
     bits = 16 if has.has_bf16 else 32
     shift, exponent = (7 - 3, 7) if has.has_bf16 else (23 - 3, 23)
-    wide = vector(ir.IntType(bits), numbers.type.count)
-    code_of = build.zext(numbers, wide)
+    wide = vector(ir.IntType(bits), words.type.count * has.pair)
+    if has.has_bf16:
+        octets = vector(I8, 4 * words.type.count)
+        numbers = [_WORD * (each // 2) + 2 * step + each % 2 for each in range(wide.count)]
+        with_zeros = [place for number in numbers for place in (number, octets.count)]
+        code_of = build.bitcast(
+            code.shuffle(build.bitcast(words, octets), filled(octets, 0), with_zeros), wide
+        )
+    else:
+        code_of = build.and_(build.lshr(words, filled(wide, 8 * step)), filled(wide, 0xFF))
     magnitude = build.and_(code_of, filled(wide, _MAGNITUDE))
     normal = build.add(build.shl(magnitude, filled(wide, shift)), filled(wide, 120 << exponent))
     if has.has_bf16:

@@ -1,7 +1,6 @@
-"""The kernel, compiled for this CPU or read from the cache, and its launches on torch's threads."""
+"""The kernel, compiled for this CPU, and its launches on torch's threads."""
 
 import ctypes
-import hashlib
 import platform
 import struct
 import threading
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.cpu.kernel import JOB, PIECE, SCRATCH_BYTES, Instructions, module_for
-from expertd.kernels.jit.cache import DiskCache, cache_directory
 
 _PIECE = struct.Struct(f"<{len(PIECE)}q")
 _JOB = struct.Struct(f"<{len(JOB)}q")
@@ -50,12 +48,10 @@ class Program:
         self._openmp = _openmp()
         thread_num = ctypes.cast(self._openmp.omp_get_thread_num, ctypes.c_void_p)
         llvm.add_symbol("omp_get_thread_num", thread_num.value)
-        target = llvm.get_host_cpu_name(), features.flatten()
-        machine = llvm.Target.from_default_triple().create_target_machine(*target, opt=3)
-        text = str(module_for(self.has))
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
-        parts = text, *target, llvm.llvm_version_info
-        self._engine.set_object_cache(*_object_cache(hashlib.sha256(repr(parts).encode()).hexdigest()))
+        target = llvm.Target.from_default_triple()
+        machine = target.create_target_machine(llvm.get_host_cpu_name(), features.flatten(), opt=3)
+        module = llvm.parse_assembly(str(module_for(self.has)))
+        self._engine = llvm.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
         self._multiply = ctypes.c_void_p(self._engine.get_function_address("multiply"))
         self._own = threading.local()
@@ -65,10 +61,11 @@ class Program:
         """Of rows."""
         return torch.bfloat16 if self.has.has_bf16 else torch.float32
 
-    def launch(self, rows: Tensor, out: Tensor, pieces: Sequence[Piece]) -> None:
+    def launch(self, rows: Tensor, k: int, out: Tensor, pieces: Sequence[Piece]) -> None:
         """Multiply pieces of rows by their groups' weights [N, K], transposed.
 
-        rows  `dtype` [R, K], K a multiple of BLOCK, with PADDING_ROWS behind them that may be read
+        rows  `dtype` [R, K], then zeros up to a multiple of BLOCK; PADDING_ROWS behind them may be read
+        k     K, a multiple of 16
         out   bf16 [R, N]
         """
         num_threads = torch.get_num_threads()
@@ -76,7 +73,7 @@ class Program:
         counter = ctypes.c_int64(0)
         job = _JOB.pack(
             rows.data_ptr(), rows.stride(0) * rows.element_size(), out.data_ptr(), out.stride(0) * 2,
-            out.shape[1], rows.shape[1], ctypes.addressof(packed), len(pieces),
+            out.shape[1], k, ctypes.addressof(packed), len(pieces),
             ctypes.addressof(counter), self._scratch(num_threads),
         )  # fmt: skip
         self._openmp.GOMP_parallel(self._multiply, job, num_threads, 0)
@@ -122,14 +119,3 @@ def _openmp() -> Any:
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
     library.GOMP_parallel.restype = None
     return library
-
-
-def _object_cache(key: str) -> tuple[Any, Any]:
-    """What LLVM calls with a module that it has compiled, and before it compiles one."""
-    disk = DiskCache(cache_directory())
-
-    def store(_: Any, body: bytes) -> None:
-        with disk.locked(key):
-            disk.put(key, body)
-
-    return store, lambda _: disk.get(key)
