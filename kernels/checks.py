@@ -43,7 +43,7 @@ def check_contiguous(
         raise refusal("a shape", "2 dimensions [M, K]", tuple(a.data.shape))
     m, a_k = a.data.shape
     device = a.data.device
-    num_groups, n, k = _check_weights(b, a_k, device, capabilities.max_n)
+    num_groups, n, k = _check_weights(capabilities, b, a_k, device)
     if m > MAX_ROWS:
         raise refusal("a rows", f"at most {MAX_ROWS}", m)
     _check_data("a", a.data)
@@ -71,7 +71,7 @@ def check_masked(
         raise refusal("a shape", "3 dimensions [G, max_m, K]", tuple(a.data.shape))
     a_groups, max_m, a_k = a.data.shape
     device = a.data.device
-    num_groups, n, k = _check_weights(b, a_k, device, capabilities.max_n)
+    num_groups, n, k = _check_weights(capabilities, b, a_k, device)
     if a_groups != num_groups:
         raise refusal("a groups", f"{num_groups} as in b", a_groups)
     if max_m < 1:
@@ -114,7 +114,9 @@ def check_quantized(name: str, operand: object) -> None:
         raise refusal(name, "Quantized(data, scales)", type(operand).__name__)
 
 
-def _check_weights(weights: Quantized, a_k: int, device: torch.device, max_n: int) -> tuple[int, int, int]:
+def _check_weights(
+    capabilities: Capabilities, weights: Quantized, a_k: int, device: torch.device
+) -> tuple[int, int, int]:
     b, b_scales = weights
     if b.ndim != 3:
         raise refusal("b shape", "3 dimensions [G, N, K]", tuple(b.shape))
@@ -127,20 +129,20 @@ def _check_weights(weights: Quantized, a_k: int, device: torch.device, max_n: in
         raise refusal("K", f"at most {MAX_K}", k)
     if n < MIN_N_STEP or n % MIN_N_STEP != 0:
         raise refusal("N", f"a multiple of {MIN_N_STEP}, at least {MIN_N_STEP}", n)
-    if n > max_n:
-        raise refusal("N", f"at most {max_n}", n)
+    if n > capabilities.max_n:
+        raise refusal("N", f"at most {capabilities.max_n}", n)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise refusal("b groups", f"1 to {MAX_GROUPS}", num_groups)
     _check_data("b", b)
-    if b.device != device_of_weights(b, device):
+    if b.device != device_of_weights(capabilities, b, device):
         raise refusal("b device", f"{device} as a", b.device)
     check_tensor("b scales", b_scales, (num_groups, -(-n // SCALE_BLOCK), k // SCALE_BLOCK), _FP32, device)
     return num_groups, n, k
 
 
-def device_of_weights(data: Tensor, device: torch.device) -> torch.device:
-    """Where weights have to be for tokens on `device`; on a CPU, those of `Backend.packed` have no data."""
-    return data.device if data.is_meta and device.type == "cpu" else device
+def device_of_weights(capabilities: Capabilities, data: Tensor, device: torch.device) -> torch.device:
+    """Where weights have to be for tokens on `device`; on a CPU, those of `Backend.packed` may lack data."""
+    return data.device if data.is_meta and device.type == "cpu" and capabilities.packs else device
 
 
 def _check_data(name: str, data: Tensor) -> None:

@@ -178,7 +178,8 @@ def _check_experts(
     if not 1 <= num_groups <= MAX_GROUPS:
         raise refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
     for name, (data, scales), n, k in (("gate_up", gate_up, 2 * i, h), ("down", down, h, i)):
-        check_tensor(name, data, (num_groups, n, k), _E4M3, device_of_weights(data, device), _LIKE)
+        where = device_of_weights(capabilities, data, device)
+        check_tensor(name, data, (num_groups, n, k), _E4M3, where, _LIKE)
         check_address(name, data)
         blocks = (num_groups, -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK))
         check_tensor(f"{name} scales", scales, blocks, _FP32, device, _LIKE)

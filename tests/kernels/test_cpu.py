@@ -168,5 +168,5 @@ def test_a_last_block_of_k_may_be_short(k: int, backend: CpuBackend) -> None:
 def test_weights_without_data_are_refused() -> None:
     case = random_contiguous([2], 64, 128)
     meta = Quantized(case.b.data.to("meta"), case.b.scales)
-    with pytest.raises(ValueError, match="weights device: expected cpu, got meta"):
+    with pytest.raises(ValueError, match="b device: expected cpu as a, got meta"):
         grouped_gemm_contiguous(case.a, meta, case.offsets, backend=CpuBackend())

@@ -109,8 +109,6 @@ class CpuBackend(Backend):
         if biases is not None and (missing := -biases.shape[1] % COLUMNS):
             biases = torch.nn.functional.pad(biases, (0, missing))
         data, scales = weights
-        if data.is_meta:
-            raise ValueError("weights device: expected cpu, got meta")
         places = [
             (each.data_ptr(), each.stride(0) * each.element_size())
             for each in (data, scales, *(() if biases is None else (biases,)))

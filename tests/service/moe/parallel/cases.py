@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import pairwise
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from expertd.activation import COMMON, ExpertRule
-from expertd.kernels import Activation, Backend, ExpertBiases, HiddenStates, Quantized, Routing
+from expertd.kernels import Backend, ExpertBiases, Quantized, Routing
+from expertd.kernels.backends.cpu.backend import CpuBackend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
@@ -20,32 +20,8 @@ from expertd.service.moe.weights import MATRICES, ExpertWeights, random_weights
 Given = tuple[Tensor, Tensor]
 
 
-class RowByRow(ReferenceBackend):
-    """Computes each row alone, so that on any CPU its bits cannot depend on the batch."""
-
-    def ffn(
-        self,
-        hidden_states: HiddenStates,
-        tokens: Tensor,
-        gate_up: Quantized,
-        down: Quantized,
-        offsets: Tensor,
-        activation: Activation,
-        num_sms: int | None,
-        biases: ExpertBiases | None = None,
-    ) -> Tensor:
-        out = torch.full((len(tokens), down.data.shape[1]), torch.nan, dtype=torch.bfloat16)
-        for group, (start, end) in enumerate(pairwise(offsets.tolist())):
-            alone = torch.zeros_like(offsets)
-            alone[group + 1 :] = 1
-            compute = partial(super().ffn, hidden_states)
-            for row in range(start, end):
-                token = tokens[row : row + 1]
-                out[row] = compute(token, gate_up, down, alone, activation, num_sms, biases)[0]
-        return out
-
-
-BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend(), "row by row": RowByRow()}
+BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend(), "cpu": CpuBackend()}
+"""The bits of the second one do not depend on the batch."""
 
 
 @dataclass(frozen=True)
