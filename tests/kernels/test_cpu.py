@@ -9,7 +9,7 @@ import torch
 from expertd.kernels import dequantize_blocks, grouped_gemm_contiguous, grouped_gemm_masked, quantize_blocks
 from expertd.kernels.backends.cpu import backend as cpu
 from expertd.kernels.backends.cpu.backend import CpuBackend, _Rows
-from expertd.kernels.backends.cpu.kernel import Instructions
+from expertd.kernels.backends.cpu.instructions import Instructions
 from expertd.kernels.backends.cpu.program import Program, program
 from expertd.kernels.ops.quantize import Quantized
 from tests.kernels.helpers import (

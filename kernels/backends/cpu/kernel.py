@@ -13,9 +13,6 @@ its weights 128 of K at a time, multiplies all rows by them, and adds the produc
 A row has the same bits whatever rows are beside it.
 """
 
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -35,11 +32,19 @@ from expertd.kernels.backends.cpu.code import (
     filled,
     vector,
 )
+from expertd.kernels.backends.cpu.decode import (
+    BF16_NAN,
+    BLOCK,
+    DECODED_BYTES,
+    PLACES_BYTES,
+    REST_BYTES,
+    STEP_BYTES,
+    Weights,
+    decode_block,
+    place_columns,
+)
+from expertd.kernels.backends.cpu.instructions import COLUMNS, Instructions
 
-COLUMNS = 32
-"""Of an item."""
-BLOCK = 128
-"""Of K, and of columns, that have one scale."""
 MAX_ROWS = 512
 """Of a piece."""
 PADDING_ROWS = 31
@@ -52,58 +57,11 @@ JOB = ("rows", "row_bytes", "out", "out_bytes", "columns", "k", "pieces", "num_p
 _TILE = 16  # rows, columns
 _TILE_DEPTH = 32  # of K
 _TILE_BYTES = 64  # of a row of a tile
-_SQUARE = 16  # columns, and words of 4 of K, that are transposed at a time
-_WORD = 4  # of K
-_COPIED = 16  # bytes: K is a multiple
-_STEP_BYTES = 4 * COLUMNS  # of decoded weights: of one or two numbers of K
 _SUM_BYTES = 4 * COLUMNS  # of a row
-_DECODED_BYTES = BLOCK * _STEP_BYTES
 _PRODUCT_BYTES = 2 * _TILE * _SUM_BYTES
-_REST_BYTES = COLUMNS * BLOCK  # of K that is no multiple of BLOCK
-_PLACES_BYTES = COLUMNS * 8
-_PARTS = (_DECODED_BYTES, _PRODUCT_BYTES, _REST_BYTES, _PLACES_BYTES)  # of a thread's scratch, then the sums
+_PARTS = (DECODED_BYTES, REST_BYTES, PLACES_BYTES, _PRODUCT_BYTES)  # of a thread's scratch, then the sums
 SCRATCH_BYTES = sum(_PARTS) + (MAX_ROWS + PADDING_ROWS + 1) * _SUM_BYTES
 """Of each thread, at a multiple of 64 bytes."""
-_SIGN, _MAGNITUDE, _NAN = 0x80, 0x7F, 0x7F  # of e4m3
-_FIRST_NORMAL = 8  # magnitudes below are multiples of 2^-9
-_BF16_NAN = 0x7FC0
-
-
-@dataclass(frozen=True)
-class Instructions:
-    """What a CPU has.
-
-    lanes      fp32 numbers of a vector
-    registers  vectors
-    has_bf16   AVX512-BF16
-    has_tiles  AMX for bf16, and AVX512-BF16
-    """
-
-    lanes: int
-    registers: int
-    has_bf16: bool = False
-    has_tiles: bool = False
-
-    @property
-    def pair(self) -> int:
-        """Numbers of K that lie beside each other in a vector of weights."""
-        return 2 if self.has_bf16 else 1
-
-    @property
-    def steps(self) -> int:
-        """Of a word of K."""
-        return _WORD // self.pair
-
-    @property
-    def vectors(self) -> int:
-        """Of decoded weights in a step."""
-        return COLUMNS // self.lanes
-
-    @property
-    def heights(self) -> Sequence[int]:
-        """Rows multiplied at once: as many as there are registers for, then fewer, for the rest."""
-        most = (self.registers - 4) // self.vectors
-        return [most, *(height for height in (8, 4, 2, 1) if height < most)]
 
 
 class _Item(NamedTuple):
@@ -112,19 +70,13 @@ class _Item(NamedTuple):
     rows: Value
     row_bytes: Value
     num_rows: Value
-    weights: Value
-    to_next: Value  # from there to the weights of the thread's next item
-    k: Value
+    weights: Weights
     scales: Value
-    blocks: Value  # of K, the last of which may be shorter
     bias: Value
     out: Value
     out_bytes: Value
-    columns: Value  # that there are, at most COLUMNS
-    decoded: Value
+    columns: Value  # that there are, which may be more than COLUMNS
     products: Value
-    rest: Value  # of the last block, if that is shorter, with zeros behind
-    places: Value  # of the columns' weights
     sums: Value
 
 
@@ -167,25 +119,28 @@ def module_for(has: Instructions) -> ir.Module:
             rows=code.at(code.pointer(job["rows"]), build.mul(of["first_row"], job["row_bytes"])),
             row_bytes=job["row_bytes"],
             num_rows=of["num_rows"],
-            weights=code.pointer(weights),
-            to_next=build.sub(weights_after, weights),
-            k=job["k"],
+            weights=Weights(
+                first=code.pointer(weights),
+                to_next=build.sub(weights_after, weights),
+                k=job["k"],
+                blocks=blocks,
+                columns=build.sub(job["columns"], column),
+                decoded=scratch,
+                rest=code.at(scratch, sum(_PARTS[:1])),
+                places=code.at(scratch, sum(_PARTS[:2])),
+            ),
             scales=code.at(
                 code.pointer(of["scales"]),
                 code.times(build.mul(build.sdiv(column, const(BLOCK)), blocks), 4),
             ),
-            blocks=blocks,
             bias=build.select(build.icmp_signed("==", of["bias"], const(0)), const(0), bias),
             out=code.at(out, code.times(column, 2)),
             out_bytes=job["out_bytes"],
             columns=build.sub(job["columns"], column),
-            decoded=scratch,
-            products=code.at(scratch, sum(_PARTS[:1])),
-            rest=code.at(scratch, sum(_PARTS[:2])),
-            places=code.at(scratch, sum(_PARTS[:3])),
+            products=code.at(scratch, sum(_PARTS[:3])),
             sums=code.at(scratch, sum(_PARTS)),
         )
-        _place_columns(code, item)
+        place_columns(code, item.weights)
         _begin_sums(code, item)
         _add_products(code, has, item)
         _write_sums(code, item)
@@ -196,19 +151,6 @@ def module_for(has: Instructions) -> ir.Module:
         code.call("llvm.x86.tilerelease", VOID)
     build.ret_void()
     return module
-
-
-def _place_columns(code: Code, item: _Item) -> None:
-    """Where the weights of each column are; for columns that there are not, those of the last one."""
-    build = code.build
-
-    def place(column: Value) -> None:
-        last = code.plus(item.columns, -1)
-        there = build.select(build.icmp_signed("<", column, last), column, last)
-        at = build.ptrtoint(code.at(item.weights, build.mul(there, item.k)), I64)
-        code.store(at, item.places, code.times(column, 8), align=8)
-
-    code.loop(0, COLUMNS, 1, place)
 
 
 def _begin_sums(code: Code, item: _Item) -> None:
@@ -231,7 +173,7 @@ def _add_products(code: Code, has: Instructions, item: _Item) -> None:
     build = code.build
 
     def add(block: Value) -> None:
-        _decode_block(code, has, item, block)
+        decode_block(code, has, item.weights, block)
         scale = code.load(F32, item.scales, code.times(block, 4), 4)
         rows = code.at(item.rows, code.times(block, 4 * BLOCK // has.pair))
         if has.has_tiles:
@@ -245,7 +187,7 @@ def _add_products(code: Code, has: Instructions, item: _Item) -> None:
             add_rows = partial(_add_by_vectors, code, has, item, height=height, rows=rows, scale=scale)
             (begin,) = code.loop(begin, stop, height, add_rows)
 
-    code.loop(0, item.blocks, 1, add)
+    code.loop(0, item.weights.blocks, 1, add)
 
 
 def _add_by_vectors(
@@ -256,9 +198,10 @@ def _add_by_vectors(
     places = [code.at(rows, code.build.mul(code.plus(row, each), item.row_bytes)) for each in range(height)]
 
     def step(number: Value, *products: Value) -> list[Value]:
-        at, align = code.times(number, _STEP_BYTES), 4 * has.lanes
+        at, align = code.times(number, STEP_BYTES), 4 * has.lanes
         weights = [
-            code.load(sums, item.decoded, code.plus(at, align * each), align) for each in range(has.vectors)
+            code.load(sums, item.weights.decoded, code.plus(at, align * each), align)
+            for each in range(has.vectors)
         ]
         spread = [code.spread(code.load(F32, place, code.times(number, 4), 4), has.lanes) for place in places]
         return [
@@ -285,8 +228,8 @@ def _add_by_tiles(code: Code, item: _Item, row: Value, height: int, rows: Value,
         code.call("llvm.x86.tilezero", VOID, _tile(product))
     for k in range(0, BLOCK, _TILE_DEPTH):
         for column in range(2):
-            weights = code.at(item.decoded, k // 2 * _STEP_BYTES + column * _TILE_BYTES)
-            code.call("llvm.x86.tileloadd64", VOID, _tile(6 + column), weights, const(_STEP_BYTES))
+            weights = code.at(item.weights.decoded, k // 2 * STEP_BYTES + column * _TILE_BYTES)
+            code.call("llvm.x86.tileloadd64", VOID, _tile(6 + column), weights, const(STEP_BYTES))
         for each, place in enumerate(places):
             code.call("llvm.x86.tileloadd64", VOID, _tile(4 + each), code.at(place, 2 * k), item.row_bytes)
             for column in range(2):
@@ -334,114 +277,6 @@ def _write_sums(code: Code, item: _Item) -> None:
             code.loop(0, item.num_rows, 1, write_some)
 
 
-def _decode_block(code: Code, has: Instructions, item: _Item, block: Value) -> None:
-    """BLOCK of K: steps of `pair` numbers of K, each of all COLUMNS."""
-    build, first, bytes_at_once = code.build, code.times(block, BLOCK), _SQUARE * _WORD
-    is_last = build.icmp_signed("==", code.plus(block, 1), item.blocks)
-    to_next = build.select(is_last, build.sub(item.to_next, first), const(BLOCK))
-    is_short = build.icmp_signed(">", code.plus(first, BLOCK), item.k)
-    with build.if_then(is_short, likely=False):
-        _copy_rest(code, item, first)
-
-    def decode(number: Value) -> None:
-        at = code.plus(first, code.times(number, bytes_at_once))
-        for column in range(0, COLUMNS, _SQUARE):
-            rows = []
-            for each in range(column, column + _SQUARE):
-                place = code.pointer(code.load(I64, item.places, 8 * each, 8))
-                rows.append(code.load(vector(I32, _SQUARE), place, at))
-                code.prefetch(place, build.add(at, to_next))
-            for word, numbers in enumerate(_transposed(code, rows)):
-                for step in range(has.steps):
-                    to = code.plus(
-                        code.times(number, bytes_at_once // has.pair * _STEP_BYTES),
-                        (word * has.steps + step) * _STEP_BYTES + 4 * column,
-                    )
-                    code.store(_decoded(code, has, numbers, step), item.decoded, to, align=64)
-
-    code.loop(0, BLOCK // bytes_at_once, 1, decode)
-
-
-def _copy_rest(code: Code, item: _Item, first: Value) -> None:
-    """K from `first` on, to where zeros are behind it, and where the columns' weights are from then on."""
-    build, some = code.build, vector(I8, _COPIED)
-
-    def copy(column: Value) -> None:
-        place = code.pointer(code.load(I64, item.places, code.times(column, 8), 8))
-        rest = code.at(item.rest, code.times(column, BLOCK))
-
-        def write(at: Value) -> None:
-            code.store(code.load(some, place, code.plus(first, at)), rest, at)
-
-        (end,) = code.loop(0, build.sub(item.k, first), _COPIED, write)
-        code.loop(end, BLOCK, _COPIED, lambda at: code.store(filled(some, 0), rest, at))
-        begin = build.sub(build.ptrtoint(rest, I64), first)
-        code.store(begin, item.places, code.times(column, 8), align=8)
-
-    code.loop(0, COLUMNS, 1, copy)
-
-
-def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
-    """16 vectors of 16 numbers of 32 bits, by shuffles that are an instruction each."""
-
-    def interleaved(one: int, other: int, size: int, half: int, of: Sequence[Value]) -> Value:
-        """Of each four numbers of both, the first or second half; `size` of one, then of the other."""
-        begins = [four + begin for four in range(0, 16, 4) for begin in range(2 * half, 2 * half + 2, size)]
-        numbers = [
-            begin + each for begin in begins for vector in (0, 16) for each in range(vector, vector + size)
-        ]
-        return code.shuffle(of[one], of[other], numbers)
-
-    def joined(one: Value, other: Value, odd: int) -> Value:
-        """The even or the odd ones of the fours of both."""
-        return code.shuffle(one, other, [four + each for four in range(4 * odd, 32, 8) for each in range(4)])
-
-    pairs = [interleaved(at, at + 1, 1, half, rows) for at in range(0, 16, 2) for half in (0, 1)]
-    fours = [
-        interleaved(at + each, at + each + 2, 2, half, pairs)
-        for at in range(0, 16, 4) for each in (0, 1) for half in (0, 1)
-    ]  # fmt: skip
-    eights = [
-        [joined(fours[at + each], fours[at + each + 4], odd) for at in (0, 8)]
-        for odd in (0, 1) for each in range(4)
-    ]  # fmt: skip
-    return [joined(*halves, odd) for odd in (0, 1) for halves in eights]
-
-
-def _decoded(code: Code, has: Instructions, words: Value, step: int) -> Value:
-    """A step of words of e4m3, as the bits of bf16 or fp32, exactly, subnormals and NaN too."""
-    build = code.build
-    bits = 16 if has.has_bf16 else 32
-    shift, exponent = (7 - 3, 7) if has.has_bf16 else (23 - 3, 23)
-    wide = vector(ir.IntType(bits), words.type.count * has.pair)
-    if has.has_bf16:
-        octets = vector(I8, 4 * words.type.count)
-        numbers = [_WORD * (each // 2) + 2 * step + each % 2 for each in range(wide.count)]
-        with_zeros = [place for number in numbers for place in (number, octets.count)]
-        code_of = build.bitcast(
-            code.shuffle(build.bitcast(words, octets), filled(octets, 0), with_zeros), wide
-        )
-    else:
-        code_of = build.and_(build.lshr(words, filled(wide, 8 * step)), filled(wide, 0xFF))
-    magnitude = build.and_(code_of, filled(wide, _MAGNITUDE))
-    normal = build.add(build.shl(magnitude, filled(wide, shift)), filled(wide, 120 << exponent))
-    if has.has_bf16:
-        table = ir.Constant(
-            wide, [_bf16_bits(index * 2**-9) if index < 8 else 0 for index in range(wide.count)]
-        )
-        subnormal = code.call("llvm.x86.avx512.permvar.hi.512", wide, table, magnitude)
-    else:
-        floats = vector(F32, wide.count)
-        small = build.fmul(build.uitofp(magnitude, floats), filled(floats, 2**-9))
-        subnormal = build.bitcast(small, wide)
-    is_subnormal = build.icmp_unsigned("<", magnitude, filled(wide, _FIRST_NORMAL))
-    is_nan = build.icmp_unsigned("==", magnitude, filled(wide, _NAN))
-    nan = filled(wide, _BF16_NAN << bits - 16)
-    value = build.select(is_nan, nan, build.select(is_subnormal, subnormal, normal))
-    sign = build.shl(build.and_(code_of, filled(wide, _SIGN)), filled(wide, bits - 8))
-    return build.or_(value, sign)
-
-
 def _widened(code: Code, numbers: Value) -> Value:
     """bf16, in the low half of i32, as fp32."""
     shifted = code.build.shl(numbers, filled(numbers.type, 16))
@@ -455,7 +290,7 @@ def _rounded(code: Code, numbers: Value) -> Value:
     last = build.and_(build.lshr(bits, filled(wide, 16)), filled(wide, 1))
     bits = build.lshr(build.add(bits, build.add(last, filled(wide, 0x7FFF))), filled(wide, 16))
     is_nan = build.fcmp_unordered("uno", numbers, numbers)
-    return build.trunc(build.select(is_nan, filled(wide, _BF16_NAN), bits), vector(I16, wide.count))
+    return build.trunc(build.select(is_nan, filled(wide, BF16_NAN), bits), vector(I16, wide.count))
 
 
 def _multiply_add(code: Code, has: Instructions, product: Value, rows: Value, weights: Value) -> Value:
@@ -485,7 +320,3 @@ def _configure_tiles(code: Code, scratch: Value) -> None:
 
 def _tile(number: int) -> Value:
     return ir.Constant(I8, number)
-
-
-def _bf16_bits(number: float) -> int:
-    return int(struct.unpack("<I", struct.pack("<f", number))[0]) >> 16

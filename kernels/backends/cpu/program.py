@@ -1,7 +1,6 @@
 """The kernel, compiled for this CPU, and its launches on torch's threads."""
 
 import ctypes
-import platform
 import struct
 import threading
 from collections.abc import Sequence
@@ -12,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.cpu.kernel import JOB, PIECE, SCRATCH_BYTES, Instructions, module_for
+from expertd.kernels.backends.cpu.instructions import Instructions, instructions_of
+from expertd.kernels.backends.cpu.kernel import JOB, PIECE, SCRATCH_BYTES, module_for
 
 _PIECE = struct.Struct(f"<{len(PIECE)}q")
 _JOB = struct.Struct(f"<{len(JOB)}q")
 _ALIGNMENT = 64
-_ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE = 158, 0x1023, 18  # of Linux on x86-64
 
 
 class Piece(NamedTuple):
@@ -44,7 +43,7 @@ class Program:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         features = llvm.get_host_cpu_features()
-        self.has = _instructions(features) if has is None else has
+        self.has = instructions_of(features) if has is None else has
         self._openmp = _openmp()
         thread_num = ctypes.cast(self._openmp.omp_get_thread_num, ctypes.c_void_p)
         llvm.add_symbol("omp_get_thread_num", thread_num.value)
@@ -91,25 +90,6 @@ class Program:
 def program() -> Program:
     """This process's."""
     return Program()
-
-
-def _instructions(features: Any) -> Instructions:
-    """What this CPU has, by LLVM's names."""
-    if features.get("avx512f") and features.get("avx512bw"):
-        has_bf16 = features.get("avx512bf16", False)
-        return Instructions(
-            16, 32, has_bf16, has_bf16 and features.get("amx-bf16", False) and may_use_tiles()
-        )
-    if features.get("avx2") and features.get("fma"):
-        return Instructions(8, 16)
-    return Instructions(4, 32 if platform.machine() == "aarch64" else 16)
-
-
-def may_use_tiles() -> bool:
-    """Ask the system for AMX, as every process that uses it must."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    return not ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE)
 
 
 def _openmp() -> Any:
