@@ -100,7 +100,7 @@ class MoELayer:
                 self._bf16_router = in_bf16
 
     def pack(self, name: str) -> None:
-        """Keep of one of the experts' MATRICES what calls need: for backends that pack their copy, and no FP8.
+        """Keep of one of the experts' MATRICES what calls need: if a backend packs, its copy, and no FP8.
 
         Afterwards `weights` has no data of it. One after the other, so that the FP8 of the first is freed.
         """

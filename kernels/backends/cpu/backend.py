@@ -9,7 +9,9 @@ from torch import Tensor
 
 from expertd.backends import BACKENDS
 from expertd.kernels.backends.base import Backend
-from expertd.kernels.backends.cpu.kernel import BLOCK, COLUMNS, MAX_ROWS, PADDING_ROWS
+from expertd.kernels.backends.cpu.decode import BLOCK
+from expertd.kernels.backends.cpu.instructions import COLUMNS
+from expertd.kernels.backends.cpu.kernel import MAX_ROWS, PADDING_ROWS
 from expertd.kernels.backends.cpu.program import Piece, program
 from expertd.kernels.ops.activation import Activation, rounded_swiglu
 from expertd.kernels.ops.biases import ExpertBiases
@@ -39,7 +41,7 @@ class CpuBackend(Backend):
     def contiguous(
         self, a: Quantized, b: Quantized, offsets: Tensor, out: Tensor, num_sms: int | None
     ) -> None:
-        self._multiply(a, b, offsets.tolist(), out)
+        self._multiply_groups(a, b, offsets.tolist(), out)
 
     @torch.no_grad()
     def masked(
@@ -54,7 +56,7 @@ class CpuBackend(Backend):
         for group, count in enumerate(counts.tolist()):
             rows = Quantized(a.data[group, :count], a.scales[group, :count])
             weights = Quantized(b.data[group : group + 1], b.scales[group : group + 1])
-            self._multiply(rows, weights, [0, count], out[group])
+            self._multiply_groups(rows, weights, [0, count], out[group])
 
     def ffn(
         self,
@@ -81,7 +83,7 @@ class CpuBackend(Backend):
             self._launch(rows, down, run, None if biases is None else biases.down, out[start:end])
         return out
 
-    def _multiply(self, a: Quantized, b: Quantized, bounds: Sequence[int], out: Tensor) -> None:
+    def _multiply_groups(self, a: Quantized, b: Quantized, bounds: Sequence[int], out: Tensor) -> None:
         rows = self._rows(dequantize_rows(*a, torch.bfloat16))
         for run in _runs(bounds):
             part = slice(run[0].start, run[-1].end)
@@ -94,7 +96,8 @@ class CpuBackend(Backend):
             (count + PADDING_ROWS, -(-k // BLOCK) * BLOCK), dtype=self._program.dtype, device="cpu"
         )
         padded[:count, :k] = rows
-        padded[:, k:] = 0
+        if padded.shape[1] > k:
+            padded[:, k:] = 0
         return padded[:count]
 
     def _launch(
@@ -109,15 +112,22 @@ class CpuBackend(Backend):
         if biases is not None and (missing := -biases.shape[1] % COLUMNS):
             biases = torch.nn.functional.pad(biases, (0, missing))
         data, scales = weights
-        places = [
-            (each.data_ptr(), each.stride(0) * each.element_size())
-            for each in (data, scales, *(() if biases is None else (biases,)))
+        pieces = [
+            Piece(
+                _address(data, group),
+                _address(scales, group),
+                0 if biases is None else _address(biases, group),
+                start - run[0].start,
+                end - start,
+            )
+            for group, start, end in run
         ]
-        pieces = []
-        for group, start, end in run:
-            addresses = [address + group * num_bytes for address, num_bytes in places]
-            pieces.append(Piece(*addresses, *([0] * (3 - len(addresses))), start - run[0].start, end - start))
         self._program.launch(rows, data.shape[2], out, pieces)
+
+
+def _address(of_groups: Tensor, group: int) -> int:
+    """Where a group's part is; without a tensor of it, which would take longer."""
+    return of_groups.data_ptr() + group * of_groups.stride(0) * of_groups.element_size()
 
 
 def _runs(bounds: Sequence[int]) -> Iterator[list[_Rows]]:

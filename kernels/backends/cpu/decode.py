@@ -117,10 +117,10 @@ def _transposed(code: Code, rows: Sequence[Value]) -> list[Value]:
         for at in range(0, 16, 4) for each in (0, 1) for half in (0, 1)
     ]  # fmt: skip
     eights = [
-        [joined(fours[at + each], fours[at + each + 4], odd) for at in (0, 8)]
+        (joined(fours[each], fours[each + 4], odd), joined(fours[each + 8], fours[each + 12], odd))
         for odd in (0, 1) for each in range(4)
     ]  # fmt: skip
-    return [joined(*halves, odd) for odd in (0, 1) for halves in eights]
+    return [joined(first, second, odd) for odd in (0, 1) for first, second in eights]
 
 
 def _decoded(code: Code, has: Instructions, words: Value, step: int) -> Value:
