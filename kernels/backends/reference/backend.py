@@ -10,8 +10,8 @@ from torch import Tensor
 from expertd.backends import BACKENDS
 from expertd.kernels.backends.base import Backend
 from expertd.kernels.backends.reference import cpu_ffn
-from expertd.kernels.backends.reference.matrices import matrices_of, multiply, prepared_matrix
-from expertd.kernels.backends.weight_cache import WeightCache
+from expertd.kernels.backends.reference.matrices import multiply, prepared_matrix
+from expertd.kernels.backends.reference.weight_cache import WeightCache
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, dequantize_rows
@@ -24,7 +24,7 @@ class ReferenceBackend(Backend):
     capabilities = BACKENDS["reference"]
 
     def __init__(self) -> None:
-        self._weights = WeightCache(matrices_of)
+        self._weights = WeightCache()
 
     def packed(self, weights: Quantized) -> Quantized:
         """See `Backend.packed`; on a CPU, calls need the matrices, and the scales only as a key to them."""
