@@ -33,7 +33,7 @@ UNUSED = {
     "**/__pycache__": "bytecode: only that of imported modules is made again",
 }
 KEPT = ("torch/bin/torch_shm_manager",)  # torch looks for it when it is imported
-_STRIPPED = ("torch/lib/*.so*",)  # of symbols for debuggers; the dynamic ones stay
+_STRIPPED = ("torch/lib/*.so*", "llvmlite/binding/*.so")  # of symbols for debuggers; the dynamic ones stay
 
 
 def slim(packages: Path) -> dict[str, int]:

@@ -28,7 +28,7 @@ class LocalExperts(torch.nn.Module):
 
 def load_layers(checkpoint: Path, device: str, layers: str = "all") -> dict[str, LocalExperts]:
     """These MoE layers of the checkpoint, by the names under which a server has them."""
-    backend = resolve_backend("reference" if device == "cpu" else "hopper")
+    backend = resolve_backend("auto", device)  # the one that a server takes there
     settings = CheckpointSettings(path=checkpoint, layers=layers)
     return {
         model.name: LocalExperts(layer_of(model, backend, backend.device, lambda: False))

@@ -45,7 +45,7 @@ def check_contiguous(
         raise refusal("a shape", "2 dimensions [M, K]", tuple(a.data.shape))
     m, a_k = a.data.shape
     device = a.data.device
-    num_groups, n, k = _check_weights(b, a_k, device, capabilities.max_n)
+    num_groups, n, k = _check_weights(capabilities, b, a_k, device)
     if m > MAX_ROWS:
         raise refusal("a rows", f"at most {MAX_ROWS}", m)
     _check_data("a", a.data)
@@ -73,7 +73,7 @@ def check_masked(
         raise refusal("a shape", "3 dimensions [G, max_m, K]", tuple(a.data.shape))
     a_groups, max_m, a_k = a.data.shape
     device = a.data.device
-    num_groups, n, k = _check_weights(b, a_k, device, capabilities.max_n)
+    num_groups, n, k = _check_weights(capabilities, b, a_k, device)
     if a_groups != num_groups:
         raise refusal("a groups", f"{num_groups} as in b", a_groups)
     if max_m < 1:
@@ -129,10 +129,15 @@ def check_format(capabilities: Capabilities, name: str, operand: object) -> None
 
 
 def check_weights(
-    name: str, weights: Weights, shape: tuple[int, int, int], device: torch.device, like: str = "a"
+    capabilities: Capabilities,
+    name: str,
+    weights: Weights,
+    shape: tuple[int, int, int],
+    device: torch.device,
+    like: str = "a",
 ) -> None:
     """Raise ValueError unless weights of `shape` [G, N, K] have what their format needs, on `device`."""
-    (num_groups, n, k), data_device = shape, device_of_weights(weights.data, device)
+    (num_groups, n, k), data_device = shape, device_of_weights(capabilities, weights.data, device)
     scales = f"{name} scales"
     if isinstance(weights, Quantized):
         check_tensor(name, weights.data, shape, _E4M3, data_device, like)
@@ -167,7 +172,9 @@ def _check_groups(name: str, weights: FourBits, k: int) -> None:
         raise refusal(f"{name} scales columns", f"one for {sizes} of {k} columns", got)
 
 
-def _check_weights(weights: Weights, a_k: int, device: torch.device, max_n: int) -> tuple[int, int, int]:
+def _check_weights(
+    capabilities: Capabilities, weights: Weights, a_k: int, device: torch.device
+) -> tuple[int, int, int]:
     b = weights.data
     if b.ndim != 3:
         raise refusal("b shape", "3 dimensions [G, N, K]", tuple(b.shape))
@@ -180,17 +187,17 @@ def _check_weights(weights: Weights, a_k: int, device: torch.device, max_n: int)
         raise refusal("K", f"at most {MAX_K}", k)
     if n < MIN_N_STEP or n % MIN_N_STEP != 0:
         raise refusal("N", f"a multiple of {MIN_N_STEP}, at least {MIN_N_STEP}", n)
-    if n > max_n:
-        raise refusal("N", f"at most {max_n}", n)
+    if n > capabilities.max_n:
+        raise refusal("N", f"at most {capabilities.max_n}", n)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise refusal("b groups", f"1 to {MAX_GROUPS}", num_groups)
-    check_weights("b", weights, (num_groups, n, k), device)
+    check_weights(capabilities, "b", weights, (num_groups, n, k), device)
     return num_groups, n, k
 
 
-def device_of_weights(data: Tensor, device: torch.device) -> torch.device:
-    """Where weights have to be for tokens on `device`; on a CPU, those of `Backend.packed` have no data."""
-    return data.device if data.is_meta and device.type == "cpu" else device
+def device_of_weights(capabilities: Capabilities, data: Tensor, device: torch.device) -> torch.device:
+    """Where weights have to be for tokens on `device`; on a CPU, those of `Backend.packed` may lack data."""
+    return data.device if data.is_meta and device.type == "cpu" and capabilities.packs else device
 
 
 def _check_data(name: str, data: Tensor) -> None:

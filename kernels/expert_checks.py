@@ -178,8 +178,8 @@ def _check_experts(
     _check_size(capabilities, "I", i, SCALE_BLOCK)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise refusal("down groups", f"1 to {MAX_GROUPS}", num_groups)
-    check_weights("gate_up", gate_up, (num_groups, 2 * i, h), device, _LIKE)
-    check_weights("down", down, (num_groups, h, i), device, _LIKE)
+    check_weights(capabilities, "gate_up", gate_up, (num_groups, 2 * i, h), device, _LIKE)
+    check_weights(capabilities, "down", down, (num_groups, h, i), device, _LIKE)
     if biases is not None:
         _check_bias("gate_up", biases.gate_up, (num_groups, 2 * i), device)
         _check_bias("down", biases.down, (num_experts or num_groups, h), device)

@@ -61,7 +61,7 @@ def fused_experts(
                    "quantize", "gate_up", "down" and "combine"; else "sort", "ffn" and "combine". None: nobody
 
     Returns out, summed in fp32 in the order of slots. Activations are rounded to FP8 before each GEMM
-    (`quantize_rows`), except by backend "reference" on a CPU, which rounds them to bf16. Quantized hidden
+    (`quantize_rows`), except on a CPU, where they are rounded to bf16. Quantized hidden
     states are multiplied as they are (on a CPU, as `dequantize_rows` has them in bf16). An expert's output
     is rounded to bf16 before it is weighted. NaN in a token stays in its own row. Has no gradients. Weights
     may be changed between calls in place (`copy_`), never through `.data`, which backend "reference" does not

@@ -73,7 +73,7 @@ def write(upgrade: bool) -> None:
     everything = _resolve(inputs, ["pyproject.toml", "--all-extras"], before)
     config, hashed = _config_of_cpu_torch(everything), ["pyproject.toml", "--generate-hashes"]
     no_torch = [*hashed, "--no-emit-package=torch"]
-    _save("cpu.txt", _resolve(inputs, no_torch, everything, config))
+    _save("cpu.txt", _resolve(inputs, [*no_torch, "--extra=cpu"], everything, config))
     _save("cuda.txt", _resolve(inputs, [*hashed, "--extra=cuda"], everything))
     _save("dev.txt", _resolve(inputs, [*no_torch, "--extra=dev"], everything, config))
     docs = _pyproject(ROOT)["project"]["optional-dependencies"]["docs"]

@@ -167,7 +167,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--top-k", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--backend", default="reference", choices=("reference", "cpu"))
+    parser.add_argument("--backend", default="cpu", choices=("cpu", "reference"))
     parser.add_argument("--threads", type=int, help="torch's threads (default: torch's choice)")
     parser.add_argument("--seconds", type=float, default=4.0, help="time for each number of tokens")
     parser.add_argument("--same-input", action="store_true", help="the same hidden states in every turn")

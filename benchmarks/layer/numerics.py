@@ -175,7 +175,8 @@ def _ours(case: Case, gate_up: Quantized, down: Quantized) -> dict[str, Tensor]:
         return layer(case.hidden_states.to(device), *routing).cpu()
 
     outputs = {
-        "expertd on a CPU": run(resolve_backend("reference"), "cpu"),
+        "expertd on a CPU": run(resolve_backend("cpu"), "cpu"),
+        "expertd on a CPU, in PyTorch": run(resolve_backend("reference"), "cpu"),
         "expertd, Hopper's steps in PyTorch": run(Composed(), "cpu"),
     }
     if torch.cuda.is_available():

@@ -2,13 +2,14 @@
 
 A backend is a folder here, named in `expertd.backends.BACKENDS`, whose package has two functions:
 `why_not(device)` returns None if it can run on `device` (None: the current one), else the reason; `create()`
-returns the backend. One that compiles has two more: `architectures()`, for which it does, the default first;
-`kernel_list(architecture)`, its kernels.
+returns the backend. One that compiles for GPUs has two more: `architectures()`, for which it does, the
+default first; `kernel_list(architecture)`, its kernels. One that is not the faster one everywhere has
+`why_slower()`: why "auto" passes it over here; None: it does not.
 """
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "resolve_backend",
     "why_not",
     "why_on_cpu",
+    "why_reference",
 ]
 
 logger = logging.getLogger(__name__)
@@ -47,9 +49,9 @@ def backend_names() -> tuple[str, ...]:
 def resolve_backend(name: str = "auto", device: torch.device | str | None = None) -> Backend:
     """The backend called `name`, built on first use and shared afterwards.
 
-    "auto" is the first of `backend_names` that can run on `device` (None: the current GPU, if there is one).
-    The choice is logged once per device. Raises ValueError for an unknown name, RuntimeError for a backend
-    that is requested by name and cannot run.
+    "auto" is the first of `backend_names` that can run on `device` (None: the current GPU, if there is one),
+    and is not passed over for a faster one. The choice is logged once per device. Raises ValueError for an
+    unknown name, RuntimeError for a backend that is requested by name and cannot run.
     """
     if name == "auto":
         name = _auto(torch.device(device) if isinstance(device, str) else device)
@@ -77,15 +79,20 @@ def why_on_cpu() -> str | None:
     if torch.version.cuda is None and driver_version() is None:
         return None
     reasons = {name: why_not(name) for name, can in BACKENDS.items() if can.on_gpu}
-    if None in reasons.values():
-        return None
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return None if None in reasons.values() else _listed(reasons)
 
 
-def capabilities_here(name: str) -> Capabilities | None:
-    """Those of what `resolve_backend(name)` would return; None if it would raise. Logs nothing."""
-    names = BACKENDS if name == "auto" else (name,)
-    return next((BACKENDS[each] for each in names if why_not(each) is None), None)
+def why_reference() -> str | None:
+    """Why "auto" takes no backend that is made for this CPU; None if it takes one."""
+    reasons = {name: _why_not_auto(name, None) for name, can in BACKENDS.items() if can.device_type == "cpu"}
+    return None if None in reasons.values() else _listed(reasons)
+
+
+def capabilities_here(name: str, device: torch.device | None = None) -> Capabilities | None:
+    """Those of what `resolve_backend(name, device)` would return; None if it would raise. Logs nothing."""
+    if name == "auto":
+        return next((can for each, can in BACKENDS.items() if _why_not_auto(each, device) is None), None)
+    return BACKENDS[name] if why_not(name, device) is None else None
 
 
 def architectures(name: str) -> Sequence[str]:
@@ -114,19 +121,31 @@ def backend_for(backend: Backend | str | None, tensor: torch.Tensor, name: str) 
 
 def _auto(device: torch.device | None) -> str:
     if device not in _auto_choices:
-        reasons: list[str] = []
+        reasons: dict[str, str] = {}
         for name in BACKENDS:
-            reason = _package(name).why_not(device)
+            reason = _why_not_auto(name, device)
             if reason is None:
                 break
-            reasons.append(f"{name}: {reason}")
+            reasons[name] = reason
         else:
-            raise RuntimeError(f"backend auto: expected one that can run, got {'; '.join(reasons)}")
-        because = f" ({'; '.join(reasons)})" if reasons else ""
+            raise RuntimeError(f"backend auto: expected one that can run, got {_listed(reasons)}")
+        because = f" ({_listed(reasons)})" if reasons else ""
         on = "" if device is None else f" for device {device}"
         logger.info("backend auto: %s%s%s", name, on, because)
         _auto_choices[device] = name
     return _auto_choices[device]
+
+
+def _why_not_auto(name: str, device: torch.device | None) -> str | None:
+    """Why "auto" passes the backend `name` over; None if it does not."""
+    if (reason := why_not(name, device)) is not None:
+        return reason
+    why_slower: Callable[[], str | None] = getattr(_package(name), "why_slower", lambda: None)
+    return why_slower()
+
+
+def _listed(reasons: Mapping[str, str | None]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 def _package(name: str) -> Any:

@@ -15,13 +15,16 @@ _FOLDER_BYTES = 90  # a socket's path has at most 107 (unix(7)), and its name he
 def check_backend(settings: "Settings") -> str:
     """The backend and its device. Raises ValueError or RuntimeError if it cannot run, or GPUs are missing."""
     from expertd.kernels import resolve_backend
-    from expertd.kernels.backends import why_on_cpu
+    from expertd.kernels.backends import why_on_cpu, why_reference
 
     _check_devices(settings)
     backend = resolve_backend(settings.backend)
     if settings.devices is None:
-        reasons = why_on_cpu() if settings.backend == "auto" else None
-        return f"{backend.name} on {backend.device}" + (f" ({reasons})" if reasons else "")
+        reasons = list[str | None]()
+        if settings.backend == "auto" and not backend.capabilities.on_gpu:
+            reasons += why_on_cpu(), why_reference()
+        because = "; ".join(filter(None, reasons))
+        return f"{backend.name} on {backend.device}" + (f" ({because})" if because else "")
     if not backend.capabilities.joint_exchange:
         raise ValueError(f"devices: expected backend {with_joint_exchange()}, got {backend.name!r}")
     return f"{backend.name} on GPUs {settings.devices}"
@@ -29,13 +32,14 @@ def check_backend(settings: "Settings") -> str:
 
 def capabilities_of(settings: "Settings") -> Capabilities | None:
     """Those of the backend that will run; None if none can. Logs nothing, and opens no GPU that ranks use."""
+    import torch
+
     from expertd.kernels.backends import capabilities_here
 
-    if settings.num_ranks == 1:
-        return capabilities_here(settings.backend)
-    names = BACKENDS if settings.backend == "auto" else (settings.backend,)
-    on_gpu = settings.devices is not None
-    return next((BACKENDS[name] for name in names if BACKENDS[name].on_gpu is on_gpu), None)
+    if settings.devices is not None:
+        names = BACKENDS if settings.backend == "auto" else (settings.backend,)
+        return next((BACKENDS[name] for name in names if BACKENDS[name].on_gpu), None)
+    return capabilities_here(settings.backend, torch.device("cpu") if settings.num_ranks > 1 else None)
 
 
 def check_partitions(settings: "Settings") -> str:

@@ -101,7 +101,7 @@ class MoELayer:
                 self._bf16_router = in_bf16
 
     def pack(self, name: str) -> None:
-        """Keep of one of the experts' MATRICES what calls need: on a CPU a copy in bf16, and nothing else.
+        """Keep of one of the experts' MATRICES what calls need: of a backend that packs, its copy alone.
 
         Afterwards `weights` has no data of it. One after the other, so that the data of the first is freed.
         """

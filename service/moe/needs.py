@@ -57,7 +57,7 @@ def needs_of(
     keeps_given   whether a backend that packs needs the matrices also as they are: experts move
     graph_tokens  of the largest captured step, those of all ranks; 0: none is captured
     """
-    in_bf16, weight_bytes = capabilities.packs, capabilities.weight_bytes
+    in_bf16, weight_bytes = capabilities.keeps_bf16, capabilities.weight_bytes
 
     def step_bytes(num_tokens: int) -> int:
         return _step_bytes(shape, num_tokens, in_bf16) + weighs_input * _weighing_bytes(shape, num_tokens)
@@ -72,9 +72,9 @@ def needs_of(
             reading = max(data - packed // 3, data // 3)
             weights -= data
         weights += packed
-    if capabilities.on_gpu:
+    else:
         a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
-        reading = max(reading, a_value * shape.hidden_size * shape.intermediate_size)
+        reading = a_value * shape.hidden_size * shape.intermediate_size
     steps = max(step_bytes(max_tokens), reading) + staging
     graphs = step_bytes(graph_tokens) + _GRAPH_BYTES if capabilities.captures and graph_tokens else 0
     return Needs(weights, steps, graphs)

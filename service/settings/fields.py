@@ -83,7 +83,8 @@ class Fields(BaseSettings):
     )
     access_log: bool = Field(default=False, description="whether each request is logged")
     backend: str = Field(
-        default="auto", description=f"{' or '.join(BACKENDS)}; auto: the first one that can run"
+        default="auto",
+        description=f"{' or '.join(BACKENDS)}; auto: the first one that can run, cpu only with AVX512-BF16",
     )
     devices: Devices | None = Field(
         default=None,

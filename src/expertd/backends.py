@@ -14,8 +14,9 @@ class Capabilities:
 
     device_type     the only device type ("cpu", "cuda") whose tensors it accepts, and where a server's layers
                     are; None: any, and a server's are on a CPU
-    packs           calls read a copy of the weights, see `Backend.packed`, and activations stay bf16
+    packs           calls read a copy of the weights, see `Backend.packed`
     weight_bytes    memory of a weight in calls: 1 in FP8, 2 in bf16
+    keeps_bf16      activations stay bf16 on a CPU, and are not rounded to FP8
     captures        calls can be captured in graphs
     request_table   has `gather_rows` and `scatter_rows`: with `captures`, small steps are one graph each
     device_calls    has `call_graph`: with `request_table`, GPUs of callers make calls by themselves
@@ -31,6 +32,7 @@ class Capabilities:
     device_type: str | None = None
     packs: bool = False
     weight_bytes: int = 1
+    keeps_bf16: bool = False
     captures: bool = False
     request_table: bool = False
     device_calls: bool = False
@@ -64,8 +66,10 @@ BACKENDS = {
     "triton": Capabilities(
         device_type="cuda", captures=True, request_table=True, routes_bf16=True, compiles=True
     ),
-    "reference": Capabilities(packs=True, weight_bytes=2, weight_formats=frozenset(WeightFormat)),
-    "cpu": Capabilities(device_type="cpu", packs=True),
+    "cpu": Capabilities(device_type="cpu", keeps_bf16=True),
+    "reference": Capabilities(
+        packs=True, weight_bytes=2, keeps_bf16=True, weight_formats=frozenset(WeightFormat)
+    ),
 }
 """By name, which is also that of a folder of `kernels/backends`; "auto" tries them in this order."""
 

@@ -15,7 +15,9 @@ from expertd.kernels.backends import (
     resolve_backend,
     why_not,
     why_on_cpu,
+    why_reference,
 )
+from expertd.kernels.backends import cpu as of_cpu
 from expertd.kernels.backends import triton as of_triton
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 
@@ -83,7 +85,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"b_scales": torch.ones(G, 2, 2).mT}, r"b scales strides: expected contiguous, got \(4, 1, 2\)"),
     ({"b_scales": _meta(G, 2, 2)}, "b scales device: expected cpu as a, got meta"),
     (
-        {"b": _meta(G, N, K, dtype=torch.float8_e4m3fn)},
+        {"b": _meta(G, N, K, dtype=torch.float8_e4m3fn), "backend": "reference"},
         "device: expected cpu, or those of `packed`, got meta",
     ),
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
@@ -91,7 +93,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     ({"b": _meta(G, 2**23 + 8, K, dtype=torch.float8_e4m3fn)}, "N: expected at most 8388608, got 8388616"),
     (
         {"backend": "metal"},
-        r"backend: expected one of .*'hopper', 'triton', 'reference', 'cpu'.*, got 'metal'",
+        r"backend: expected one of .*'hopper', 'triton', 'cpu', 'reference'.*, got 'metal'",
     ),
 ]
 
@@ -225,8 +227,47 @@ def test_backends_are_found_by_name_and_shared() -> None:
     assert set(backend_names()) == {"hopper", "triton", "cpu", "reference"}
     reference = resolve_backend("reference")
     assert isinstance(reference, Backend)
-    assert resolve_backend("auto", "cpu") is reference
-    assert resolve_backend("auto", torch.device("cpu")) is reference
+    assert resolve_backend("reference") is reference
+
+
+@pytest.mark.parametrize(
+    ("raised", "slower", "why"),
+    [
+        (None, None, None),
+        (None, "a CPU without AVX512-BF16", "a CPU without AVX512-BF16"),
+        (ImportError("llvmlite"), None, "no llvmlite installed (expertd[cpu])"),
+        (OSError("libgomp.so.1"), None, "no OpenMP of torch's: libgomp.so.1"),
+    ],
+)
+def test_which_cpus_have_a_backend_of_their_own(
+    raised: Exception | None,
+    slower: str | None,
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def found() -> None:
+        if raised is not None:
+            raise raised
+
+    monkeypatch.setattr(of_cpu.program, "program", found)
+    monkeypatch.setattr(of_cpu, "why_slower", lambda: slower)
+    monkeypatch.setattr(backends, "_auto_choices", {})
+    chosen, others = ("cpu", "") if why is None else ("reference", f"; cpu: {why}")
+    with caplog.at_level("INFO"):
+        for device in ("cpu", torch.device("cpu")):
+            assert resolve_backend("auto", device) is resolve_backend(chosen)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        f"backend auto: {chosen} for device cpu (hopper: a cpu device; triton: a cpu device{others})"
+    )
+    assert capabilities_here("auto", torch.device("cpu")) is BACKENDS[chosen]
+    assert why_reference() == (None if why is None else f"cpu: {why}")
+    assert why_not("cpu") == (None if raised is None else why), "the slower one can be asked for by name"
+
+
+def test_the_backend_of_cpus_takes_no_other_tensors() -> None:
+    assert why_not("cpu", torch.device("cuda", 0)) == "a cuda device"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -273,11 +314,11 @@ def test_which_gpus_backends_run_on(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     device = torch.device("cuda", 0)
     assert (why_not("hopper", device), why_not("triton", device)) == (hopper, triton)
-    chosen = next(
-        (name for name, why in (("hopper", hopper), ("triton", triton)) if why is None), "reference"
-    )
-    assert capabilities_here("auto") is BACKENDS[chosen], "what a server takes by itself"
-    assert why_on_cpu() == (f"hopper: {hopper}; triton: {triton}" if chosen == "reference" else None)
+    on_gpu = next((name for name, why in (("hopper", hopper), ("triton", triton)) if why is None), None)
+    taken = capabilities_here("auto", device)
+    assert taken is BACKENDS[on_gpu or "reference"], "for tensors on that GPU"
+    assert capabilities_here("auto") in (taken, BACKENDS["cpu"]), "what a server takes by itself"
+    assert why_on_cpu() == (None if on_gpu else f"hopper: {hopper}; triton: {triton}")
 
 
 @pytest.mark.parametrize(

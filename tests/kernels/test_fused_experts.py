@@ -225,7 +225,12 @@ def test_rows_that_are_quantized_already_are_not_quantized_again() -> None:
     assert not torch.equal(quantize_rows(floats).scales, rows.scales)
     arguments = case.topk_ids, case.topk_weights, case.gate_up, case.down
     expected = replace(case, hidden_states=floats).expected()
-    for backend, tolerance in ((ReferenceBackend(), BF16_TOLERANCE), (Composed(), FP8_TOLERANCE)):
+    backends = (
+        (CpuBackend(), BF16_TOLERANCE),
+        (ReferenceBackend(), BF16_TOLERANCE),
+        (Composed(), FP8_TOLERANCE),
+    )
+    for backend, tolerance in backends:
         assert diff(fused_experts(rows, *arguments, backend=backend), expected) < tolerance
     seen: list[Quantized] = []
 
@@ -380,7 +385,7 @@ def test_offsets_are_the_rows_of_earlier_groups(outside: int) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[range(6)], [[4, 0], [5], [1, 2, 3]], [[3], [0], [2], [5], [1]]])
-@pytest.mark.parametrize("make", [ReferenceBackend, Composed])
+@pytest.mark.parametrize("make", [CpuBackend, ReferenceBackend, Composed])
 def test_parts_give_the_bits_of_the_whole(make: type[Backend], cuts: Cuts) -> None:
     """In any order, in memory that the next part overwrites; experts of no part add nothing."""
     case, backend = _case([3, 0, 7, 1, 9, 4], slots=5, outside=6), make()

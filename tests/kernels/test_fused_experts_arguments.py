@@ -86,7 +86,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_sms": 0}, "num_sms: expected None or at least 1, got 0"),
     (
         {"backend": "metal"},
-        r"backend: expected one of .*'hopper', 'triton', 'reference', 'cpu'.*, got 'metal'",
+        r"backend: expected one of .*'hopper', 'triton', 'cpu', 'reference'.*, got 'metal'",
     ),
     ({"activation": Swiglu(alpha=math.nan)}, "activation alpha: expected a finite number, got nan"),
     ({"activation": Swiglu(limit=0.0)}, "activation limit: expected above 0, got 0.0"),

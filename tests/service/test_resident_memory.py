@@ -27,12 +27,15 @@ def memory(pid: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_loaded_layer_takes_the_memory_that_was_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "at_most"), [("cpu", 1.1), ("reference", 2.4)])
+def test_a_loaded_layer_takes_the_memory_that_was_computed(
+    backend: str, at_most: float, tmp_path: Path
+) -> None:
     limits = {"max_request_tokens": TOKENS, "max_batch_tokens": TOKENS, "max_body_bytes": 1 << 23}
-    settings = tiny_settings(limits, models=[MODEL, LAYER])
+    settings = tiny_settings(limits, models=[MODEL, LAYER], backend=backend)
     shape = settings.models[1].shape
     needs, fp8 = (
-        needs_of(shape, TOKENS, BACKENDS["reference"]),
+        needs_of(shape, TOKENS, BACKENDS[backend]),
         needs_of(shape, TOKENS, BACKENDS["hopper"]).weights,
     )
     with server_process(settings, tmp_path, fork=False) as server:
@@ -48,7 +51,7 @@ def test_a_loaded_layer_takes_the_memory_that_was_computed(tmp_path: Path) -> No
         peak = memory(pid)["VmHWM"] - before["VmRSS"]
     figures = f"ready {ready}, peak {peak}, computed {needs}"
     assert needs.weights * 0.9 < ready < needs.weights + BESIDE, figures
-    assert ready < 2.4 * fp8, figures
+    assert ready < at_most * fp8, figures
     # Where oneDNN does not pack bf16, loading takes more than what stays, for a moment.
-    most = needs.total if can_pack() else needs.total + needs.weights
+    most = needs.total if backend == "cpu" or can_pack() else needs.total + needs.weights
     assert needs.weights < peak < most + BESIDE, figures

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle", type=int, default=1000, help="idle connections")
     parser.add_argument("--slots", type=int, default=8, help="requests in flight of the channel's caller")
     parser.add_argument("--kind", choices=CALLERS, action="append", help="of callers; default: all")
-    parser.add_argument("--backend", choices=tuple(BACKENDS), default="reference")
+    parser.add_argument("--backend", choices=tuple(BACKENDS), default="cpu")
     parser.add_argument("--devices", help="GPUs of the second server's ranks, as in 0-1; default: one rank")
     parser.add_argument("--growth", type=float, default=0.02, help="of memory and descriptors, at most")
     parser.add_argument("--json", type=Path)

@@ -13,6 +13,7 @@ import httpx
 import torch
 import yaml
 
+from expertd.backends import BACKENDS
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.settings.model import Settings
 from tests.service.apps import MODEL, tiny_settings
@@ -65,7 +66,7 @@ def soak_settings(folder: Path, **changes: Any) -> Settings:
 
 def several(settings: Settings, devices: str | None) -> Settings:
     """The same server with two HTTP processes, and two ranks; on GPUs, a rank on each of `devices`."""
-    ranks = {"devices": devices} if devices else {"ranks": 2 if settings.backend == "reference" else 1}
+    ranks = {"devices": devices} if devices else {"ranks": 1 if BACKENDS[settings.backend].on_gpu else 2}
     return Settings.model_validate({**settings.model_dump(), "http_workers": 2, **ranks})
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import torch
 
+from expertd.backends import BACKENDS
 from expertd.service.settings.model import Settings
 from tests.service.keys import bearer, write_keys
 from tests.soak import callers, hostile, hostile_grpc, sockets
@@ -61,13 +62,13 @@ class Soak:
         idle: int,
         slots: int,
         kinds: Iterable[str],
-        backend: str = "reference",
+        backend: str = "cpu",
         devices: str | None = None,
     ) -> None:
         self._began = time.perf_counter()
         self._seconds, self._requests, self._num_idle = seconds, requests, idle
         self._settings = settings = soak_settings(folder, backend=backend)
-        self._is_on_gpu = backend != "reference"
+        self._is_on_gpu = BACKENDS[backend].on_gpu
         self._several = several(settings, devices)
         self._server = SoakServer(settings.port, folder)
         self._keys = folder / "keys.yaml"

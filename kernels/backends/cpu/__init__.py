@@ -6,16 +6,25 @@ from expertd.kernels.backends.base import Backend
 
 
 def why_not(device: torch.device | None) -> str | None:
-    """Why it cannot run on `device`; None if it can."""
+    """None if this backend can run on `device` (None: the CPU), else the reason."""
     if device is not None and device.type != "cpu":
-        return f"needs a CPU's tensors, got {device}"
+        return f"a {device.type} device"
     try:
         from expertd.kernels.backends.cpu.program import program
 
         program()
-    except (ImportError, OSError) as error:
-        return f"needs llvmlite (expertd[cpu]) and torch's OpenMP: {error}"
+    except ImportError:
+        return "no llvmlite installed (expertd[cpu])"
+    except OSError as error:
+        return f"no OpenMP of torch's: {error}"
     return None
+
+
+def why_slower() -> str | None:
+    """Why `reference` is the faster one here; None if this backend is, or if it cannot run."""
+    from expertd.kernels.backends.cpu.program import program
+
+    return None if program().has.has_bf16 else "a CPU without AVX512-BF16"
 
 
 def create() -> Backend:

@@ -64,6 +64,16 @@ class Code:
         """Have it lie there."""
         self.build.store(value, self.at(place, offset), align=align)
 
+    def prefetch(self, place: Value, offset: Value | int) -> None:
+        """Have a line of 64 bytes read into the caches; it may be outside of any memory."""
+        to_read, near, data = (ir.Constant(I32, number) for number in (0, 3, 1))
+        self.call("llvm.prefetch.p0", VOID, self.at(place, offset), to_read, near, data)
+
+    def shuffle(self, one: Value, other: Value, numbers: Sequence[int]) -> Value:
+        """Elements of two vectors, by their numbers: those of the other come behind those of the one."""
+        places = [ir.Constant(I32, number) for number in numbers]
+        return self.build.shuffle_vector(one, other, ir.Constant(vector(I32, len(places)), places))
+
     def times(self, one: Value, other: Value | int) -> Value:
         """A product of 64 bits."""
         return self.build.mul(one, _value(other))

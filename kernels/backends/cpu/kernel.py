@@ -1,8 +1,8 @@
 """The grouped GEMM of a CPU, written for the instructions that it has; FP8 weights are decoded in its caches.
 
-Work is cut into items: 32 columns of one group's weights, times all rows of a piece of that group. Threads
-take items in turn. An item decodes its weights 128 of K at a time, multiplies all rows by them, and adds the
-products to sums in fp32.
+Work is cut into items: 32 columns (rows of a group's weights [N, K]) times all rows of a piece of that group.
+Threads take items in turn, each one ahead, so that weights are read in time. An item transposes and decodes
+its weights 128 of K at a time, multiplies all rows by them, and adds the products to sums in fp32.
 
 | instructions | weights become | products |
 |---|---|---|
@@ -13,9 +13,6 @@ products to sums in fp32.
 A row has the same bits whatever rows are beside it.
 """
 
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -35,11 +32,19 @@ from expertd.kernels.backends.cpu.code import (
     filled,
     vector,
 )
+from expertd.kernels.backends.cpu.decode import (
+    BF16_NAN,
+    BLOCK,
+    DECODED_BYTES,
+    PLACES_BYTES,
+    REST_BYTES,
+    STEP_BYTES,
+    Weights,
+    decode_block,
+    place_columns,
+)
+from expertd.kernels.backends.cpu.instructions import COLUMNS, Instructions
 
-COLUMNS = 32
-"""Of an item."""
-BLOCK = 128
-"""Of K, and of columns, that have one scale."""
 MAX_ROWS = 512
 """Of a piece."""
 PADDING_ROWS = 31
@@ -47,52 +52,16 @@ PADDING_ROWS = 31
 PIECE = ("weights", "scales", "bias", "first_row", "num_rows")
 """Numbers of 64 bits of a piece: three addresses (bias 0: none), and rows of the launch."""
 JOB = ("rows", "row_bytes", "out", "out_bytes", "columns", "k", "pieces", "num_pieces", "next", "scratch")
-"""Numbers of 64 bits of a launch; next: the address of a counter, which is 0 before it."""
+"""Numbers of 64 bits of a launch; k: a multiple of 16; next: the address of a counter that is 0 before it."""
 
 _TILE = 16  # rows, columns
 _TILE_DEPTH = 32  # of K
 _TILE_BYTES = 64  # of a row of a tile
-_STEP_BYTES = 4 * COLUMNS  # of decoded weights: of one or two numbers of K
 _SUM_BYTES = 4 * COLUMNS  # of a row
-_DECODED_BYTES = BLOCK * _STEP_BYTES
 _PRODUCT_BYTES = 2 * _TILE * _SUM_BYTES
-SCRATCH_BYTES = _DECODED_BYTES + _PRODUCT_BYTES + (MAX_ROWS + PADDING_ROWS + 1) * _SUM_BYTES
+_PARTS = (DECODED_BYTES, REST_BYTES, PLACES_BYTES, _PRODUCT_BYTES)  # of a thread's scratch, then the sums
+SCRATCH_BYTES = sum(_PARTS) + (MAX_ROWS + PADDING_ROWS + 1) * _SUM_BYTES
 """Of each thread, at a multiple of 64 bytes."""
-_SIGN, _MAGNITUDE, _NAN = 0x80, 0x7F, 0x7F  # of e4m3
-_FIRST_NORMAL = 8  # magnitudes below are multiples of 2^-9
-_BF16_NAN = 0x7FC0
-
-
-@dataclass(frozen=True)
-class Instructions:
-    """What a CPU has.
-
-    lanes      fp32 numbers of a vector
-    registers  vectors
-    has_bf16   AVX512-BF16
-    has_tiles  AMX for bf16, and AVX512-BF16
-    """
-
-    lanes: int
-    registers: int
-    has_bf16: bool = False
-    has_tiles: bool = False
-
-    @property
-    def pair(self) -> int:
-        """Numbers of K that lie beside each other in a vector of weights."""
-        return 2 if self.has_bf16 else 1
-
-    @property
-    def vectors(self) -> int:
-        """Of decoded weights in a step."""
-        return COLUMNS // self.lanes
-
-    @property
-    def heights(self) -> Sequence[int]:
-        """Rows multiplied at once: as many as there are registers for, then fewer, for the rest."""
-        most = (self.registers - 4) // self.vectors
-        return [most, *(height for height in (8, 4, 2, 1) if height < most)]
 
 
 class _Item(NamedTuple):
@@ -101,14 +70,12 @@ class _Item(NamedTuple):
     rows: Value
     row_bytes: Value
     num_rows: Value
-    weights: Value
+    weights: Weights
     scales: Value
-    blocks: Value  # of K
     bias: Value
     out: Value
     out_bytes: Value
-    columns: Value  # that there are, at most COLUMNS
-    decoded: Value
+    columns: Value  # that there are, which may be more than COLUMNS
     products: Value
     sums: Value
 
@@ -129,37 +96,55 @@ def module_for(has: Instructions) -> ir.Module:
     def take() -> Value:
         return build.atomic_rmw("add", code.pointer(job["next"]), const(1), "monotonic")
 
-    def compute(number: Value) -> Value:
+    def piece_and_column(number: Value) -> tuple[dict[str, Value], Value]:
         piece = code.at(
             code.pointer(job["pieces"]), code.times(build.sdiv(number, items_of_piece), 8 * len(PIECE))
         )
         of = {name: code.load(I64, piece, 8 * place, 8) for place, name in enumerate(PIECE)}
-        column = code.times(build.srem(number, items_of_piece), COLUMNS)
-        blocks = build.sdiv(job["k"], const(BLOCK))
+        return of, code.times(build.srem(number, items_of_piece), COLUMNS)
+
+    def compute(number: Value) -> Value:
+        following = take()
+        is_last = build.icmp_signed(">=", following, num_items)
+        after, column_after = piece_and_column(build.select(is_last, number, following))
+        of, column = piece_and_column(number)
+        weights, weights_after = (
+            code.plus(each["weights"], build.mul(at, job["k"]))
+            for each, at in ((of, column), (after, column_after))
+        )
+        blocks = build.sdiv(code.plus(job["k"], BLOCK - 1), const(BLOCK))
         bias = code.plus(of["bias"], code.times(column, 2))
         out = code.at(code.pointer(job["out"]), build.mul(of["first_row"], job["out_bytes"]))
         item = _Item(
             rows=code.at(code.pointer(job["rows"]), build.mul(of["first_row"], job["row_bytes"])),
             row_bytes=job["row_bytes"],
             num_rows=of["num_rows"],
-            weights=code.at(code.pointer(of["weights"]), build.mul(column, job["k"])),
+            weights=Weights(
+                first=code.pointer(weights),
+                to_next=build.sub(weights_after, weights),
+                k=job["k"],
+                blocks=blocks,
+                columns=build.sub(job["columns"], column),
+                decoded=scratch,
+                rest=code.at(scratch, sum(_PARTS[:1])),
+                places=code.at(scratch, sum(_PARTS[:2])),
+            ),
             scales=code.at(
                 code.pointer(of["scales"]),
                 code.times(build.mul(build.sdiv(column, const(BLOCK)), blocks), 4),
             ),
-            blocks=blocks,
             bias=build.select(build.icmp_signed("==", of["bias"], const(0)), const(0), bias),
             out=code.at(out, code.times(column, 2)),
             out_bytes=job["out_bytes"],
             columns=build.sub(job["columns"], column),
-            decoded=scratch,
-            products=code.at(scratch, _DECODED_BYTES),
-            sums=code.at(scratch, _DECODED_BYTES + _PRODUCT_BYTES),
+            products=code.at(scratch, sum(_PARTS[:3])),
+            sums=code.at(scratch, sum(_PARTS)),
         )
+        place_columns(code, item.weights)
         _begin_sums(code, item)
         _add_products(code, has, item)
         _write_sums(code, item)
-        return take()
+        return following
 
     code.while_below(num_items, take(), compute)
     if has.has_tiles:
@@ -188,7 +173,7 @@ def _add_products(code: Code, has: Instructions, item: _Item) -> None:
     build = code.build
 
     def add(block: Value) -> None:
-        _decode_block(code, has, item, block)
+        decode_block(code, has, item.weights, block)
         scale = code.load(F32, item.scales, code.times(block, 4), 4)
         rows = code.at(item.rows, code.times(block, 4 * BLOCK // has.pair))
         if has.has_tiles:
@@ -202,7 +187,7 @@ def _add_products(code: Code, has: Instructions, item: _Item) -> None:
             add_rows = partial(_add_by_vectors, code, has, item, height=height, rows=rows, scale=scale)
             (begin,) = code.loop(begin, stop, height, add_rows)
 
-    code.loop(0, item.blocks, 1, add)
+    code.loop(0, item.weights.blocks, 1, add)
 
 
 def _add_by_vectors(
@@ -213,9 +198,10 @@ def _add_by_vectors(
     places = [code.at(rows, code.build.mul(code.plus(row, each), item.row_bytes)) for each in range(height)]
 
     def step(number: Value, *products: Value) -> list[Value]:
-        at, align = code.times(number, _STEP_BYTES), 4 * has.lanes
+        at, align = code.times(number, STEP_BYTES), 4 * has.lanes
         weights = [
-            code.load(sums, item.decoded, code.plus(at, align * each), align) for each in range(has.vectors)
+            code.load(sums, item.weights.decoded, code.plus(at, align * each), align)
+            for each in range(has.vectors)
         ]
         spread = [code.spread(code.load(F32, place, code.times(number, 4), 4), has.lanes) for place in places]
         return [
@@ -242,8 +228,8 @@ def _add_by_tiles(code: Code, item: _Item, row: Value, height: int, rows: Value,
         code.call("llvm.x86.tilezero", VOID, _tile(product))
     for k in range(0, BLOCK, _TILE_DEPTH):
         for column in range(2):
-            weights = code.at(item.decoded, k // 2 * _STEP_BYTES + column * _TILE_BYTES)
-            code.call("llvm.x86.tileloadd64", VOID, _tile(6 + column), weights, const(_STEP_BYTES))
+            weights = code.at(item.weights.decoded, k // 2 * STEP_BYTES + column * _TILE_BYTES)
+            code.call("llvm.x86.tileloadd64", VOID, _tile(6 + column), weights, const(STEP_BYTES))
         for each, place in enumerate(places):
             code.call("llvm.x86.tileloadd64", VOID, _tile(4 + each), code.at(place, 2 * k), item.row_bytes)
             for column in range(2):
@@ -291,46 +277,6 @@ def _write_sums(code: Code, item: _Item) -> None:
             code.loop(0, item.num_rows, 1, write_some)
 
 
-def _decode_block(code: Code, has: Instructions, item: _Item, block: Value) -> None:
-    """BLOCK of K: steps of `pair` numbers of K, each of all COLUMNS."""
-    of_block = code.at(item.weights, code.times(block, BLOCK * COLUMNS))
-
-    def step(number: Value) -> None:
-        for each in range(has.vectors):
-            count, align = has.lanes * has.pair, 4 * has.lanes
-            at = code.plus(code.times(number, has.pair * COLUMNS), each * count)
-            numbers = _decoded(code, has, code.load(vector(I8, count), of_block, at))
-            code.store(numbers, item.decoded, code.plus(code.times(number, _STEP_BYTES), align * each), align)
-
-    code.loop(0, BLOCK // has.pair, 1, step)
-
-
-def _decoded(code: Code, has: Instructions, numbers: Value) -> Value:
-    """e4m3 as the bits of bf16 or fp32, exactly, subnormals and NaN too."""
-    build = code.build
-    bits = 16 if has.has_bf16 else 32
-    shift, exponent = (7 - 3, 7) if has.has_bf16 else (23 - 3, 23)
-    wide = vector(ir.IntType(bits), numbers.type.count)
-    code_of = build.zext(numbers, wide)
-    magnitude = build.and_(code_of, filled(wide, _MAGNITUDE))
-    normal = build.add(build.shl(magnitude, filled(wide, shift)), filled(wide, 120 << exponent))
-    if has.has_bf16:
-        table = ir.Constant(
-            wide, [_bf16_bits(index * 2**-9) if index < 8 else 0 for index in range(wide.count)]
-        )
-        subnormal = code.call("llvm.x86.avx512.permvar.hi.512", wide, table, magnitude)
-    else:
-        floats = vector(F32, wide.count)
-        small = build.fmul(build.uitofp(magnitude, floats), filled(floats, 2**-9))
-        subnormal = build.bitcast(small, wide)
-    is_subnormal = build.icmp_unsigned("<", magnitude, filled(wide, _FIRST_NORMAL))
-    is_nan = build.icmp_unsigned("==", magnitude, filled(wide, _NAN))
-    nan = filled(wide, _BF16_NAN << bits - 16)
-    value = build.select(is_nan, nan, build.select(is_subnormal, subnormal, normal))
-    sign = build.shl(build.and_(code_of, filled(wide, _SIGN)), filled(wide, bits - 8))
-    return build.or_(value, sign)
-
-
 def _widened(code: Code, numbers: Value) -> Value:
     """bf16, in the low half of i32, as fp32."""
     shifted = code.build.shl(numbers, filled(numbers.type, 16))
@@ -344,7 +290,7 @@ def _rounded(code: Code, numbers: Value) -> Value:
     last = build.and_(build.lshr(bits, filled(wide, 16)), filled(wide, 1))
     bits = build.lshr(build.add(bits, build.add(last, filled(wide, 0x7FFF))), filled(wide, 16))
     is_nan = build.fcmp_unordered("uno", numbers, numbers)
-    return build.trunc(build.select(is_nan, filled(wide, _BF16_NAN), bits), vector(I16, wide.count))
+    return build.trunc(build.select(is_nan, filled(wide, BF16_NAN), bits), vector(I16, wide.count))
 
 
 def _multiply_add(code: Code, has: Instructions, product: Value, rows: Value, weights: Value) -> Value:
@@ -374,7 +320,3 @@ def _configure_tiles(code: Code, scratch: Value) -> None:
 
 def _tile(number: int) -> Value:
     return ir.Constant(I8, number)
-
-
-def _bf16_bits(number: float) -> int:
-    return int(struct.unpack("<I", struct.pack("<f", number))[0]) >> 16

@@ -1,8 +1,6 @@
-"""The kernel, compiled for this CPU or read from the cache, and its launches on torch's threads."""
+"""The kernel, compiled for this CPU, and its launches on torch's threads."""
 
 import ctypes
-import hashlib
-import platform
 import struct
 import threading
 from collections.abc import Sequence
@@ -13,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expertd.kernels.backends.cpu.kernel import JOB, PIECE, SCRATCH_BYTES, Instructions, module_for
-from expertd.kernels.jit.cache import DiskCache, cache_directory
+from expertd.kernels.backends.cpu.instructions import Instructions, instructions_of
+from expertd.kernels.backends.cpu.kernel import JOB, PIECE, SCRATCH_BYTES, module_for
 
 _PIECE = struct.Struct(f"<{len(PIECE)}q")
 _JOB = struct.Struct(f"<{len(JOB)}q")
 _ALIGNMENT = 64
-_ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE = 158, 0x1023, 18  # of Linux on x86-64
 
 
 class Piece(NamedTuple):
@@ -46,16 +43,14 @@ class Program:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         features = llvm.get_host_cpu_features()
-        self.has = _instructions(features) if has is None else has
+        self.has = instructions_of(features) if has is None else has
         self._openmp = _openmp()
         thread_num = ctypes.cast(self._openmp.omp_get_thread_num, ctypes.c_void_p)
         llvm.add_symbol("omp_get_thread_num", thread_num.value)
-        target = llvm.get_host_cpu_name(), features.flatten()
-        machine = llvm.Target.from_default_triple().create_target_machine(*target, opt=3)
-        text = str(module_for(self.has))
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), machine)
-        parts = text, *target, llvm.llvm_version_info
-        self._engine.set_object_cache(*_object_cache(hashlib.sha256(repr(parts).encode()).hexdigest()))
+        target = llvm.Target.from_default_triple()
+        machine = target.create_target_machine(llvm.get_host_cpu_name(), features.flatten(), opt=3)
+        module = llvm.parse_assembly(str(module_for(self.has)))
+        self._engine = llvm.create_mcjit_compiler(module, machine)
         self._engine.finalize_object()
         self._multiply = ctypes.c_void_p(self._engine.get_function_address("multiply"))
         self._own = threading.local()
@@ -65,10 +60,11 @@ class Program:
         """Of rows."""
         return torch.bfloat16 if self.has.has_bf16 else torch.float32
 
-    def launch(self, rows: Tensor, out: Tensor, pieces: Sequence[Piece]) -> None:
+    def launch(self, rows: Tensor, k: int, out: Tensor, pieces: Sequence[Piece]) -> None:
         """Multiply pieces of rows by their groups' weights [N, K], transposed.
 
-        rows  `dtype` [R, K], K a multiple of BLOCK, with PADDING_ROWS behind them that may be read
+        rows  `dtype` [R, K], then zeros up to a multiple of BLOCK; PADDING_ROWS behind them may be read
+        k     K, a multiple of 16
         out   bf16 [R, N]
         """
         num_threads = torch.get_num_threads()
@@ -76,7 +72,7 @@ class Program:
         counter = ctypes.c_int64(0)
         job = _JOB.pack(
             rows.data_ptr(), rows.stride(0) * rows.element_size(), out.data_ptr(), out.stride(0) * 2,
-            out.shape[1], rows.shape[1], ctypes.addressof(packed), len(pieces),
+            out.shape[1], k, ctypes.addressof(packed), len(pieces),
             ctypes.addressof(counter), self._scratch(num_threads),
         )  # fmt: skip
         self._openmp.GOMP_parallel(self._multiply, job, num_threads, 0)
@@ -96,25 +92,6 @@ def program() -> Program:
     return Program()
 
 
-def _instructions(features: Any) -> Instructions:
-    """What this CPU has, by LLVM's names."""
-    if features.get("avx512f") and features.get("avx512bw"):
-        has_bf16 = features.get("avx512bf16", False)
-        return Instructions(
-            16, 32, has_bf16, has_bf16 and features.get("amx-bf16", False) and may_use_tiles()
-        )
-    if features.get("avx2") and features.get("fma"):
-        return Instructions(8, 16)
-    return Instructions(4, 32 if platform.machine() == "aarch64" else 16)
-
-
-def may_use_tiles() -> bool:
-    """Ask the system for AMX, as every process that uses it must."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    return not ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE)
-
-
 def _openmp() -> Any:
     """The OpenMP library that torch has loaded, so that its threads are the kernel's, too."""
     own = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
@@ -122,14 +99,3 @@ def _openmp() -> Any:
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
     library.GOMP_parallel.restype = None
     return library
-
-
-def _object_cache(key: str) -> tuple[Any, Any]:
-    """What LLVM calls with a module that it has compiled, and before it compiles one."""
-    disk = DiskCache(cache_directory())
-
-    def store(_: Any, body: bytes) -> None:
-        with disk.locked(key):
-            disk.put(key, body)
-
-    return store, lambda _: disk.get(key)

@@ -35,7 +35,7 @@ COPY_BYTES = MetricFamily("counter", "host_copy_bytes", "bytes of these copies",
 WEIGHTS = MetricFamily(
     "gauge",
     "weights_bytes",
-    "bytes of the model's weights on the device; a CPU keeps their matrices in bf16. 0: not loaded",
+    "bytes of the model's weights on the device, in FP8; of backend reference in bf16. 0: not loaded",
     "bytes",
     ("model",),
     when=_ONE,

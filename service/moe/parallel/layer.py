@@ -53,7 +53,7 @@ class ParallelLayer:
       weights on inputs up to the order of additions. Rows come back in bfloat16, to which an expert's output
       is rounded before it is weighted in any case, and are added in the order of slots.
 
-    The reference backend is batch-invariant on CPUs with bf16 instructions;
+    The backend `cpu` is batch-invariant, and `reference` is on CPUs with bf16 instructions;
     `docs/internals/parallel-layer.md` has the rest.
     Where an expert has several replicas, a token's position chooses one (`placed.begin_step`); this, like the
     placement, changes which terms are added first, so only the bits of `exact` do not depend on it.

@@ -189,7 +189,7 @@ def test_a_caller_on_the_servers_own_gpu_is_warned_of_turns(
 
 def test_replicas_on_different_gpus_have_the_same_layer() -> None:
     one, two = (ModelMetadata("tiny", 128, 2, "BF16", device_calls=f"GPU-{number}") for number in (1, 2))
-    making._check_same(one, two)
+    making.check_same(one, two)
 
 
 async def test_both_sides_have_both_memories(tmp_path: Path) -> None:

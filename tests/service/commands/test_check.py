@@ -76,22 +76,32 @@ def test_check_plans_for_gpus_that_are_not_here(checkpoint: Path, capsys: Output
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
-    ("build", "backend", "said"),
+    ("build", "backend", "slower", "said"),
     [
-        ("13.0", "auto", "reference on cpu (hopper: no CUDA device; triton: no CUDA device)"),
-        ("13.0", "reference", "reference on cpu"),
-        (None, "auto", "reference on cpu"),
+        ("13.0", "auto", None, "cpu on cpu (hopper: no CUDA device; triton: no CUDA device)"),
+        (
+            "13.0",
+            "auto",
+            "a slow CPU",
+            "reference on cpu (hopper: no CUDA device; triton: no CUDA device; cpu: a slow CPU)",
+        ),
+        ("13.0", "reference", None, "reference on cpu"),
+        ("13.0", "cpu", "a slow CPU", "cpu on cpu"),
+        (None, "auto", None, "cpu on cpu"),
+        (None, "auto", "a slow CPU", "reference on cpu (cpu: a slow CPU)"),
     ],
 )
-def test_check_says_why_no_gpu_is_used_where_one_was_intended(
+def test_check_says_why_no_better_backend_is_used(
     build: str | None,
     backend: str,
+    slower: str | None,
     said: str,
     config: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Output,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr("expertd.kernels.backends.cpu.why_slower", lambda: slower)
     _, about = check(capsys, "--config", config, "--port", "0", "--backend", backend)
     assert {"name": "backend", "ok": True, "detail": said} in about["checks"]
 
@@ -359,8 +369,8 @@ def test_a_rendezvous_where_the_server_listens_is_refused(
         ),
         (
             "partitions",
-            ["--set", "partitions={p: 8}"],
-            "partitions: expected a backend whose device has SMs to partition, got 'reference'",
+            ["--set", "partitions={p: 8}", "--backend", "cpu"],
+            "partitions: expected a backend whose device has SMs to partition, got 'cpu'",
         ),
     ],
 )

@@ -247,7 +247,7 @@ def test_without_settings_a_demo_layer_is_served(tmp_path: Path) -> None:
         (
             ["--backend", "tpu"],
             {},
-            "backend: expected one of auto, hopper, triton, reference, cpu, got 'tpu'",
+            "backend: expected one of auto, hopper, triton, cpu, reference, got 'tpu'",
         ),
         ([], {"EXPERTD_LIMITS__MAX_BATCH_TOKENS": "0"}, "limits.max_batch_tokens: expected a number greater"),
         ([], {"EXPERTD_COLOUR": "red"}, "environment variable EXPERTD_COLOUR: colour: expected one of "),

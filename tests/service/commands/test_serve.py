@@ -149,11 +149,12 @@ def test_a_cuda_installation_that_falls_back_to_a_cpu_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr("expertd.kernels.backends.cpu.why_slower", lambda: None)
     with caplog.at_level(logging.WARNING):
         load(tiny_settings(backend=backend, models=[MODEL]), lambda: False)
     expected = (
         "backend auto: expected a GPU, because PyTorch is built for CUDA 13.0, got a CPU and backend "
-        "'reference' (hopper: no CUDA device; triton: no CUDA device)"
+        "'cpu' (hopper: no CUDA device; triton: no CUDA device)"
     )
     assert [record.getMessage() for record in caplog.records] == ([expected] if warns else [])
 

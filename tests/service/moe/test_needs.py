@@ -23,7 +23,7 @@ from expertd.service.moe.weights import random_weights
 from tests.service.apps import MODEL, serving, tiny_settings
 from tests.service.cgroups import V2, fake_groups
 
-HOPPER, REFERENCE = BACKENDS["hopper"], BACKENDS["reference"]
+HOPPER, REFERENCE, IN_PLACE = BACKENDS["hopper"], BACKENDS["reference"], BACKENDS["cpu"]
 
 SHAPE = LayerShape(hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4, num_shared_experts=1)
 
@@ -37,6 +37,10 @@ def test_the_needs_have_their_parts() -> None:
     assert needs_of(SHAPE, 1, REFERENCE).steps == matrices // 3, (
         "while one matrix is packed, the other is FP8"
     )
+    for keeps_given in (False, True):
+        in_place = needs_of(SHAPE, 4096, IN_PLACE, keeps_given=keeps_given)
+        assert (in_place.weights, in_place.graphs) == (on_gpu.weights, 0), "it reads FP8 where it lies"
+        assert in_place.steps == on_cpu.steps < on_gpu.steps, "of bf16 rows"
     biases = 17 * (2 * 512 + 1024) * 2
     assert needs_of(SHAPE, 4096, HOPPER, has_biases=True).weights == on_gpu.weights + biases
     weighing = 4096 * (4 + 4 + 1) * 1024 * 4

@@ -56,11 +56,12 @@ async def test_skewed_routing_is_balanced() -> None:
         assert after["moves"] >= after["last_plan"]["moves"] > 0
 
 
-@pytest.mark.parametrize("objective", ["tokens", "activated"])
-async def test_answers_with_replicas_are_those_of_one_process(objective: str) -> None:
+@pytest.mark.parametrize(("objective", "backend"), [("tokens", "cpu"), ("activated", "reference")])
+async def test_answers_with_replicas_are_those_of_one_process(objective: str, backend: str) -> None:
     more = {"placement": {"policy": "static", "replicas": 3, "objective": objective}, "exact_combine": False}
-    settings = tiny_settings(ONE_EACH, ranks=2, models=[SMALL], **more)
-    async with serving(tiny_settings(ONE_EACH, models=[SMALL])) as one, serving_ranks(settings) as server:
+    alone = tiny_settings(ONE_EACH, models=[SMALL], backend=backend)
+    settings = tiny_settings(ONE_EACH, ranks=2, models=[SMALL], backend=backend, **more)
+    async with serving(alone) as one, serving_ranks(settings) as server:
         body = routed(uniform(200, 1))
         expected = output_of(await one.infer(*body))
         assert close(output_of(await server.infer(*body)), expected)

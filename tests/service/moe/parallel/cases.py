@@ -11,6 +11,7 @@ from torch import Tensor
 
 from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import Activation, Backend, ExpertBiases, HiddenStates, Routing, Weights
+from expertd.kernels.backends.cpu.backend import CpuBackend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.four_bits import mapped
 from expertd.service.moe.layer import MoELayer
@@ -47,7 +48,12 @@ class RowByRow(ReferenceBackend):
         return out
 
 
-BACKENDS: dict[str, Backend] = {"reference": ReferenceBackend(), "row by row": RowByRow()}
+BACKENDS: dict[str, Backend] = {
+    "reference": ReferenceBackend(),
+    "cpu": CpuBackend(),
+    "row by row": RowByRow(),
+}
+"""The bits of all but the first one do not depend on the batch; "cpu" takes FP8 only."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_ranks_are_added_in_their_order_then_shared_experts(
     ranks: Ranks, number: int, out_dtype: torch.dtype
 ) -> None:
     counts = COUNTS[:number]
-    case = make_case(counts, SHARED, given=make_routing(counts), out_dtype=out_dtype, backend="row by row")
+    case = make_case(counts, SHARED, given=make_routing(counts), out_dtype=out_dtype, backend="cpu")
     parts = checked(ranks.run((0,), run_parts, case, number)[0])
     back = BF16 if out_dtype == BF16 else torch.float32
     expected = torch.zeros_like(parts[0])
@@ -106,7 +106,7 @@ def test_exact_has_the_bits_of_one_rank(
     counts = COUNTS[-number:]
     case = make_case(
         counts, SHARED, given=make_routing(counts), dtype=dtype, out_dtype=out_dtype,
-        backend="row by row", exact=True,
+        backend="cpu", exact=True,
     )  # fmt: skip
     out = torch.cat(outputs_of(ranks, GROUPS[number], case))
     assert torch.equal(out, alone(ranks, case))
@@ -127,7 +127,7 @@ def test_the_bits_do_not_depend_on_which_rank_has_a_token(ranks: Ranks, exact: b
     counts = (4, 9, 0, 7)
     for out_dtype in (torch.float32, BF16):
         case = make_case(
-            counts, SHARED, given=make_routing(counts), exact=exact, out_dtype=out_dtype, backend="row by row"
+            counts, SHARED, given=make_routing(counts), exact=exact, out_dtype=out_dtype, backend="cpu"
         )
         outputs = []
         for sizes in (counts, (20, 0, 0, 0), (0, 1, 18, 1)):

@@ -105,7 +105,7 @@ def test_a_placement_with_replicas_computes_the_layer(ranks: Ranks, exact: bool,
 @pytest.mark.parametrize("out_dtype", [torch.float32, BF16])
 def test_exact_has_the_bits_of_one_rank_with_any_placement(ranks: Ranks, out_dtype: torch.dtype) -> None:
     case = make_case(
-        COUNTS, SHARED, given=make_routing(COUNTS), out_dtype=out_dtype, backend="row by row", exact=True
+        COUNTS, SHARED, given=make_routing(COUNTS), out_dtype=out_dtype, backend="cpu", exact=True
     )
     expected = alone(ranks, case)
     for seed, num_physical in enumerate((10, 11, 13, 24)):
@@ -134,9 +134,7 @@ def run_switch(exchange: Exchange, case: Case, physical: Sequence[int]) -> tuple
 def test_a_layer_goes_over_to_another_placement(ranks: Ranks, exact: bool) -> None:
     physical = random_physical(len(MIXED), 5)
     assert physical != MIXED
-    case = make_case(
-        COUNTS, SHARED, given=make_routing(COUNTS), backend="row by row", exact=exact, physical=MIXED
-    )
+    case = make_case(COUNTS, SHARED, given=make_routing(COUNTS), backend="cpu", exact=exact, physical=MIXED)
     results = [checked(result) for result in ranks.run(GROUPS[3], run_switch, case, physical)]
     before, after = (torch.cat([result[which] for result in results]) for which in (0, 1))
     assert torch.equal(after, torch.cat(outputs_of(ranks, GROUPS[3], replace(case, physical=physical))))
