@@ -167,6 +167,9 @@ class SoakServer:
     def descriptors(self) -> int:
         return len(list(self._proc("fd").iterdir()))
 
+    def threads(self) -> int:
+        return len(list(self._proc("task").iterdir()))
+
     def device_memory(self) -> int:
         """Bytes of the GPU that are in use."""
         text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", headers=bearer("metrics"), timeout=30).text
