@@ -59,11 +59,11 @@ test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes o
 
 test-all: docs $(RUNTIME) $(DEV) ## run every test that needs no GPU, and those that measure time by themselves
 	+$(RUN_TESTS) MARKS="not gpu and not timing"
-	+$(MAKE) --no-print-directory -j2 --output-sync=target minute-soak minute-soak-pool
+	+$(MAKE) --no-print-directory -j2 --output-sync=target minute-soak minute-soak-pool minute-soak-nixl
 	$(BIN)/python -m pytest $(TIMING)
 	cd client && ../$(BIN)/python -m pytest $(TIMING)
 
-.PHONY: server-tests client-tests minute-soak minute-soak-pool style types
+.PHONY: server-tests client-tests minute-soak minute-soak-pool minute-soak-nixl style types
 server-tests: $(RUNTIME) $(DEV)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
 
@@ -71,12 +71,15 @@ client-tests: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "$(MARKS)"
 	cd engines/sglang && ../../$(BIN)/python -m pytest
 
-# At once: neither keeps two cores busy, and the times of both do not count.
+# Two at once: none keeps two cores busy, and their times do not count.
 minute-soak: $(RUNTIME) $(DEV)
 	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 
 minute-soak-pool: $(RUNTIME) $(DEV)
 	$(BIN)/python -m tests.soak.pool --seconds 60 --every 18 --busy
+
+minute-soak-nixl: $(RUNTIME) $(DEV)
+	$(BIN)/python -m tests.soak.nixl --kills 20 --every 5
 
 test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
 	+$(RUN_TESTS) MARKS="$(SHORT) and not slow"

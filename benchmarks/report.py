@@ -27,6 +27,7 @@ DOCUMENTS = (
     "docs/numerics.md",
     "docs/expert-store.md",
     "docs/pool.md",
+    "docs/rdma.md",
     "docs/when-it-pays.md",
     "docs/internals/benchmarks.md",
     "docs/internals/benchmarks-gemm.md",

@@ -13,6 +13,7 @@ device       of the tensors, None: memory of the host
 connections  callers, each of which has its own connection or channel
 slots        requests in flight, of each caller of channels
 pause        seconds between an answer and the next request
+over_nixl    whether channels are over NIXL
 spin         seconds for which a caller of channels looks for an answer before it sleeps
 """
 
@@ -290,6 +291,7 @@ def loops_of(given: dict[str, Any], stack: ExitStack) -> list[Loop]:
                     datatype="BF16",
                     device=device,
                     spin_seconds=given.get("spin", SPIN_SECONDS),
+                    over_nixl=given.get("over_nixl", False),
                 )
             )
             for model in given["models"]

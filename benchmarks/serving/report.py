@@ -265,6 +265,22 @@ def _pool_soak(content: Row) -> str:
     )
 
 
+def soak_nixl(results: Path) -> str:
+    """What a server held before and after its callers over NIXL were killed."""
+    content = read(results, "soak-nixl-cpu.json")
+    header, looks = content["header"], content["looks"]
+    warm, last = looks[max(1, len(looks) // 4)], looks[-1]
+    names = "channels", "agents", "descriptors", "threads"
+    held = ", ".join(f"{last[name]} {name} ({looks[0][name]} before the first)" for name in names)
+    return paragraph(
+        f"{header['seconds']:.0f} s on {header['cores']} cores of an {header['cpu']} at {header['commit']}: "
+        f"{content['callers']} callers were killed, {content['with_ends']} of them with their ends of the "
+        f"channel. Of {content['answers'] + content['wrong']} answers, {content['wrong']} were wrong. The "
+        f"server then held {held}; from {warm['kills']} kills on, its memory grew by "
+        f"{last['memory'] / warm['memory'] - 1:.2%} of {warm['memory'] / 2**20:.0f} MiB."
+    )
+
+
 def pool_rules(results: Path) -> str:
     """The times of calls in ms by rule and load, and what became of them: means of all seeds."""
     rows = read(results, "pool_rules.json")["rows"]
@@ -352,6 +368,16 @@ _DEVICE_CALLS = {
     "p99, ms": "{p99_ms:.3f}",
 }
 _POOL_SOAKS = "soak-pool-vllm-2xh200.json", "soak-pool-vllm-http-2xh200.json"
+_NIXL = {
+    "UCX_TLS": "{tls}",
+    "tokens": "{tokens}",
+    "NIXL alone, µs": "{bare:.0f}",
+    "over NIXL": "{nixl:.0f}",
+    "HTTP": "{http:.0f}",
+    "channel on one machine": "{channel:.0f}",
+    "over NIXL, requests/s": "{nixl_per_s:.0f}",
+    "HTTP, requests/s": "{http_per_s:.0f}",
+}
 SECTIONS: dict[str, Section] = {
     "serving-headline": serving_headline,
     "serving-machine": serving_machine,
@@ -393,4 +419,11 @@ SECTIONS: dict[str, Section] = {
     "pool-rules": pool_rules,
     "soak-pool": soak_pool,
     "soak-pool-vllm": soak_pool_vllm,
+    "soak-nixl": soak_nixl,
+    "nixl-machine": about(
+        "nixl-cpu.json",
+        "{cpus} cores of an {cpu}, which all processes share; Python {python}, nixl-cu13 {nixl}; medians "
+        "of {rounds} rounds of {seconds:g} s.",
+    ),
+    "nixl": written("nixl-cpu.json", _NIXL),
 }
