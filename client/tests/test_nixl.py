@@ -242,31 +242,6 @@ while True:
 
 
 @thorough
-@pytest.mark.parametrize("count", [1, 600])
-def test_callers_that_are_killed_leave_nothing(nixl_server: RunningServer, count: int) -> None:
-    """In the middle of calls, again and again."""
-    chosen = random.Random(5)
-    files = Path(f"/proc/{nixl_server.process.pid}/fd")
-    before = len(list(files.iterdir()))
-    for _ in range(3):
-        command = [sys.executable, "-c", _CALLER, nixl_server.url, MODEL, str(count), str(HIDDEN)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as caller:
-            assert caller.stdout is not None
-            for _ in range(chosen.randint(1, 20)):
-                assert caller.stdout.readline() == b"\n"
-            caller.kill()
-        wait_for(lambda: not nixl_server.channels(), "the server closes the channel")
-    with ExpertClient(nixl_server.url, transport="http") as client:
-        client.infer(MODEL, rows(1))
-
-    def is_as_before() -> bool:
-        # One more: a connection of HTTP.
-        return not children(nixl_server.process.pid) and len(list(files.iterdir())) <= before + 1
-
-    wait_for(is_as_before, "the server has no processes and files of the channels")
-
-
-@thorough
 @pytest.mark.parametrize("whose", ["caller", "server"])
 def test_calls_outlive_an_end_that_is_killed(nixl_server: RunningServer, whose: str) -> None:
     """Another channel is opened, and the calls are made again."""

@@ -77,6 +77,13 @@ CASES: dict[str, Values] = {
         "settings": {"devices": "0-7"},
         "autoscaling": {"enabled": True},
     },
+    "channels over NIXL": {
+        **KEYS,
+        "nodes": 2,
+        "settings": {"devices": "0-7", "channels": {"nixl": True}},
+        "nixl": {"resource": "rdma/hca"},
+        "networkPolicy": {"from": [{"podSelector": {"matchLabels": {"app": "attention"}}}]},
+    },
     "settings in other forms": {
         **KEYS,
         "settings": {
@@ -376,3 +383,22 @@ def test_only_callers_and_prometheus_reach_the_port(rendered: dict[str, list[Obj
     assert one(rendered["one GPU"], "NetworkPolicy")["spec"]["ingress"][0]["from"][0] == {"podSelector": {}}
     between = one(rendered["several nodes"], "NetworkPolicy")["spec"]["ingress"][1]
     assert between.keys() == {"from"}, "ranks use any port"
+
+
+def test_callers_over_nixl_reach_the_ports_of_ucx(rendered: dict[str, list[Object]]) -> None:
+    objects = rendered["channels over NIXL"]
+    for template in templates(objects):
+        assert environment(template)["UCX_TCP_PORT_RANGE"] == "21000-21100"
+        assert container(template)["resources"]["limits"]["rdma/hca"] == 1
+    policy = one(objects, "NetworkPolicy")["spec"]
+    ports = [{"protocol": "TCP", "port": 21000, "endPort": 21100}]
+    callers = [{"podSelector": {"matchLabels": {"app": "attention"}}}]
+    assert policy["ingress"][1] == {"ports": ports, "from": callers}
+    assert policy["egress"][0] == {"ports": ports, "to": callers}
+    assert len(policy["ingress"]) == len(policy["egress"]) == 3, "and the nodes, and their DNS"
+
+
+def test_a_server_without_nixl_has_none_of_it(helm: Helm) -> None:
+    (template,) = templates(helm.render({**KEYS, "nixl": {"resource": "rdma/hca"}}))
+    assert "UCX_TCP_PORT_RANGE" not in environment(template)
+    assert "rdma/hca" not in container(template)["resources"]["limits"]

@@ -66,6 +66,11 @@ the server itself accepts requests for a while after SIGTERM, and is not ready f
 {{- end }}
 {{- end }}
 
+{{- /* "true" if there are channels over NIXL, or else nothing. */}}
+{{- define "expertd.nixl" -}}
+{{- if (.Values.settings.channels | default dict).nixl }}true{{ end }}
+{{- end }}
+
 {{- define "expertd.pod" -}}
 {{- $front := .front }}
 {{- with .root }}
@@ -120,6 +125,9 @@ spec:
         - {name: EXPERTD_TLS__CERTIFICATE, value: /etc/expertd/tls/tls.crt}
         - {name: EXPERTD_TLS__KEY, value: /etc/expertd/tls/tls.key}
         {{- end }}
+        {{- if include "expertd.nixl" . }}
+        - {name: UCX_TCP_PORT_RANGE, value: {{ printf "%d-%d" (int .Values.nixl.ports.first) (int .Values.nixl.ports.last) }}}
+        {{- end }}
         {{- with .Values.env }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -150,6 +158,9 @@ spec:
         {{- $resources := deepCopy .Values.resources }}
         {{- if .Values.gpus }}
         {{- $resources = merge $resources (dict "limits" (dict .Values.gpuResource .Values.gpus)) }}
+        {{- end }}
+        {{- if and (include "expertd.nixl" .) .Values.nixl.resource }}
+        {{- $resources = merge $resources (dict "limits" (dict .Values.nixl.resource 1)) }}
         {{- end }}
         {{- toYaml $resources | nindent 8 }}
       volumeMounts:
