@@ -184,7 +184,7 @@ def mistakes(result: dict[str, Any], growth: float) -> list[str]:
         for name, limit in most.items()
         if last[name] > limit
     ]
-    return found + result["errors"]
+    return [*found, *result["errors"]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -36,7 +36,6 @@ from expertd_client.nixl.messages import (
     WORD,
     Places,
     Shape,
-    num_bytes,
     places_of,
 )
 from expertd_client.nixl.relay import PAUSE_SECONDS, Relay
@@ -61,6 +60,11 @@ class CallerEnd(Relay):
         self._sent = self._cancels = 0
         self._in_flight: dict[int, Places] = {}  # by sequence
         self._answered: dict[int, int] = {}  # slot -> sequence, whose times may come
+        self._takes: dict[int, Callable[[bytes], None]] = {
+            ANSWER_KIND: self._answer,
+            EXPIRED: self._expired,
+            TIMES: self._times,
+        }
 
     def hand_over(self, data: int) -> None:
         """Give the caller its descriptors: those of a channel that it has claimed. Raises OSError."""
@@ -83,8 +87,8 @@ class CallerEnd(Relay):
             line = bytes(self.control[start + WORD_BYTES : start + WORD_BYTES + LINE_BYTES])
             places = self._in_flight[self._sent] = places_of(line, self.shape)
             message = WORD.pack(REQUEST_KIND, self._sent) + line
-            if num_bytes(places.inputs) <= INLINE_BYTES:
-                self.agent.send(message + self.copy_out(places.inputs))
+            if places.input_bytes <= INLINE_BYTES:
+                self.send_with(message, places.inputs)
             else:
                 self.agent.write(places.inputs, message)
         if (cancels := words[CANCELS_OFFSET // WORD_BYTES]) != self._cancels:
@@ -95,13 +99,8 @@ class CallerEnd(Relay):
         return found
 
     def take(self, message: bytes) -> None:
-        takes: dict[int, Callable[[bytes], None]] = {
-            ANSWER_KIND: self._answer,
-            EXPIRED: self._expired,
-            TIMES: self._times,
-        }
         try:
-            takes[message[0]](message)
+            self._takes[message[0]](message)
         except (KeyError, struct.error) as error:
             raise PeerError(f"message: expected one of the server's, got {message[:16]!r}") from error
 
@@ -112,8 +111,8 @@ class CallerEnd(Relay):
         status, length = STATUS.unpack_from(line)
         if status == 200:
             if len(rest):
-                if len(rest) != num_bytes(places.output):
-                    raise PeerError(f"output: expected {num_bytes(places.output)} bytes, got {len(rest)}")
+                if len(rest) != places.output_bytes:
+                    raise PeerError(f"output: expected {places.output_bytes} bytes, got {len(rest)}")
                 self.copy_in(places.output, rest)
         elif len(rest) != length or length > SLOT_BYTES - ERROR_OFFSET:
             raise PeerError(f"error: expected {length} bytes of text, got {len(rest)}")

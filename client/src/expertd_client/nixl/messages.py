@@ -39,10 +39,12 @@ _FP8, _FP8_BLOCK = 4, 128  # a code, and the columns that have a scale in fp32
 
 
 class Places(NamedTuple):
-    """Where a request's tensors are; `inputs` is empty if the server will refuse its line."""
+    """Where a request's tensors are, and their bytes; `inputs` is empty if the server will refuse it."""
 
     inputs: Ranges
     output: Ranges
+    input_bytes: int
+    output_bytes: int
 
 
 class Shape(NamedTuple):
@@ -52,11 +54,6 @@ class Shape(NamedTuple):
     hidden_size: int
     top_k: int
     data_bytes: int
-
-
-def num_bytes(ranges: Ranges) -> int:
-    """Of all parts."""
-    return sum(size for _, size in ranges)
 
 
 @lru_cache(1024)
@@ -73,4 +70,6 @@ def places_of(line: bytes, shape: Shape) -> Places:
     is_valid = tokens <= shape.max_tokens and all(
         size > 0 and offset + size <= shape.data_bytes for offset, size in [*inputs, output]
     )
-    return Places(tuple(inputs), (output,)) if is_valid else Places((), ())
+    if not is_valid:
+        return Places((), (), 0, 0)
+    return Places(tuple(inputs), (output,), sum(size for _, size in inputs), output[1])

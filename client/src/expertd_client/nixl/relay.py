@@ -108,9 +108,9 @@ class Relay(ABC):
                 self._sleep(self.pause() if now - busy < _LONG_SECONDS else 2 * self.pause())
         self._part()
 
-    def copy_out(self, ranges: Ranges) -> bytes:
-        """The bytes of tensors."""
-        return b"".join(self.data[offset : offset + size] for offset, size in ranges)
+    def send_with(self, head: bytes, ranges: Ranges) -> None:
+        """Send a message that ends with tensors. Raises PeerError."""
+        self.agent.send(b"".join([head, *[self.data[offset : offset + size] for offset, size in ranges]]))
 
     def copy_in(self, ranges: Ranges, values: memoryview) -> None:
         """Write tensors that came in a message."""

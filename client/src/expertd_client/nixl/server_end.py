@@ -33,7 +33,6 @@ from expertd_client.nixl.messages import (
     WORD,
     Places,
     Shape,
-    num_bytes,
     places_of,
 )
 from expertd_client.nixl.relay import PAUSE_SECONDS, Relay
@@ -99,8 +98,8 @@ class ServerEnd(Relay):
         line, values = message[WORD.size : REQUEST_BYTES], memoryview(message)[REQUEST_BYTES:]
         places = places_of(line, self.shape)
         if len(values):
-            if len(values) != num_bytes(places.inputs):
-                raise PeerError(f"tensors: expected {num_bytes(places.inputs)} bytes, got {len(values)}")
+            if len(values) != places.input_bytes:
+                raise PeerError(f"tensors: expected {places.input_bytes} bytes, got {len(values)}")
             self.copy_in(places.inputs, values)
         self._in_flight[slot] = sequence, places
         self._untimed.pop(slot, None)
@@ -126,8 +125,8 @@ class ServerEnd(Relay):
         status, length = STATUS.unpack_from(line)
         if status != 200:
             self.agent.send(message + bytes(self.control[slot + ERROR_OFFSET : slot + ERROR_OFFSET + length]))
-        elif num_bytes(places.output) <= INLINE_BYTES:
-            self.agent.send(message + self.copy_out(places.output))
+        elif places.output_bytes <= INLINE_BYTES:
+            self.send_with(message, places.output)
         else:
             self.agent.write(places.output, message)
 
