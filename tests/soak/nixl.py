@@ -174,7 +174,9 @@ def soak(folder: Path, kills: int, every: int, at_a_time: int, seed: int) -> dic
 
 def mistakes(result: dict[str, Any], growth: float) -> list[str]:
     """What must not be."""
-    found = [f"{name}: expected 0, got {result[name]}" for name in ("wrong", "exit_code") if result[name]]
+    found: list[str] = [
+        f"{name}: expected 0, got {result[name]}" for name in ("wrong", "exit_code") if result[name]
+    ]
     looks = result["looks"]
     before, warm, last = looks[0], looks[max(1, len(looks) // 4)], looks[-1]
     most = {name: before[name] for name in GONE}
