@@ -68,7 +68,7 @@ def test_the_locks_match_the_requirements() -> None:
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("cpu.txt", PROJECT["dependencies"]),
+        ("cpu.txt", PROJECT["dependencies"] + EXTRAS["cpu"]),
         ("cuda.txt", PROJECT["dependencies"] + EXTRAS["cuda"]),
         ("dev.txt", PROJECT["dependencies"] + EXTRAS["dev"]),
     ],
@@ -88,7 +88,8 @@ def test_every_requirement_is_pinned_within_its_range(name: str, texts: list[str
 def test_a_package_has_one_version_in_all_locks(python: str) -> None:
     cpu, cuda, dev = (pins(name, python) for name in ("cpu.txt", "cuda.txt", "dev.txt"))
     assert cpu.items() <= dev.items()
-    assert cpu.items() <= cuda.items()
+    assert cpu.keys() - cuda.keys() == {Requirement(text).name for text in EXTRAS["cpu"]}
+    assert {name: cpu[name] for name in cpu.keys() & cuda.keys()}.items() <= cuda.items()
     assert {name: cuda[name] for name in dev.keys() & cuda.keys()}.items() <= dev.items()
     assert cuda["torch"] == lock.torch_version()
     assert [name for name in cpu if re.match(r"nvidia|cuda|triton", name)] == []

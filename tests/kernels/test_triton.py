@@ -81,7 +81,7 @@ def expect_same(out: Tensor, expected: Tensor) -> None:
     if ON_GPU:
         assert torch.equal(out, expected)
     else:
-        assert diff(out, expected) < (1e-5 if out.dtype == torch.bfloat16 else 1e-6)
+        assert diff(out, expected) < (3e-5 if out.dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize(
