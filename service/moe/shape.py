@@ -71,7 +71,7 @@ class LayerShape:
 
     @property
     def splits_shared(self) -> bool:
-        """Whether the shared experts' matrices are in tensors of their own, for they have another layout."""
+        """Whether the shared experts' matrices are in tensors of their own: in another layout."""
         return self.num_shared_experts > 0 and self.shared_layout != self.weight_layout
 
     @property
