@@ -125,7 +125,7 @@ def test_two_ranks_on_a_laptop(tmp_path: Path) -> None:
     with serving(arguments[2:], tmp_path) as server:
         run("bash", "-c", asking(server, block("README.md", "sh", "/infer")))
         metrics = asking(server, block("docs/ranks.md", "sh", "expertd_rank_"))
-        wait_for(lambda: run("bash", "-c", metrics) == printed, "the step is counted", 10)
+        wait_for(lambda: run("bash", "-c", metrics) == printed, "the step is counted")
 
 
 @needs_curl

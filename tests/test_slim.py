@@ -97,7 +97,7 @@ def test_a_server_opens_nothing_that_is_removed(tmp_path: Path) -> None:
         with serving(["--config", DEMO], tmp_path, fork=False) as server:
             maps = Path(f"/proc/{server.process.pid}/maps").read_text().splitlines()
             server.terminate()
-            server.process.wait(30)
+            server.process.wait(60)
     opened = {Path(line.split(maxsplit=5)[5]) for line in maps if line.count("/") > 1}
     opened |= {Path(line) for line in names.read_text().splitlines()}
     below = [str(path.relative_to(PACKAGES)) for path in opened if path.is_relative_to(PACKAGES)]

@@ -32,7 +32,7 @@ LAYER = {
     "weights": {"seed": 0},
     "datatype": "FP32",
 }
-_SECONDS = 60.0
+_SECONDS = 120.0
 
 
 class RunningServer:
@@ -93,7 +93,7 @@ class RunningServer:
     def ask(self, path: str, method: str = "GET") -> Any:
         """The JSON of an answer, or None."""
         request = urllib.request.Request(f"{self.url}{path}", method=method)
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             text = response.read()
         return json.loads(text) if text else None
 
@@ -128,7 +128,7 @@ class RunningServer:
         if url.startswith("https:"):  # it may ask for a certificate: its log tells
             return "engine: ready: " in self._log.read_text()
         try:
-            with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=10):
+            with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=60):
                 return True
         except OSError:
             return False

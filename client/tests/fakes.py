@@ -53,7 +53,7 @@ class Peer:
 
     def skip(self, count: int) -> None:
         """Receive `count` bytes of a body and forget them."""
-        self.sock.settimeout(20)
+        self.sock.settimeout(60)
         count -= len(self._received)
         self._received = b""
         while count > 0:
@@ -68,7 +68,7 @@ class Peer:
 
     def is_closed_by_client(self) -> bool:
         """Wait for the client's next bytes, or for its end of the connection: whether that is it."""
-        self.sock.settimeout(20)
+        self.sock.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
             return not self.sock.recv(1)
         return True
@@ -109,7 +109,7 @@ class FakeServer:
         self._acceptor.join()
         self._listener.close()
         for thread in self._threads:
-            thread.join(timeout=30)
+            thread.join(60)
             assert not thread.is_alive(), "a handler still waits for its client"
 
     def _accept(self) -> None:

@@ -59,7 +59,7 @@ class ThreadStream:
     def end(self) -> None:
         self._is_over = True
         self.then(lambda: setattr(self, "_is_ended", True))
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _run(self) -> None:
         while not getattr(self, "_is_ended", False):

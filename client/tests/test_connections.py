@@ -72,7 +72,7 @@ def test_a_connection_that_was_closed_while_idle_is_not_used(connect: Connect) -
     with fake_server(handle) as server:
         client = connect(server.url)
         client.infer("m", X)
-        assert closed.wait(20)
+        assert closed.wait(60)
         client.infer("m", X)
     assert (server.num_connections, len(server.requests)) == (2, 2)
 
@@ -132,7 +132,7 @@ def test_a_refusal_that_comes_before_the_body_is_read(connect: Connect, closes: 
     def handle(peer: Peer) -> None:
         peer.head()
         peer.send(refusal(413, "body: expected less, got more"))
-        assert closes or done.wait(20)
+        assert closes or done.wait(60)
 
     with fake_server(handle) as server:
         client = connect(server.url)
@@ -176,7 +176,7 @@ async def test_cancelling_the_task_closes_the_connection() -> None:
     with fake_server(handle) as server:
         async with AsyncExpertClient(server.url, transport="http") as client:
             task = asyncio.create_task(client.infer("m", X))
-            assert await asyncio.to_thread(began.wait, 20)
+            assert await asyncio.to_thread(began.wait, 60)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -262,7 +262,7 @@ thread.join()
 @pytest.mark.parametrize("waits_in", ["thread", "loop"])
 def test_a_fork_during_a_call_does_not_keep_its_connection_open(scheme: str, waits_in: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(30)
+        server.settimeout(60)
         url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
         with running(HELD, url, waits_in) as parent:
             connection, _ = server.accept()
@@ -271,7 +271,7 @@ def test_a_fork_during_a_call_does_not_keep_its_connection_open(scheme: str, wai
                 parent.tell("fork")
                 assert parent.says("forked")
                 assert parent.says("late")
-                connection.settimeout(10)
+                connection.settimeout(60)
                 while connection.recv(1 << 16):
                     pass  # the end, which tells the server that nobody waits
 
@@ -307,12 +307,12 @@ def test_a_fork_during_a_claim_does_not_keep_the_connection_open(tmp_path: Path)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
-        server.settimeout(30)
+        server.settimeout(60)
         with running(FORK, str(path)) as parent:
             connection, _ = server.accept()
             with connection:
                 assert len(connection.recv(16)) == 16
                 parent.tell("fork")
                 assert parent.says("late")
-                connection.settimeout(10)
+                connection.settimeout(60)
                 assert connection.recv(1) == b"", "the server sees that the claim has ended"

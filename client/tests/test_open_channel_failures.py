@@ -30,7 +30,7 @@ X = np.random.default_rng(15).standard_normal((8, HIDDEN), dtype=np.float32)
 def test_places_of_channels_that_are_never_claimed(connect: Connect, tmp_path: Path) -> None:
     with running_server(tmp_path, channels_in(tmp_path), "channels.max_channels=1") as server:
         body = json.dumps({"version": 3, "model": MODEL, "num_slots": 1, "max_tokens": 1}).encode()
-        with urllib.request.urlopen(f"{server.url}/v1/channels", body, timeout=30) as response:
+        with urllib.request.urlopen(f"{server.url}/v1/channels", body, timeout=60) as response:
             assert response.status == 201  # nobody claims it
         with connect(server.url).open_channel(MODEL, max_tokens=4) as channel:
             channel.wait(channel.submit(channel.slots[0], 1))

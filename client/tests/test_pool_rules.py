@@ -372,7 +372,7 @@ def test_a_call_that_is_garbage_ends_in_any_thread_at_any_time() -> None:
 
     collecting = threading.Thread(target=collect, daemon=True)
     collecting.start()
-    collecting.join(30)
+    collecting.join(60)
     assert not collecting.is_alive()
     assert pool.states()[0].calls == 0
 
@@ -443,7 +443,7 @@ def test_a_list_that_takes_long_holds_nothing_up() -> None:
     (member,) = pool.members
     Watch(pool, servers.__getitem__).wake()
     try:
-        assert asked.wait(20)
+        assert asked.wait(60)
         pool.mark(member, "down")
         wait_for(lambda: member.state == "up", "the server is asked")
     finally:

@@ -40,7 +40,7 @@ def in_json(url: str, **arrays: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         for name, values in arrays.items()
     ]
     body = json.dumps({"inputs": inputs}).encode()
-    with urllib.request.urlopen(f"{url}/v2/models/{MODEL}/infer", body, timeout=30) as response:
+    with urllib.request.urlopen(f"{url}/v2/models/{MODEL}/infer", body, timeout=60) as response:
         output = json.load(response)["outputs"][0]
     return np.array(output["data"], np.float32).reshape(output["shape"])
 
@@ -153,7 +153,7 @@ def test_a_server_that_ends(connect: Connect, tmp_path: Path) -> None:
         client = connect(server.url)
         client.infer(MODEL, X)
         server.process.terminate()
-        server.process.wait(30)
+        server.process.wait(60)
         with pytest.raises(ExpertError) as caught:
             client.infer(MODEL, X)
         assert type(caught.value) is ServerUnreachableError

@@ -59,7 +59,7 @@ def secure_server(body: int, address: str = "127.0.0.1") -> Iterator[str]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield f"https://{address}:{listener.getsockname()[1]}"
-        thread.join(30)
+        thread.join(60)
 
 
 def test_calls_over_https(connect: Connect, server: RunningServer) -> None:

@@ -104,7 +104,7 @@ class Pod:
         return self._process.wait()
 
     def _get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=30)
+        return httpx.get(f"{self.url}{path}", timeout=60)
 
 
 class Cluster:

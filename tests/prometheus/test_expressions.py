@@ -92,7 +92,7 @@ def check(scraped: Scraped, expression: str) -> None:
             for labels, value in running.query(asked)
         )
 
-    wait_for(number, f"{expression} has a number", 60)
+    wait_for(number, f"{expression} has a number")
 
 
 @pytest.mark.parametrize("name", RECORDED)

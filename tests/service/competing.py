@@ -46,7 +46,7 @@ class HeldRunner:
     def begin(self, requests: Sequence[LayerRequest]) -> Step:
         self.steps.append([request.num_tokens for request in requests])
         if self._closed:
-            assert self._tickets.acquire(timeout=30)
+            assert self._tickets.acquire(timeout=60)
         return self._runner.begin(requests)
 
 

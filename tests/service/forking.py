@@ -35,7 +35,7 @@ MAX_DESCRIPTORS = 64
 _ENVIRONMENT = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 _ROOM = " " * 400  # in the command line of the fork server, for that of a new process
 _PR_SET_CHILD_SUBREAPER = 36
-_ANSWER_SECONDS = 60.0  # of the fork server, which may have to import torch first
+_ANSWER_SECONDS = 500.0  # of the fork server, which may have to import torch first
 # Modules that start processes.
 _STARTING = ("expertd.service.ranks.front.rank", "expertd.service.http.workers")
 
@@ -157,6 +157,10 @@ class _Server:
             try:
                 socket.send_fds(self.connection, [json.dumps(request).encode()], descriptors)
                 answer = self.connection.recv(100)
+            except TimeoutError:
+                self.connection.close()  # an answer that is late must not be that to the next request
+                self.connection = None
+                raise
             finally:
                 _adopt(False)
         if not answer:

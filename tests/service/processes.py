@@ -56,7 +56,7 @@ class ServerProcess:
     def __init__(self, process: Process, log: Path) -> None:
         self.process = process
         self._log = log
-        found = wait_for(self._listening, "the server listens")
+        found = wait_for(self._listening, "the server listens", 120)
         self.scheme, self.port = found[1], int(found[2])
         self.url = f"127.0.0.1:{self.port}"
 
@@ -67,11 +67,11 @@ class ServerProcess:
 
     def get(self, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
         """GET on a new connection, without the system's certificates, which take longer to read than this."""
-        return httpx.get(f"{self.scheme}://{self.url}{path}", headers=headers, timeout=30, verify=False)
+        return httpx.get(f"{self.scheme}://{self.url}{path}", headers=headers, timeout=60, verify=False)
 
     def wait_ready(self) -> None:
         """Wait until the server is ready."""
-        wait_for(self._ready, "the server is ready")
+        wait_for(self._ready, "the server is ready", 120)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -156,7 +156,7 @@ def _run(
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = started(command, stderr, clean_environment(**environment), fork, stdout)
         try:
-            code = process.wait(120)
+            code = process.wait(240)
         finally:
             process.kill()
             process.wait()

@@ -86,7 +86,7 @@ class Turnstile(threading.Event):
         self._tickets.release(1000)
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._tickets.acquire(timeout=30)
+        return self._tickets.acquire(timeout=60)
 
 
 def _echo(request: LayerRequest) -> Output:

@@ -55,7 +55,7 @@ def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    sock.settimeout(30)
+    sock.settimeout(60)
     try:
         sock.connect(("127.0.0.1", port))
     except OSError:

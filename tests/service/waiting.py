@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Return once `condition` holds; TimeoutError after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -43,7 +43,7 @@ def serving(checkpoint: Path, directory: Path) -> Iterator[str]:
 
 def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=10):
+        with urllib.request.urlopen(f"{url}/v2/health/ready", timeout=60):
             return True
     except (urllib.error.URLError, OSError):
         return False

@@ -64,7 +64,7 @@ def start(command: str, health: str, log: Path) -> "subprocess.Popen[bytes]":
         )  # fmt: skip
     until = time.monotonic() + SECONDS
     while time.monotonic() < until and process.poll() is None:
-        with suppress(OSError, urllib.error.URLError), urllib.request.urlopen(health, timeout=10):
+        with suppress(OSError, urllib.error.URLError), urllib.request.urlopen(health, timeout=60):
             return process
         time.sleep(0.2)
     end(process)

@@ -129,7 +129,7 @@ async def serving_calls(directory: Path) -> AsyncIterator[tuple[Serving, FakeCal
 
 def claim(opened: Any) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(10)
+    connection.settimeout(60)
     connection.connect(opened["socket"])
     connection.sendall(bytes.fromhex(opened["token"]))
     return connection
@@ -323,7 +323,7 @@ async def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], text: st
 def asking(server: Serving, opened: list[Any]) -> Callable[[Deadline], Any]:
     def ask(deadline: Deadline) -> Any:
         """As the client, from a thread of its own."""
-        response = httpx.post(f"http://127.0.0.1:{server.port}/v1/channels", json=BODY)
+        response = httpx.post(f"http://127.0.0.1:{server.port}/v1/channels", json=BODY, timeout=60)
         if response.status_code != 201:
             raise ServerBusyError(response.text, status=503)
         opened.append(response.json())

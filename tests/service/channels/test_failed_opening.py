@@ -93,7 +93,7 @@ async def test_memory_that_nobody_waits_for_any_more_is_freed(
         def __init__(self, *arguments: Any) -> None:
             if len(made) == number - 1:
                 making.set()
-                assert goes_on.wait(10)
+                assert goes_on.wait(60)
             super().__init__(*arguments)
             made.append(id(self))
 
@@ -106,7 +106,7 @@ async def test_memory_that_nobody_waits_for_any_more_is_freed(
         monkeypatch.setattr(opening, "SealedMemory", Slow)
         hub = server.app.channels
         asked = asyncio.ensure_future(hub.open(Opening(("tiny",), 2, 4)))
-        assert await asyncio.to_thread(making.wait, 10)
+        assert await asyncio.to_thread(making.wait, 60)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked

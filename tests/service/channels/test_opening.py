@@ -251,7 +251,7 @@ async def test_memory_stays_if_the_device_hangs(tmp_path: Path, monkeypatch: pyt
     """Ending the device's access would wait for what it computes, and the process with it."""
     runner, released = EchoRunner(), list[OpenChannel]()
     monkeypatch.setattr(OpenChannel, "release", released.append)
-    async with channel_server(tmp_path, runner, step_timeout_seconds=0.5) as server, asyncio.timeout(30):
+    async with channel_server(tmp_path, runner, step_timeout_seconds=0.5) as server, asyncio.timeout(60):
         peer, idle = await claimed(server), await opened(server)
         runner.gate.clear()
         assert (await answer_of(peer)).status == 503

@@ -44,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def opened(server: ServerProcess, headers: dict[str, str] | None = None, **request: Any) -> dict[str, Any]:
     body = {"version": 3, "model": "tiny", "num_slots": 4, "max_tokens": 16, **request}
-    response = httpx.post(f"http://{server.url}/v1/channels", json=body, headers=headers)
+    response = httpx.post(f"http://{server.url}/v1/channels", json=body, headers=headers, timeout=60)
     assert response.status_code == 201, response.text
     answer: dict[str, Any] = response.json()
     return answer
@@ -153,7 +153,7 @@ def test_callers_learn_that_the_server_has_ended(number: signal.Signals, tmp_pat
             peer.wait(peer.sequence + 1, 30)
         peer.close()
         if number == signal.SIGTERM:
-            assert server.process.wait(30) == 0
+            assert server.process.wait(60) == 0
             assert not (tmp_path / "channels").exists()
             assert "Traceback" not in server.log()
 
@@ -177,7 +177,7 @@ def test_clients_find_the_channels_of_a_server_on_loopback(tmp_path: Path) -> No
         with ExpertClient(f"http://localhost:{server.port}", transport="http") as client:
             assert np.array_equal(over_a_channel, client.infer("demo", hidden_states))
         server.terminate()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         assert not path.exists()
 
 
@@ -199,7 +199,7 @@ def test_a_channel_belongs_to_the_name_of_its_key(tmp_path: Path, http_workers: 
             for closer, status in attempts:
                 forged = {"expertd-key-name": opener, "expertd-key-admin": "true"}
                 url = f"http://{server.url}/v1/channels/{channel}"
-                answer = httpx.delete(url, headers=bearer(closer) | forged)
+                answer = httpx.delete(url, headers=bearer(closer) | forged, timeout=60)
                 assert answer.status_code == status, (opener, closer)
                 if status == 403:
                     expected = "the key that opened it, or one with the right admin"

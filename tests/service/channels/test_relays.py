@@ -55,7 +55,7 @@ class End:
         """What the server answers to the opening of a channel to this end."""
         body = {"version": 3, "model": "tiny", "num_slots": 2, "max_tokens": MAX_TOKENS}
         memory = {"nixl": self.agent.described() | changes}
-        return await server.http.post("/v1/channels", json=body | {"memory": memory}, timeout=40)
+        return await server.http.post("/v1/channels", json=body | {"memory": memory}, timeout=60)
 
     async def meet(self, server: Serving, **changes: Any) -> str:
         """Open a channel, and meet its other end; the channel's id."""
@@ -69,7 +69,7 @@ class End:
 
     async def message(self, kind: int) -> bytes:
         """The next message of a kind; all others are dropped."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 for message in self.agent.receive():
                     if message[0] == kind:
@@ -248,7 +248,7 @@ async def test_an_end_that_lies_about_its_memory(tmp_path: Path, caplog: pytest.
 async def test_an_end_that_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with channel_server(tmp_path, EchoRunner(), channels=NIXL) as server:
         assert (await End().opened(server)).status_code == 201
-        await until(lambda: not server.app.channels.entries, 60)
+        await until(lambda: not server.app.channels.entries)
     assert "peer: expected a message over NIXL within 10 s, got none" in caplog.text
 
 

@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def connection(server: ServerProcess) -> Iterator[http.client.HTTPConnection]:
-    made = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    made = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     made.connect()
     yield made
     made.close()
@@ -80,7 +80,7 @@ def test_the_connection_survives_an_error(
 
 def test_a_refusal_before_the_body_closes_connections_that_expect_100_continue(server: ServerProcess) -> None:
     head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: {2 << 20}\r\nExpect: 100-continue\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         sock.sendall(head.encode())
         answer = b""
         while data := sock.recv(65536):
@@ -93,7 +93,7 @@ BODIES = [f"POST {INFER}", "PUT /v1/partitions", "POST /v2/repository/index"]
 
 
 def half_a_body(server: ServerProcess, request: str) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     sock.sendall(f"{request} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc".encode())
     return sock
 
@@ -151,7 +151,7 @@ def test_pipelined_requests_are_answered_in_order(server: ServerProcess) -> None
             f"Inference-Header-Content-Length: {length}\r\n"
             f"Connection: {'keep-alive' if i < 2 else 'close'}\r\n\r\n"
         ).encode() + body
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as sock:
         sock.sendall(requests)
         answers = b""
         while data := sock.recv(65536):
@@ -188,7 +188,7 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
         assert server.get("/v2/health/live").status_code == 200
 
         def late() -> httpx.Response:
-            return httpx.post(f"http://{server.url}{INFER}", content=body, timeout=30)
+            return httpx.post(f"http://{server.url}{INFER}", content=body, timeout=60)
 
         # The signal takes effect at the server's next tick (0.1 s); until then this is no JSON.
         wait_for(lambda: late().status_code == 503, "late requests are refused")
@@ -221,7 +221,7 @@ def test_sigterm_during_imports_exits_with_0() -> None:
     try:
         wait_for(caught, "there is a handler")
         process.terminate()
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()

@@ -56,7 +56,7 @@ def test_sigterm_under_load(changes: dict[str, Any], tmp_path: Path) -> None:
 
         under_load = threading.Semaphore(0)
         callers = [pool.submit(call, num_tokens) for num_tokens in (8, 64) * 4]
-        loaded = all(under_load.acquire(timeout=30) for _ in range(20 * len(callers)))
+        loaded = all(under_load.acquire(timeout=60) for _ in range(20 * len(callers)))
         server.terminate()
         assert min(caller.result() for caller in callers) > 1
         assert loaded

@@ -74,7 +74,7 @@ async def timed(**changed: int | bool) -> AsyncIterator[tuple[TimedRunner, Execu
         await soon(Submitted(executor, "0", layer_request([1.0] * LARGE)).answer)
         yield runner, executor
     finally:
-        assert executor.stop(timeout=10)
+        assert executor.stop(timeout=60)
 
 
 def submitted(executor: Executor, *sizes: int) -> list[Submitted]:

@@ -58,7 +58,7 @@ async def running(
     finally:
         for runner in runners:
             runner.gate.set()
-        assert executor.stop(timeout=10)
+        assert executor.stop(timeout=60)
 
 
 async def held(runner: EchoRunner, executor: Executor, model: str = "0") -> Submitted:
@@ -71,7 +71,7 @@ async def held(runner: EchoRunner, executor: Executor, model: str = "0") -> Subm
 
 async def soon(answer: Awaitable[T]) -> T:
     """The answer, after one more iteration of the loop, which wait_for does not run from Python 3.12 on."""
-    result = await asyncio.wait_for(answer, 10)
+    result = await asyncio.wait_for(answer, 60)
     await asyncio.sleep(0)
     return result
 
@@ -380,7 +380,7 @@ async def test_calls_of_gpus_have_the_device_while_nothing_else_runs() -> None:
     said.clear()
     await executor.between_steps(lambda: said.append("job"))
     await until(lambda: said == ["stop", "job", "start"])
-    assert executor.stop(timeout=10)
+    assert executor.stop(timeout=60)
     assert said[-1] == "stop"
 
 
@@ -399,10 +399,10 @@ async def test_calls_of_gpus_are_answered_in_turns_while_they_are_held() -> None
         with executor.calls_in_turns():
             assert not calls.is_started
             is_held.set()
-            assert may_end.wait(10)
+            assert may_end.wait(60)
 
     holding = asyncio.create_task(asyncio.to_thread(hold))
-    assert await asyncio.to_thread(is_held.wait, 10)
+    assert await asyncio.to_thread(is_held.wait, 60)
     await until(lambda: said.count("run") >= 5)
     answer = Submitted(executor, "0", layer_request([1.0])).answer
     assert values(await soon(answer)) == [1.0]
@@ -410,4 +410,4 @@ async def test_calls_of_gpus_are_answered_in_turns_while_they_are_held() -> None
     may_end.set()
     await holding
     await until(lambda: said[-1] == "start")
-    assert executor.stop(timeout=10)
+    assert executor.stop(timeout=60)

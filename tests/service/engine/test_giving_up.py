@@ -24,7 +24,7 @@ def submit_together(
 ) -> None:
     """Submit a source's requests, for one step; `done` also gets their numbers."""
     both = threading.Event()
-    executor.do_between_steps(lambda: both.wait(10))
+    executor.do_between_steps(lambda: both.wait(60))
     for number, request in enumerate(requests):
         executor.submit(Submission("0", request, partial(done, number), on_worker=True))
     both.set()
@@ -90,7 +90,7 @@ async def test_requests_of_sources_are_answered_once_if_the_device_fails_meanwhi
     def done(number: int, answer: object) -> None:
         answers.append((number, answer))
         if executor.lanes[0].is_here:  # the event loop gives up while the thread of the steps answers
-            assert given_up.wait(10)
+            assert given_up.wait(60)
 
     async with running(runner) as executor:
 
@@ -117,7 +117,7 @@ async def test_requests_of_sources_are_answered_once_if_others_give_up_meanwhile
         answers.append((number, answer))
         if executor.lanes[0].is_here:
             executor.lanes[0].completions.loop.call_soon_threadsafe(give_up)
-            assert given_up.wait(10)
+            assert given_up.wait(60)
 
     def give_up() -> None:
         executor.give_up(DeviceLostError("the device hangs"))
@@ -153,7 +153,7 @@ async def test_a_refused_request_is_answered_once_if_the_event_loop_gives_up_the
         def slowly(pairs: Sequence[Answer]) -> None:
             deliver_soon(pairs)
             completions.loop.call_soon_threadsafe(give_up)
-            assert given_up.wait(10)
+            assert given_up.wait(60)
 
         monkeypatch.setattr(completions, "deliver_soon", slowly)
         executor.do_between_steps(lambda: None)  # so that the thread computes it
@@ -170,7 +170,7 @@ async def test_a_request_that_is_being_accepted_is_counted_when_the_executor_has
 
     def note(pending: Submission) -> None:
         inside.set()
-        assert goes_on.wait(10)
+        assert goes_on.wait(60)
 
     runner = EchoRunner()
     async with running(runner) as executor:
@@ -180,7 +180,7 @@ async def test_a_request_that_is_being_accepted_is_counted_when_the_executor_has
         submitting = asyncio.ensure_future(
             asyncio.to_thread(executor.submit, Submission("0", request, lambda _: done.set()))
         )
-        assert await asyncio.to_thread(inside.wait, 10)
+        assert await asyncio.to_thread(inside.wait, 60)
 
         def close() -> int:
             executor.close()

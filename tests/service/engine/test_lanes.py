@@ -83,7 +83,7 @@ async def running(
 
 
 async def answered(*pendings: Submitted) -> None:
-    await asyncio.wait_for(asyncio.gather(*(pending.answer for pending in pendings)), 10)
+    await asyncio.wait_for(asyncio.gather(*(pending.answer for pending in pendings)), 60)
 
 
 @pytest.mark.parametrize(("busy", "sizes"), [("prefill", [1, 2]), ("decode", [3, 16])])
@@ -225,7 +225,7 @@ async def test_a_job_runs_while_no_step_of_any_lane_does(busy: str, one_thread: 
         await until(lambda: len(other.steps) + pair.executor.waiting("tiny")[0] == 2)
         assert not job.done()
         runner.gate.set()
-        of_runner, of_other, runs = await asyncio.wait_for(job, 10)
+        of_runner, of_other, runs = await asyncio.wait_for(job, 60)
         assert (of_runner, runs) == (1, False)
         assert not of_other or one_thread, "it may begin steps until the job does"
         await answered(first, *later)
@@ -237,7 +237,7 @@ async def test_jobs_run_one_after_another_and_only_their_caller_sees_an_exceptio
 
     async with running(one_thread=one_thread) as pair:
         jobs = [pair.executor.between_steps(job) for job in (lambda: 1, broken, lambda: 3)]
-        one, two, three = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 10)
+        one, two, three = await asyncio.wait_for(asyncio.gather(*jobs, return_exceptions=True), 60)
         assert (one, three) == (1, 3)
         assert isinstance(two, ValueError)
         await answered(pair.send(1), pair.send(8))
@@ -290,7 +290,7 @@ async def test_deferred_calls_are_done_before_a_job(number: int, one_thread: boo
         job = asyncio.ensure_future(pair.executor.between_steps(partial(order.append, "job")))
         await asyncio.sleep(0)
         runner.gate.set()
-        await asyncio.wait_for(job, 10)
+        await asyncio.wait_for(job, 60)
     assert order == ["answer", "call", "job"]
 
 
@@ -318,7 +318,7 @@ async def test_deferred_calls_do_not_pile_up_while_one_step_follows_the_other(on
 
         for _ in range(2):  # one waits while the other is computed
             send()
-        assert await asyncio.to_thread(all_done.wait, 10)
+        assert await asyncio.to_thread(all_done.wait, 60)
     assert left == 0
     assert most <= 10
 
@@ -463,13 +463,13 @@ async def test_every_request_is_answered_once_and_rightly(one_thread: bool, spin
 
     async def work_between_steps() -> None:
         while time.monotonic() < end:
-            await asyncio.wait_for(lanes.between_steps(look), 10)
+            await asyncio.wait_for(lanes.between_steps(look), 60)
             await asyncio.sleep(random.choice([0, 1e-3, 50e-3]))
 
     await asyncio.gather(*(call() for _ in range(4)), *(ring() for _ in range(4)), work_between_steps())
     await until(lambda: all(map(sender.is_answered, list(sender.sizes))))
     lanes.close()
-    await asyncio.wait_for(lanes.drained(), 10)
+    await asyncio.wait_for(lanes.drained(), 60)
     assert await asyncio.to_thread(lanes.stop, 10)
     for bell in bells:
         bell.close()

@@ -68,14 +68,14 @@ async def test_unregister_waits_for_a_registration_that_has_begun(monkeypatch: p
 
     def slow(*arguments: Any) -> SystemMemory:
         begun.set()
-        assert opened.wait(10)
+        assert opened.wait(60)
         return SystemMemory(*arguments)
 
     monkeypatch.setattr(shared_memory, "SystemMemory", slow)
     async with serving(enabled(), serving_runner(AddressRunner())) as server:
         with shm_file(SIZE) as file:
             registering = asyncio.create_task(registered(server, "r", file.key, SIZE))
-            assert await asyncio.to_thread(begun.wait, 10)
+            assert await asyncio.to_thread(begun.wait, 60)
             all_cuda = await server.http.post("/v2/cudasharedmemory/unregister")
             assert all_cuda.status_code == 200, "other kinds do not wait"
             paths = (f"{SYSTEM}/region/r/unregister", f"{SYSTEM}/unregister")

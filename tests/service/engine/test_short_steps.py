@@ -137,7 +137,7 @@ async def test_a_failed_step() -> None:
         assert executor.failures("0") == 1
         assert await alone(executor, [3.0]) == 3.0
         assert executor.failures("0") == 0
-        await asyncio.wait_for(executor.drained(), 10)
+        await asyncio.wait_for(executor.drained(), 60)
     assert runner.here == [False, True, True]
 
 

@@ -84,7 +84,7 @@ async def belled(
         executor.remove_source(bell)
         bell.close()
         runner.gate.set()
-        assert executor.stop(timeout=10)
+        assert executor.stop(timeout=60)
 
 
 @pytest.mark.parametrize("spin_seconds", [0.0, 50e-6])
@@ -122,7 +122,7 @@ async def test_a_source_and_the_event_loop_share_a_step() -> None:
         executor.submit(Submission("0", layer_request([0.0] * 2), others.append))
         runner.gate.set()
         await until(lambda: len(answers) == 2 and len(others) == 1)
-        await asyncio.wait_for(executor.drained(), 10)
+        await asyncio.wait_for(executor.drained(), 60)
     assert runner.steps == [[1], [2, 1]]
 
 
@@ -132,11 +132,11 @@ async def test_what_arrives_during_a_job_is_read_at_once() -> None:
 
     def job() -> None:
         begun.set()
-        assert goes_on.wait(10)
+        assert goes_on.wait(60)
 
     async with belled(EchoRunner(), Observed()) as (executor, bell, answers):
         done = executor.do_between_steps(job)
-        assert await asyncio.to_thread(begun.wait, 10)
+        assert await asyncio.to_thread(begun.wait, 60)
         bell.ring()
         try:
             await until(lambda: executor.waiting("0") == (1, 1))

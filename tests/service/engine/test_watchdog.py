@@ -29,7 +29,7 @@ from tests.service.waiting import until
 async def test_every_request_is_answered_and_the_server_is_not_ready() -> None:
     runner = EchoRunner()
     settings = tiny_settings(step_timeout_seconds=0.5)
-    async with serving(settings, serving_runner(runner)) as server, asyncio.timeout(30):
+    async with serving(settings, serving_runner(runner)) as server, asyncio.timeout(60):
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
         runner.gate.clear()
         stuck = [asyncio.create_task(server.infer(*hidden_request(rows(1)))) for _ in range(3)]
@@ -87,7 +87,7 @@ async def test_a_device_that_has_failed_ends_the_server() -> None:
         loaded = serving_runner(runner)(settings, cancelled)
         return replace(loaded, failure=lambda: why)
 
-    async with serving(tiny_settings(), loader) as server, asyncio.timeout(30):
+    async with serving(tiny_settings(), loader) as server, asyncio.timeout(60):
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
         runner.gate.clear()
         poison = hidden_request(np.full_like(rows(1), 13.0))
@@ -106,9 +106,9 @@ async def test_a_device_that_has_failed_ends_the_server() -> None:
 
 async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
     goes_on, settings = threading.Event(), tiny_settings(step_timeout_seconds=0.5)
-    async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
+    async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(60):
         executor = server.app.engine.executor
-        job = asyncio.ensure_future(executor.between_steps(lambda: goes_on.wait(30), 0.0))
+        job = asyncio.ensure_future(executor.between_steps(lambda: goes_on.wait(60), 0.0))
         waits = asyncio.ensure_future(executor.between_steps(lambda: None))
         asked = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
         expected = "the device hangs: expected the end of what runs between two steps within 0.5 s, got none"
@@ -124,7 +124,7 @@ async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
 @pytest.mark.slow
 async def test_a_job_may_take_as_long_as_it_says_since_it_last_went_on() -> None:
     settings = tiny_settings(step_timeout_seconds=0.5)
-    async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(30):
+    async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(60):
         executor = server.app.engine.executor
         await executor.between_steps(lambda: time.sleep(1))
 
@@ -166,7 +166,7 @@ async def test_an_error_on_the_thread_of_the_steps_ends_the_server(
     def call() -> None:
         raise KeyError("model")
 
-    async with serving(tiny_settings(), serving_runner(EchoRunner())) as server, asyncio.timeout(30):
+    async with serving(tiny_settings(), serving_runner(EchoRunner())) as server, asyncio.timeout(60):
         executor = server.app.engine.executor
         assert (await server.infer(*hidden_request(rows(1)))).status_code == 200
         if what == "call":
@@ -213,9 +213,9 @@ def test_the_process_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         body, length = hidden_request(rows(1))
         headers = {"Inference-Header-Content-Length": str(length)}
         url = f"http://{server.url}/v2/models/tiny/infer"
-        answer = httpx.post(url, content=body, headers=headers, timeout=30)
+        answer = httpx.post(url, content=body, headers=headers, timeout=60)
         assert "the device hangs" in error_of(answer, 503)
-        assert process.wait(30) == 1
+        assert process.wait(60) == 1
         assert "this process ends, and has to be started again" in log.read_text()
     finally:
         process.kill()

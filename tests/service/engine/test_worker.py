@@ -83,7 +83,7 @@ def working(first: FakeLane, second: FakeLane) -> Iterator[Worker]:
             lane.step_done.set()
             lane.is_over = True
         worker.wakeup.wake()
-        worker.thread.join(10)
+        worker.thread.join(60)
         bell.close()
         assert not worker.thread.is_alive()
 

@@ -43,7 +43,7 @@ def watch(calls: Calls, service: str = "") -> Any:
 
 async def seen(watching: Any) -> int:
     """The next status."""
-    return int((await asyncio.wait_for(watching.read(), 30)).status)
+    return int((await asyncio.wait_for(watching.read(), 60)).status)
 
 
 @asynccontextmanager
@@ -96,7 +96,7 @@ async def test_the_last_change_comes_before_the_end() -> None:
         assert await seen(watching) == NOT_SERVING
         text, trailers = await refusal(watching.read(), UNAVAILABLE)
         assert (text, "retry-after" in trailers) == ("the server is shutting down", False)
-        await asyncio.wait_for(calls.server.stop(), 10)
+        await asyncio.wait_for(calls.server.stop(), 60)
         assert calls.server.cut_off == 0
 
 
@@ -160,7 +160,7 @@ async def test_a_watcher_that_does_not_read_does_not_hold_up_the_end() -> None:
         await until(lambda: health._num_watchers == 1)
         calls.engine.begin_drain()
         calls.server.finish(30)
-        await asyncio.wait_for(calls.server.stop(), 10)
+        await asyncio.wait_for(calls.server.stop(), 60)
         assert (calls.server.cut_off, health._num_watchers) == (0, 0)
         writer.close()
 

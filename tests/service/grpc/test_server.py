@@ -135,7 +135,7 @@ async def test_a_key_that_is_not_ascii_is_an_unknown_one(
             reader, writer = await asyncio.open_connection("127.0.0.1", calls.server.port)
             head = raw.call(b"/inference.GRPCInferenceService/" + name, "Bearer \u20ac".encode())
             writer.write(raw.PREFACE + raw.frame(raw.SETTINGS, 0, 0) + raw.frame(raw.HEADERS, 4, 1, head))
-            assert b"grpc-status\x0216" in await asyncio.wait_for(reader.readuntil(b"grpc-message"), 30)
+            assert b"grpc-status\x0216" in await asyncio.wait_for(reader.readuntil(b"grpc-message"), 60)
             assert calls.serving.metric("key_requests_total", key="", result="unauthorized") == stream + 1
             writer.close()
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -209,7 +209,7 @@ async def test_too_many_connections_are_closed() -> None:
         assert (await calls.call("ServerLive")).live
         reader, writer = await asyncio.open_connection("127.0.0.1", calls.server.port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
-        assert await asyncio.wait_for(reader.read(), 30) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()
         assert (await calls.call("ServerLive")).live
 
@@ -313,7 +313,7 @@ def test_connections_without_tls_are_not_logged(
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert sock.recv(1) == b""
         server.terminate()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         assert server.log().count("ssl_transport_security") == lines
 
 

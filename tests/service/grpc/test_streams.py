@@ -60,7 +60,7 @@ async def test_requests_of_one_stream_share_a_step_and_leave_with_it() -> None:
         for _ in range(3):
             output_of((await stream.read()).infer_response)
         assert runner.steps == [[3], [2, 2, 2]]
-        assert runner.entered.acquire(timeout=10)
+        assert runner.entered.acquire(timeout=60)
         first = await held(calls, runner)
         await stream.write(hidden_message(rows(2)))
         await until(lambda: calls.engine.executor.waiting("tiny")[0] == 1)
@@ -158,7 +158,7 @@ async def test_the_slowest_gives_way_to_one_that_waits(monkeypatch: pytest.Monke
     await asyncio.sleep(0.1)
     assert not any(each.done() for each in receiving), "while nobody waits, they have their time"
     new.sent.set_result(b"new")
-    message = await asyncio.wait_for(arrivals.message(new.messages()), 5)
+    message = await asyncio.wait_for(arrivals.message(new.messages()), 60)
     assert message.take() == b"new"
     with pytest.raises(
         RequestError, match=r"request: expected the whole message within \d+\.\d+ s, got a part of it"
@@ -325,7 +325,7 @@ async def test_a_stream_has_so_many_requests_at_a_time_and_one_that_is_not_copie
         assert len(started) == count
         started[-1].free()
     is_over.set()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
     assert written == [bytes([number]) for number in range(20)]
 
 
@@ -334,7 +334,7 @@ async def test_messages_that_are_parsed_in_a_thread_wait_in_the_line_for_json(
 ) -> None:
     async with grpc_serving(EchoRunner(), tiny_settings({"max_queue_json": 4}, **ON)) as calls:
         in_thread, goes_on = calls.server._service._infer._endpoint.threads._json, threading.Event()
-        in_thread.submit(goes_on.wait, 30)
+        in_thread.submit(goes_on.wait, 60)
         message = hidden_message(rows(1))
         message.inputs[0].contents.bytes_contents.extend([b""] * 50_000)
         sent = [calls.infer(message) for _ in range(4)]
@@ -396,15 +396,15 @@ async def test_an_answer_that_waits_for_its_client_has_the_time_of_the_drain() -
         calls.server.finish(30)
         await asyncio.sleep(1.5)
         writer.write(raw.window_update(1, 1000))
-        assert await asyncio.wait_for(reader.readuntil(LIVE_ANSWER), 10)
-        await asyncio.wait_for(calls.server.stop(), 10)
+        assert await asyncio.wait_for(reader.readuntil(LIVE_ANSWER), 60)
+        await asyncio.wait_for(calls.server.stop(), 60)
         assert calls.server.cut_off == 0
 
 
 async def test_an_answer_that_is_not_read_is_cut_off_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     async with unread(1) as (calls, _, _):
         calls.server.finish(0.1)
-        await asyncio.wait_for(calls.server.stop(), 10)
+        await asyncio.wait_for(calls.server.stop(), 60)
         assert calls.server.cut_off == 1
     assert "gRPC: calls whose answers were not sent or read, ended now: 1" in caplog.messages
 
@@ -427,7 +427,7 @@ async def test_messages_that_have_not_arrived_are_refused() -> None:
         text, trailers = await refusal(slow, grpc.StatusCode.UNAVAILABLE)
         assert "retry-after" not in trailers
         assert text == "the server is shutting down, and the message had not arrived"
-        await asyncio.wait_for(calls.server.stop(), 10)
+        await asyncio.wait_for(calls.server.stop(), 60)
         assert calls.server.cut_off == 0
 
 

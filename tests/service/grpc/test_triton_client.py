@@ -161,12 +161,12 @@ def test_a_stream(client: Any, over_http: Any) -> None:
             client.async_stream_infer("tiny", [tensor(rows(2, index))], request_id=str(index))
         client.async_stream_infer("tiny", [tensor(rows(65))])
         for index in range(4):
-            result, error = answers.get(timeout=30)
+            result, error = answers.get(timeout=60)
             assert error is None
             assert result.get_response().id == str(index)
             direct = over_http(rows(2, index))
             np.testing.assert_allclose(result.as_numpy("hidden_states"), direct, rtol=0.02, atol=0.02)
-        assert "at most 64 tokens, got 65" in answers.get(timeout=30)[1].message()
+        assert "at most 64 tokens, got 65" in answers.get(timeout=60)[1].message()
     finally:
         client.stop_stream()
 
@@ -236,7 +236,7 @@ def test_keys_and_requests_in_front_of_http_processes(tmp_path: Path) -> None:
         answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
         client.start_stream(lambda result, error: answers.put((result, error)), headers=INFER)
         client.async_stream_infer("tiny", [tensor(rows(2))])
-        assert answers.get(timeout=30)[1] is None
+        assert answers.get(timeout=60)[1] is None
         server.terminate()
-        assert server.process.wait(30) == 0, "streams that are open do not keep it"
-        assert "shutting down" in answers.get(timeout=30)[1].message()
+        assert server.process.wait(60) == 0, "streams that are open do not keep it"
+        assert "shutting down" in answers.get(timeout=60)[1].message()

@@ -1,10 +1,13 @@
 """Servers with several HTTP processes, and raw connections to them."""
 
+import math
 import os
 import signal
 import socket
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,16 +85,44 @@ def asked(sock: socket.socket, request: bytes) -> Answer:
 def connected(
     stack: ExitStack, server: ServerProcess, count: int, request: bytes = GOOD
 ) -> list[socket.socket]:
-    """Connections spread over the processes, each of which has its channel.
+    """Connections spread evenly over the processes, each of which has its channel.
 
-    One after the other: of many at once, a process that is busy gets fewer.
+    A process that is busy accepts fewer: what another one has accepted beyond its share is closed again.
     """
     wait_for(lambda: all(map(_has_channel, workers_of(server))), "every process has its channel")
-    socks = []
-    for _ in range(count):
-        socks.append(stack.enter_context(connect(server.port)))
-        assert asked(socks[-1], request).status == 200
+    processes = workers_of(server) or [server.process.pid]
+    share, accepted = math.ceil(count / len(processes)), Counter[int]()
+    socks = list[socket.socket]()
+    while len(socks) < count:
+        sock = connect(server.port)
+        owner = wait_for(partial(_owner, server, sock, processes), "the connection is accepted")
+        if accepted[owner] == share:
+            sock.close()
+            continue
+        accepted[owner] += 1
+        socks.append(stack.enter_context(sock))
+        assert asked(sock, request).status == 200
     return socks
+
+
+def _owner(server: ServerProcess, sock: socket.socket, processes: Sequence[int]) -> int | None:
+    """The process that has the other end of a connection; None: it is not accepted yet."""
+    ends = f":{server.port:04X}", f":{sock.getsockname()[1]:04X}"
+    for line in Path(f"/proc/{os.getpid()}/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[1].endswith(ends[0]) and fields[2].endswith(ends[1]):
+            name = f"socket:[{fields[9]}]"
+            return next((process for process in processes if name in _files_of(process)), None)
+    return None
+
+
+def _files_of(process: int) -> set[str]:
+    """What the descriptors of a process refer to."""
+    found = set[str]()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has just been closed
+            found.add(str(descriptor.readlink()))
+    return found
 
 
 def all_received(server: ServerProcess) -> bool:

@@ -216,7 +216,7 @@ def test_an_application_learns_that_its_client_has_left() -> None:
         writer.write(head("POST / HTTP/1.1", "Content-Length: 3") + b"abc")
         await asyncio.sleep(0)
         writer.transport.abort()
-        await asyncio.wait_for(done.wait(), 10)
+        await asyncio.wait_for(done.wait(), 60)
         assert left == ["http.disconnect"]
 
     served(app, talk)

@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import signal
 import socket
 import threading
 import time
@@ -14,9 +15,10 @@ import pytest
 from expertd.service.http import server as http_server
 from expertd.service.http.listening import allow_files
 from tests.service.apps import hidden_request, rows, serving, tiny_settings
+from tests.service.http.processes import pause
 from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
-from tests.service.waiting import wait_for
+from tests.service.waiting import until, wait_for
 
 pytestmark = pytest.mark.slow  # times are seconds
 
@@ -26,8 +28,8 @@ LAST = head("GET /v2/health/live HTTP/1.1", "Connection: close")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    limits = {"header_timeout_seconds": 0.75, "body_timeout_seconds": 2}
-    settings = tiny_settings(limits, keep_alive_seconds=1)
+    limits = {"header_timeout_seconds": 0.75, "body_timeout_seconds": 4}
+    settings = tiny_settings(limits, keep_alive_seconds=3)  # a busy client must not be late by as much
     with server_process(settings, tmp_path_factory.mktemp("server")) as process:
         yield process
         assert "Traceback" not in process.log()
@@ -56,7 +58,7 @@ def test_a_silent_and_an_idle_connection_are_closed(server: ServerProcess) -> No
         idle.sendall(LIVE)
         assert read_answer(idle).status == 200
         assert read_to_end(silent) == read_to_end(idle) == []
-    assert 0.9 < time.monotonic() - started < 10
+    assert time.monotonic() - started >= 2.9
 
 
 @pytest.mark.parametrize("sent", [b"G", LIVE[:-2], LIVE + LIVE[:-2]], ids=["byte", "most", "after another"])
@@ -84,7 +86,7 @@ def test_a_slow_head_times_out(server: ServerProcess, piece: bytes, before: byte
         answer = read_answer(sock)
         assert sock.recv(1000) == b""
         sock.shutdown(socket.SHUT_RDWR)
-        dribble.join(30)
+        dribble.join(60)
     assert answer.status == 408
 
 
@@ -93,7 +95,7 @@ def test_a_slow_body_after_its_response_times_out(server: ServerProcess) -> None
         sock.sendall(head(f"POST {INFER} HTTP/1.1", f"Content-Length: {2 << 20}"))
         assert read_answer(sock).status == 413
         dribble = Dribble(sock, b"x")
-        dribble.join(30)
+        dribble.join(60)
         assert not dribble.is_alive()
 
 
@@ -127,7 +129,9 @@ def test_connections_beyond_the_limit_get_503(tmp_path: Path) -> None:
         socks[0].close()
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
         with ExitStack() as stack:
+            pause(server.process.pid)  # it has all of them at once, before the first has lingered long enough
             silent = [stack.enter_context(connect(server.port)) for _ in range(600)]
+            server.process.send_signal(signal.SIGCONT)
             ends = [sock.recv(4096)[:12] for sock in silent[1:]]
         assert set(ends) == {b"HTTP/1.1 503", b""}, "if too many linger, others are just closed"
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
@@ -169,12 +173,12 @@ async def test_a_body_whose_time_ends_with_its_connection_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     request = head(f"POST {INFER} HTTP/1.1", "Content-Length: 1000000") + bytes(100)
-    async with serving(tiny_settings({"body_timeout_seconds": 0.3})) as app:
+    async with serving(tiny_settings({"body_timeout_seconds": 1})) as app:
         reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
         writer.write(request)
-        await asyncio.sleep(0.1)
+        await until(lambda: app.arena.used_bytes > 0)
         writer.write_eof()
-        time.sleep(0.4)
+        time.sleep(1.1)
         assert await reader.read() == b""
         writer.close()
     assert "Exception" not in caplog.text

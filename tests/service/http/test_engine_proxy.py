@@ -134,5 +134,5 @@ async def test_a_client_that_leaves_ends_its_call(tmp_path: Path) -> None:
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
     async with await asyncio.start_unix_server(answer, tmp_path / "engine"):
         proxy = EngineProxy(tmp_path / "engine", BodyReader(Limits()), Gate(None, KeyCounts()))
-        await asyncio.wait_for(proxy({**scope, "headers": []}, receive, send), 10)
-        await asyncio.wait_for(is_left.wait(), 10)
+        await asyncio.wait_for(proxy({**scope, "headers": []}, receive, send), 60)
+        await asyncio.wait_for(is_left.wait(), 60)

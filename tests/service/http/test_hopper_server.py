@@ -83,7 +83,7 @@ def test_answers_stay_the_same_while_partitions_change(tmp_path: Path) -> None:
     tokens = torch.randn(300, HIDDEN).to(torch.bfloat16).view(torch.int16).numpy()
     with (
         server_process(settings("hopper", weights), tmp_path) as server,
-        httpx.Client(base_url=f"http://{server.url}", timeout=30) as http,
+        httpx.Client(base_url=f"http://{server.url}", timeout=60) as http,
         ThreadPoolExecutor(1) as pool,
     ):
 
@@ -96,7 +96,9 @@ def test_answers_stay_the_same_while_partitions_change(tmp_path: Path) -> None:
             return response.content[int(response.headers["inference-header-content-length"]) :]
 
         def change(sizes: dict[str, int]) -> int:
-            return httpx.put(f"http://{server.url}/v1/partitions", json={"partitions": sizes}).status_code
+            return httpx.put(
+                f"http://{server.url}/v1/partitions", json={"partitions": sizes}, timeout=60
+            ).status_code
 
         before = {count: answer(count) for count in TOKENS}
         for compute in (64, 64, 8, 112, 24):

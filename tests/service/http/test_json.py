@@ -178,7 +178,7 @@ async def test_other_work_does_not_wait_for_json() -> None:
     gate = threading.Event()
     waiting = threads.run(Where.JSON_THREAD, loop, gate.wait)
     other = threads.run(Where.ANY_THREAD, loop, gate.set)
-    await asyncio.wait_for(asyncio.gather(waiting, other), 10)
+    await asyncio.wait_for(asyncio.gather(waiting, other), 60)
 
 
 @pytest.mark.parametrize("status", [429, 503])

@@ -186,7 +186,7 @@ async def test_a_split_changes_under_traffic_and_drops_no_request() -> None:
 
 @pytest.mark.parametrize("stuck", ["decode", "prefill"])
 async def test_a_step_that_hangs_is_noticed_on_each_lane(stuck: str) -> None:
-    async with two_lanes(step_timeout_seconds=0.5) as (server, decode, prefill), asyncio.timeout(30):
+    async with two_lanes(step_timeout_seconds=0.5) as (server, decode, prefill), asyncio.timeout(60):
         runner, count = (decode, 1) if stuck == "decode" else (prefill, 64)
         runner.gate.clear()
         text = "the device hangs: expected the end of a step within 0.5 s, got none"
@@ -206,7 +206,7 @@ async def test_a_lane_that_fails_is_tried_again() -> None:
         ready = "/v2/models/tiny/ready"
         assert "at least the last 5 steps failed" in error_of(await server.http.get(ready), 503)
         prefill.poison = None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await server.http.get(ready)).status_code != 200:
                 await asyncio.sleep(0.01)
 

@@ -143,7 +143,7 @@ def test_a_signal_before_the_server_runs_leaves_no_files(tmp_path: Path, path: P
             assert process.poll() is None
             time.sleep(1e-3)  # else the server has one core less for its imports
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
     assert list(temporary.iterdir()) == []
@@ -189,7 +189,7 @@ def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(
         process = started(command, stderr, clean_environment())
         try:
             transport = httpx.HTTPTransport(uds=str(path))
-            with httpx.Client(transport=transport, base_url="http://unix", timeout=30) as client:
+            with httpx.Client(transport=transport, base_url="http://unix", timeout=60) as client:
                 wait_for(lambda: accepts(path), "the server listens")
                 wait_for(lambda: client.get("/v2/health/ready").status_code == 200, "the server is ready")
                 body = hidden_request(np.ones((2, 512), np.float32))
@@ -203,7 +203,7 @@ def test_a_server_on_a_unix_socket_answers_and_leaves_no_file(
                 assert "got" in expertd("serve", "--config", DEMO, "--uds", path).stderr
                 for _ in range(signals):
                     process.send_signal(signal.SIGTERM)
-            code = process.wait(30)
+            code = process.wait(60)
         finally:
             process.kill()
             process.wait()

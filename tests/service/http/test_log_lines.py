@@ -40,7 +40,7 @@ def infer(server: ServerProcess, content: bytes, length: int | None = None, **he
     if length is not None:
         headers["Inference-Header-Content-Length"] = str(length)
     url = f"http://{server.url}/v2/models/tiny/infer"
-    return httpx.post(url, content=content, headers=headers, timeout=30).status_code
+    return httpx.post(url, content=content, headers=headers, timeout=60).status_code
 
 
 @pytest.fixture(scope="module", params=["one process", "several"])
@@ -94,7 +94,7 @@ def test_a_request_is_one_line_however_it_comes(server: ServerProcess) -> None:
     assert infer(server, *hidden_request(rows(3))) == 200
     with shm_file() as file:
         url = f"http://{server.url}{SYSTEM}/region/here/register"
-        assert httpx.post(url, json={"key": file.key, "byte_size": 4096}).status_code == 200
+        assert httpx.post(url, json={"key": file.key, "byte_size": 4096}, timeout=60).status_code == 200
         assert infer(server, json_request(region_input("here", [4, HIDDEN]))) == 200
     with grpc.insecure_channel(grpc_address(server)) as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
@@ -134,15 +134,15 @@ def test_every_line_is_json_after_a_profile(server: ServerProcess) -> None:
 
 def test_the_level_changes_at_run_time(server: ServerProcess) -> None:
     url = f"http://{server.url}/v1/log"
-    assert httpx.get(url).json() == {"level": "info"}
+    assert httpx.get(url, timeout=60).json() == {"level": "info"}
     infer(server, b"{")
     assert not [line for line in lines(server) if line["level"] == "debug"]
-    assert httpx.put(url, json={"level": "debug"}).json() == {"level": "debug"}
+    assert httpx.put(url, json={"level": "debug"}, timeout=60).json() == {"level": "debug"}
     wait_for(
         lambda: infer(server, b"{") and [line for line in lines(server) if line["level"] == "debug"],
         "lines of refusals",
     )
-    assert httpx.put(url, json={"level": "error"}).status_code == 200
+    assert httpx.put(url, json={"level": "error"}, timeout=60).status_code == 200
 
     def is_silent() -> bool:
         before = len(infers(server))
@@ -150,5 +150,5 @@ def test_the_level_changes_at_run_time(server: ServerProcess) -> None:
         return len(infers(server)) == before
 
     wait_for(is_silent, "no more lines")
-    assert httpx.put(url, json={"level": "loud"}).status_code == 422
-    assert httpx.get(url).json() == {"level": "error"}
+    assert httpx.put(url, json={"level": "loud"}, timeout=60).status_code == 422
+    assert httpx.get(url, timeout=60).json() == {"level": "error"}

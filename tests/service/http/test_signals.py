@@ -19,7 +19,7 @@ from tests.service.apps import HIDDEN, hidden_request, limits_for, rows, tiny_se
 from tests.service.held_steps import HeldSteps
 from tests.service.http.processes import GOOD, alive, asked, connected, samples, two_processes, workers_of
 from tests.service.processes import EXPERTD, ServerProcess, clean_environment, server_process
-from tests.service.sockets import Answer, connect, head, infer, read_to_end
+from tests.service.sockets import Answer, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # a server process each
@@ -70,7 +70,8 @@ def test_a_second_signal_exits_at_once(
     tmp_path: Path, signals: tuple[signal.Signals, ...], http_workers: int
 ) -> None:
     channels = tmp_path / "channels"
-    with in_a_step(tmp_path, http_workers, channels={"socket": str(channels)}) as (server, socks, _):
+    settings = {"channels": {"socket": str(channels)}, "drain_timeout_seconds": 600}
+    with in_a_step(tmp_path, http_workers, **settings) as (server, socks, _):
         workers = workers_of(server)
         server.process.send_signal(signals[0])
         wait_for(lambda: "shutting down" in server.log(), "the first signal took effect")
@@ -85,7 +86,7 @@ def test_a_second_signal_exits_at_once(
         if http_workers == 1:
             assert ended(socks[5])[0].status == 503
         assert ended(socks[6]) == []
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         wait_for(lambda: not any(map(alive, workers)), "they end")
         if http_workers == 1:
             assert "second signal: exiting at once, with unanswered requests: 5" in server.log()
@@ -99,7 +100,7 @@ def test_two_signals_at_once_promise_no_answers(tmp_path: Path) -> None:
     with in_a_step(tmp_path) as (server, _, _):
         for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
             server.process.send_signal(number)
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         assert "second signal: exiting at once, with unanswered requests: 5" in server.log()
         assert "shutting down after all accepted requests are answered" not in server.log()
 
@@ -111,7 +112,7 @@ def test_a_step_longer_than_the_drain_timeout_exits_with_1_and_json(tmp_path: Pa
             (answer,) = read_to_end(sock)
             assert answer.status == 503
             assert "shutting down" in answer.error
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         text = "still unanswered after drain_timeout_seconds: 5, and no longer waited for"
         assert text in server.log()
         assert "Traceback" not in server.log()
@@ -141,16 +142,25 @@ def test_a_drain_answers_everything_accepted(tmp_path: Path, number: signal.Sign
 
 
 def test_sighup_drains(tmp_path: Path) -> None:
-    with server_process(tiny_settings(shutdown_delay_seconds=1), tmp_path) as server:
-        with connect(server.port) as sock:
-            for request in (GOOD, infer(b"{", 1)):
-                asked(sock, request)
-            server.process.send_signal(signal.SIGHUP)
-            wait_for(lambda: server.get("/v2/health/ready").status_code == 503, "it is not ready")
-            assert asked(sock, head("GET /v2/health/live HTTP/1.1")).status == 200
-        assert server.process.wait(30) == 0
+    steps = HeldSteps(tmp_path)
+    with (
+        server_process(tiny_settings(), tmp_path, environment=steps.environment) as server,
+        connect(server.port) as waiting,
+        connect(server.port) as sock,
+    ):
+        for request in (GOOD, infer(b"{", 1)):
+            asked(sock, request)
+        steps.hold()
+        waiting.sendall(GOOD)
+        steps.wait_for_one()
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: server.get("/v2/health/ready").status_code == 503, "it is not ready")
+        assert asked(sock, head("GET /v2/health/live HTTP/1.1")).status == 200
+        steps.release()
+        assert read_answer(waiting).status == 200
+        assert server.process.wait(60) == 0
         last = server.log().splitlines()[-1]
-        assert last.endswith(": ended; infer requests answered: 1, refused or cancelled: 1")
+        assert last.endswith(": ended; infer requests answered: 2, refused or cancelled: 1")
 
 
 @pytest.mark.parametrize("http_workers", [1, 2])
@@ -166,6 +176,7 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
                 answer = asked(sock, request)
                 assert (answer.status, answer.headers.get("connection")) == (200, None)
         server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "shutting down" in server.log(), "the signal took effect")
         for sock in probing:
             sock.sendall(probe)
         for sock in probing:
@@ -177,7 +188,7 @@ def test_kept_alive_connections_learn_of_sigterm_at_once(tmp_path: Path, http_wo
             (answer,) = read_to_end(sock)
             assert (answer.status, answer.headers["connection"]) == (200, "close")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 1, "the delay is not over"
+        assert server.process.wait(60) == 1, "the delay is not over"
 
 
 def test_load_during_a_drain_loses_nothing(tmp_path: Path) -> None:
@@ -196,7 +207,8 @@ def test_load_during_a_drain_loses_nothing(tmp_path: Path) -> None:
         except Exception as error:
             failures.append(error)
 
-    with server_process(two_processes(shutdown_delay_seconds=0.5), tmp_path) as server, ExitStack() as stack:
+    settings = two_processes(shutdown_delay_seconds=2)  # much longer than between two requests of a caller
+    with server_process(settings, tmp_path) as server, ExitStack() as stack:
         connected(stack, server, 2)
         callers = [threading.Thread(target=call, args=(server.port,)) for _ in range(8)]
         for caller in callers:
@@ -208,7 +220,7 @@ def test_load_during_a_drain_loses_nothing(tmp_path: Path) -> None:
             caller.join(60)
         assert failures == []
         assert set(answers) == {200}
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         assert "ERROR" not in server.log()
 
 
@@ -232,7 +244,7 @@ def test_unread_responses_make_it_exit_with_1(
         computed = f'expertd_batch_tokens_sum{{layout="contiguous",model="tiny"}} {float(tokens)}'
         wait_for(lambda: computed in server.get("/metrics").text, "the answer is computed")
         server.terminate()
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         assert message in server.log()
         assert "Traceback" not in server.log()
 
@@ -251,7 +263,7 @@ def test_clients_that_disconnected_are_not_computed_and_do_not_delay_shutdown(
         steps.release()
         (answer,) = read_to_end(socks[0])
         assert answer.status == 200
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         last = server.log().splitlines()[-1]
         assert last.endswith(f"answered: {1 if http_workers == 1 else 8}, refused or cancelled: 5")
 
@@ -268,7 +280,7 @@ def test_sighup_is_ignored_under_nohup(tmp_path: Path) -> None:
         server.wait_ready()
         process.send_signal(signal.SIGHUP)
         process.terminate()
-        assert process.wait(30) == 0, "only one of the two signals counts"
+        assert process.wait(60) == 0, "only one of the two signals counts"
         assert log.read_text().count("shutting down") == 1
     finally:
         process.kill()

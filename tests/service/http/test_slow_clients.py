@@ -146,9 +146,10 @@ def request() -> bytes:
 @pytest.mark.slow
 @on_uvloop
 async def test_a_trickle_of_reads_does_not_hold_an_answer() -> None:
+    data = request()  # before the connection idles
     async with slowly_read() as server:
         with connect(server.port, receive_buffer=4096) as sock:
-            await asyncio.to_thread(sock.sendall, request())
+            await asyncio.to_thread(sock.sendall, data)
             await until(lambda: server.arena.used_bytes > 0)
             reader = Trickle(lambda: sock.recv(1000))
             try:
@@ -161,9 +162,10 @@ async def test_a_trickle_of_reads_does_not_hold_an_answer() -> None:
 @pytest.mark.slow
 @on_uvloop
 async def test_a_trickle_of_sent_bytes_does_not_hold_a_body() -> None:
+    data = request()[:-100_000]
     async with slowly_read(body_timeout_seconds=1) as server:
         with connect(server.port) as sock:
-            await asyncio.to_thread(sock.sendall, request()[:-100_000])
+            await asyncio.to_thread(sock.sendall, data)
             await until(lambda: server.arena.used_bytes > 0)
             sender = Trickle(lambda: sock.send(b"x"))
             answer = await asyncio.to_thread(read_answer, sock)
@@ -190,7 +192,7 @@ async def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
                 sent += 1
                 await asyncio.sleep(0.003)
             await asyncio.sleep(0.6)
-            sock.settimeout(30)
+            sock.settimeout(60)
             sock.sendall(head("GET /v2/health/live HTTP/1.1", "Connection: close"))
             received = await asyncio.to_thread(read_to_end, sock)
             assert [answer.status for answer in received] == [413] * sent + [200]

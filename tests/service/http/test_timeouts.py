@@ -235,7 +235,7 @@ class Held:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self.entered.release()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         return self._function(*arguments, **named)
 
 

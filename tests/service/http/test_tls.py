@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from expertd.service.http import certificates
+from expertd.service.http import certificates, connection
 from expertd.service.http.certificates import Certificates
 from expertd.service.settings.certificates import TlsFiles, load_tls
 from expertd.service.settings.parts import TlsSettings
@@ -62,13 +62,14 @@ def run(
     limits: dict[str, float] | None = None,
     client_ca: bool = False,
     after: Callable[[Serving], bool] = lambda server: True,
+    keep_alive_seconds: int = 75,
     **listen: Any,
 ) -> None:
     """Call `check` in a thread with the port of a server in this process; then `after` becomes true."""
     tls = load_tls(TlsSettings.model_validate({**TLS, "client_ca": CA if client_ca else None}))
 
     async def main() -> None:
-        settings = tiny_settings(limits, keep_alive_seconds=1)
+        settings = tiny_settings(limits, keep_alive_seconds=keep_alive_seconds)
         async with serving(settings, serving_runner(EchoRunner()), tls=tls, **listen) as server:
             await asyncio.to_thread(check, server.port, server)
             await until(lambda: after(server))
@@ -92,11 +93,16 @@ def test_requests_are_answered(version: ssl.TLSVersion) -> None:
             found = read_to_end(sock)
             assert [answer.status for answer in found] == [200] * 22
             assert len(found[20].body) > rows(3).nbytes
-        with closing(secure(port)) as sock:
-            assert asked(sock, LIVE).status == 200
-            assert sock.recv(1) == b"", "an idle connection is closed with close_notify"
 
     run(check)
+
+
+def test_an_idle_connection_is_closed_with_close_notify() -> None:
+    def check(port: int, server: Serving) -> None:
+        with closing(secure(port)) as sock:
+            assert sock.recv(1) == b""
+
+    run(check, keep_alive_seconds=1)
 
 
 def test_a_large_request_and_its_answer_arrive_whole() -> None:
@@ -112,7 +118,9 @@ def test_a_large_request_and_its_answer_arrive_whole() -> None:
     run(check, LARGE)
 
 
-def test_the_last_answer_arrives_whole_before_much_unread_input() -> None:
+def test_the_last_answer_arrives_whole_before_much_unread_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_LINGER_SECONDS", 60.0)  # this client may be slow to read what was sent
+
     def check(port: int, server: Serving) -> None:
         request = infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)), "Connection: close")
         with closing(secure(port)) as sock:
@@ -128,7 +136,7 @@ def send_and_read(sock: ssl.SSLSocket, data: bytes) -> bytes:
     sock.setblocking(False)
     unsent, received, ended = memoryview(data), bytearray(), False
     while not ended:
-        assert any(select.select([sock], [sock] if unsent else [], [], 30)), "nothing happens for 30 s"
+        assert any(select.select([sock], [sock] if unsent else [], [], 60)), "nothing happens for 60 s"
         with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
             unsent = unsent[sock.send(unsent[:PIECE_BYTES]) :] if unsent else unsent
         with suppress(ssl.SSLWantReadError):
@@ -141,11 +149,12 @@ def send_and_read(sock: ssl.SSLSocket, data: bytes) -> bytes:
 
 def test_a_client_that_stops_reading_is_cut_off() -> None:
     def check(port: int, server: Serving) -> None:
+        request = infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32)))  # before the connection idles
         with closing(secure(port)) as sock:
-            sock.sendall(infer(*hidden_request(np.ones((TOKENS, HIDDEN), np.float32))))
+            sock.sendall(request)
             wait_for(lambda: server.counted(499), "it is cut off")
 
-    run(check, LARGE)
+    run(check, LARGE, keep_alive_seconds=1)
 
 
 def test_what_is_not_tls_is_refused() -> None:
@@ -179,7 +188,10 @@ def test_with_a_client_ca_only_its_certificates_are_admitted() -> None:
     def check(port: int, server: Serving) -> None:
         with closing(secure(port, client_context("client"))) as sock:
             assert asked(sock, GOOD).status == 200
-        with pytest.raises(OSError, match=r"(?i)certificate.required|reset"), closing(secure(port)) as sock:
+        with (
+            pytest.raises(OSError, match=r"(?i)certificate.required|reset|broken"),
+            closing(secure(port)) as sock,
+        ):
             asked(sock, GOOD)
 
     run(check, client_ca=True, after=lambda server: counted(server, 400) == 1)
@@ -188,7 +200,8 @@ def test_with_a_client_ca_only_its_certificates_are_admitted() -> None:
 def test_a_handshake_that_does_not_end_is_cut_off() -> None:
     def check(port: int, server: Serving) -> None:
         with closing(connect(port)) as silent, closing(connect(port)) as partial:
-            partial.sendall(b"\x16\x03\x01")
+            with suppress(ConnectionError):  # it may be late already
+                partial.sendall(b"\x16\x03\x01")
             for sock in (silent, partial):
                 with suppress(ConnectionResetError):
                     assert sock.recv(1) == b""
@@ -199,7 +212,7 @@ def test_a_handshake_that_does_not_end_is_cut_off() -> None:
 def test_too_many_connections_are_closed_without_a_handshake() -> None:
     def check(port: int, server: Serving) -> None:
         with closing(connect(port)), closing(secure(port)) as sock:
-            with pytest.raises(OSError, match=r"(?i)eof|reset"):
+            with pytest.raises(OSError, match=r"(?i)eof|reset|broken"):
                 secure(port)
             assert asked(sock, LIVE).status == 200
 

@@ -247,7 +247,7 @@ def test_files_that_are_truncated_under_load_never_stop_the_server(server: Serve
     body = json_request(given, outputs=region_output("r", size, size))
     statuses: list[int] = []
     stop = threading.Event()
-    with shm_file(2 * size) as file, httpx.Client(base_url=f"http://{server.url}", timeout=30) as http:
+    with shm_file(2 * size) as file, httpx.Client(base_url=f"http://{server.url}", timeout=60) as http:
         register = {"key": file.key, "byte_size": 2 * size}
         assert http.post(f"{SYSTEM}/region/r/register", json=register).status_code == 200
 
@@ -258,7 +258,7 @@ def test_files_that_are_truncated_under_load_never_stop_the_server(server: Serve
                 os.ftruncate(file.fd, 2 * size)
 
         def infer() -> list[int]:
-            with httpx.Client(base_url=f"http://{server.url}", timeout=30) as own:
+            with httpx.Client(base_url=f"http://{server.url}", timeout=60) as own:
                 answers = [own.post("/v2/models/tiny/infer", content=body) for _ in range(150)]
             for answer in answers:
                 if answer.status_code == 400:

@@ -101,8 +101,8 @@ def test_all_other_calls_are_passed_through(server: ServerProcess, single: Serve
         "/v2/models/nobody",
     )
     with (
-        httpx.Client(base_url=f"http://{server.url}") as many,
-        httpx.Client(base_url=f"http://{single.url}") as one,
+        httpx.Client(base_url=f"http://{server.url}", timeout=60) as many,
+        httpx.Client(base_url=f"http://{single.url}", timeout=60) as one,
     ):
         for path in paths:
             for method in ("GET", "HEAD", "DELETE", "OPTIONS"):
@@ -188,7 +188,9 @@ def test_metrics_are_sums_over_the_processes(tmp_path: Path) -> None:
         os.kill(min(before), signal.SIGKILL)
         wait_for(lambda: len(set(workers_of(server)) - before) == 1, "it is replaced")
         assert counted() == expected, "counters never go back"
-        (statistics,) = httpx.get(f"http://{server.url}/v2/models/tiny/stats").json()["model_stats"]
+        (statistics,) = httpx.get(f"http://{server.url}/v2/models/tiny/stats", timeout=60).json()[
+            "model_stats"
+        ]
         outcomes = {name: statistics["inference_stats"][name]["count"] for name in ("success", "fail")}
         assert outcomes == {"success": sent + 10, "fail": 4 + 2}
         assert statistics["inference_count"] == 3 * (sent + 10)
@@ -204,12 +206,12 @@ def test_models_are_loaded_and_unloaded_behind_the_processes(server: ServerProce
         expected = [asked(sock, GOOD).body for sock in socks]
         base = f"http://{server.url}/v2/repository/models/tiny"
         for _ in range(2):
-            assert httpx.post(f"{base}/unload").status_code == 200
+            assert httpx.post(f"{base}/unload", timeout=60).status_code == 200
             refused = [asked(sock, GOOD) for sock in socks]
             assert [answer.status for answer in refused] == [404] * 4
             assert b"model tiny: expected a loaded one, got it unloaded" in refused[0].body
-            assert httpx.get(f"http://{server.url}/v2/models/tiny").status_code == 404
-            assert httpx.post(f"{base}/load").status_code == 200
+            assert httpx.get(f"http://{server.url}/v2/models/tiny", timeout=60).status_code == 404
+            assert httpx.post(f"{base}/load", timeout=60).status_code == 200
             assert [asked(sock, GOOD).body for sock in socks] == expected
 
 
@@ -235,7 +237,7 @@ def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None
                 continue
             assert answer.status == 200
             survivors.append(sock)
-        assert 2 <= len(survivors) <= 6, "both processes have some"
+        assert len(survivors) == 4, "those of the other process"
         wait_for(lambda: len(workers_of(server)) == 2, "it is replaced")
         assert "HTTP process" in server.log()
         assert "ended with exit code -9: starting another" in server.log()
@@ -243,7 +245,7 @@ def test_a_killed_process_costs_only_its_own_connections(tmp_path: Path) -> None
         connected(stack, server, 2)
         wait_for(lambda: channels_of(server) == memory, "its channel's memory is freed")
         server.terminate()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
 
 
 def folder_of(server: ServerProcess) -> Path:
@@ -262,7 +264,7 @@ def test_the_processes_end_with_the_main_one(tmp_path: Path) -> None:
         assert folder.name.startswith("expertd-")
         assert folder.stat().st_mode & 0o777 == 0o700
         server.process.kill()
-        wait_for(lambda: not any(map(alive, workers)), "they end, without a drain", seconds=10)
+        wait_for(lambda: not any(map(alive, workers)), "they end, without a drain")
         wait_for(lambda: not folder.exists(), "nothing is left")
 
 
@@ -277,10 +279,10 @@ def test_a_process_that_is_signalled_alone_goes_on(server: ServerProcess) -> Non
 def test_after_the_drain_nobody_can_connect(tmp_path: Path) -> None:
     """A client that does not read its answer keeps the processes."""
     large = memoryview(infer(*hidden_request(np.ones((64, 1024), np.float32))))
-    settings = two_processes(models=[{**MODEL, "hidden_size": 1024}], drain_timeout_seconds=30)
+    settings = two_processes(models=[{**MODEL, "hidden_size": 1024}], drain_timeout_seconds=600)
     with server_process(settings, tmp_path) as server, connect(server.port, 4096) as sock:
         sent = 0
-        while select.select([], [sock], [], 0.5)[1]:  # until it reads no more: its answers are not read
+        while select.select([], [sock], [], 2)[1]:  # until it reads no more: its answers are not read
             sent += sock.send(large[sent % len(large) :])
 
         def is_refused() -> bool:
@@ -291,7 +293,7 @@ def test_after_the_drain_nobody_can_connect(tmp_path: Path) -> None:
             return False
 
         server.terminate()
-        wait_for(is_refused, "new connections are refused", seconds=20)
+        wait_for(is_refused, "new connections are refused")
         assert server.process.poll() is None, "it has not ended"
 
 

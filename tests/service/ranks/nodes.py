@@ -59,7 +59,7 @@ class Agent:
                 os.kill(pid, signal.SIGCONT)
         self.process.kill()
         self.process.wait()
-        wait_for(lambda: not any(map(alive, ranks)), "the agent's ranks end", 5)
+        wait_for(lambda: not any(map(alive, ranks)), "the agent's ranks end")
 
 
 @contextmanager

@@ -206,7 +206,7 @@ async def test_lost_gpu_rank(number: signal.Signals) -> None:
         expected = await output_for(server, rows(8))
         os.kill(rank_processes()[1], number)
         await until(lambda: server.app.engine.why_not_ready() is not None)
-        await until(lambda: server.app.engine.why_not_ready() is None, seconds=60)
+        await until(lambda: server.app.engine.why_not_ready() is None)
         assert np.array_equal(await output_for(server, rows(8)), expected)
         await answers(server)
 

@@ -111,7 +111,7 @@ def links() -> Iterator[Links]:
     rendezvous = on_this_machine(store.port)
     with ThreadPoolExecutor() as pool:
         ends = [pool.submit(Link, rendezvous, 1, 3, end) for end in (0, 1)]
-        yield ends[0].result(20), ends[1].result(20)
+        yield ends[0].result(60), ends[1].result(60)
 
 
 @pytest.mark.parametrize("text_bytes", [1, 4072, 4073, 100_000])
@@ -126,7 +126,7 @@ def test_a_message_arrives_as_it_was_sent(links: Links, text_bytes: int, num_byt
         got = torch.empty(num_bytes, dtype=torch.uint8)
         receiver.take(got)
         assert torch.equal(got, payload)
-        thread.join(5)
+        thread.join(60)
 
 
 def test_words_arrive_in_order_whichever_thread_says_them(links: Links) -> None:
@@ -141,7 +141,7 @@ def test_words_arrive_in_order_whichever_thread_says_them(links: Links) -> None:
         thread.start()
     heads = [receiver.receive() for _ in range(150)]
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert {head.kind for head in heads} == {MessageKind.CONTROL}
     for who in range(3):
         assert [head.words for head in heads if head.words[1] == who] == [["word", who, n] for n in range(50)]
@@ -245,7 +245,7 @@ def _peer() -> Iterator[Peer]:
     os.close(memory)
     try:
         yield Peer(there, back, their_bell, our_bell)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -32,7 +32,7 @@ from tests.service.ranks.servers import (
 )
 from tests.service.ranks.steps import LIMITS, outputs_of, request, routed
 from tests.service.ranks.traffic import traffic_to
-from tests.service.sockets import connect
+from tests.service.sockets import connect, read_answer
 from tests.service.waiting import until, wait_for
 
 pytestmark = pytest.mark.slow  # each server starts processes
@@ -121,7 +121,7 @@ async def test_a_lost_rank_costs_no_request_its_answer(
     allow_hanging(tmp_path, monkeypatch)
     settings = node_settings(step_timeout_seconds=1.5)
     with agent(settings, tmp_path) as other:
-        async with serving_ranks(settings) as server, asyncio.timeout(120):
+        async with serving_ranks(settings) as server, asyncio.timeout(240):
             for loss in (
                 Loss(kill_a_rank, "rank 1: its process ended by SIGKILL (node 1)"),
                 Loss(stop_a_rank, "rank 1: its process was stopped (node 1)"),
@@ -201,9 +201,11 @@ def test_a_drain_of_all_nodes_at_once_answers_what_was_accepted(tmp_path: Path) 
         socks = connected(stack, server, 8)
         other.process.send_signal(signal.SIGTERM)
         server.process.send_signal(signal.SIGTERM)
-        assert [asked(sock, GOOD).status for sock in socks] == [200] * 8, "within the delay"
-        assert server.process.wait(20) == 0
-        assert other.process.wait(20) == 0
+        for sock in socks:
+            sock.sendall(GOOD)
+        assert [read_answer(sock).status for sock in socks] == [200] * 8, "accepted within the delay"
+        assert server.process.wait(60) == 0
+        assert other.process.wait(60) == 0
         assert not any(map(alive, ranks))
         assert "ERROR" not in server.log() + other.log()
 
@@ -217,7 +219,7 @@ async def test_both_sides_say_that_an_agent_was_stopped(tmp_path: Path) -> None:
             await until(lambda: server.app.engine.why_not_ready() is not None)
             expected = f"{stopped} (node 1); the ranks are starting again"
             await until(lambda: server.app.engine.why_not_ready() == expected)
-            assert await asyncio.to_thread(other.process.wait, 20) == 0
+            assert await asyncio.to_thread(other.process.wait, 60) == 0
             assert f"the ranks of node 1 have ended: {stopped}\n" in other.log()
 
 
@@ -225,12 +227,12 @@ def test_a_signal_ends_an_agent_that_has_no_ranks(tmp_path: Path) -> None:
     with agent(node_settings(), tmp_path) as other:
         wait_for(lambda: "waiting 30 s for the front end" in other.log(), "the agent waits")
         other.process.send_signal(signal.SIGTERM)
-        assert other.process.wait(5) == 0
+        assert other.process.wait(60) == 0
 
 
 def test_an_agent_ends_if_no_front_end_comes(tmp_path: Path) -> None:
     with agent(node_settings(rendezvous_timeout_seconds=0.5), tmp_path) as other:
-        assert other.process.wait(20) == 1
+        assert other.process.wait(60) == 1
         assert "rendezvous: expected a front end within 0.5 s, got none" in other.log()
 
 
@@ -241,7 +243,7 @@ def test_an_agent_outlives_its_front_end(tmp_path: Path) -> None:
         with server_process(settings, tmp_path) as server:
             ranks = other.ranks()
             server.process.kill()
-            wait_for(lambda: not any(map(alive, ranks)), "the ranks end", 5)
+            wait_for(lambda: not any(map(alive, ranks)), "the ranks end")
         wait_for(lambda: other.log().count("waiting 30 s for the front end") == 2, "the agent waits again")
         with server_process(settings, tmp_path) as server:
             with connect(server.port) as sock:
@@ -266,7 +268,7 @@ def test_a_node_with_other_settings_is_refused(tmp_path: Path) -> None:
         refused = "models.0.num_experts: expected on node 1 what node 0 has, 4, got 8"
         with pytest.raises(ValueError, match=refused):
             load_ranks(settings, lambda: False)
-        assert other.process.wait(20) == 2
+        assert other.process.wait(60) == 2
         assert refused in other.log()
 
 
@@ -278,9 +280,9 @@ async def test_a_lost_node_is_waited_for_and_agents_follow_one_another(
     settings = node_settings()
     differs = settings.model_validate({**settings.model_dump(), "models": [{**MODEL, "num_experts": 8}]})
     with agent(settings, tmp_path, "first") as first:
-        async with serving_ranks(settings) as server, asyncio.timeout(120), traffic_to(server) as traffic:
+        async with serving_ranks(settings) as server, asyncio.timeout(240), traffic_to(server) as traffic:
             with agent(settings, tmp_path, "second") as second:
-                assert await asyncio.to_thread(first.process.wait, 20) == 2
+                assert await asyncio.to_thread(first.process.wait, 60) == 2
                 assert "node 1: expected one agent, got another one" in first.log()
                 await until(lambda: any(text.startswith(_REPLACED) for text in caplog.messages))
                 await until(
@@ -289,9 +291,9 @@ async def test_a_lost_node_is_waited_for_and_agents_follow_one_another(
                 ranks = second.ranks()
                 second.process.kill()
                 await until(lambda: server.app.engine.why_not_ready() is not None)
-                await until(lambda: not any(map(alive, ranks)), 5)
+                await until(lambda: not any(map(alive, ranks)))
             with agent(differs, tmp_path, "wrong") as wrong:
-                assert await asyncio.to_thread(wrong.process.wait, 20) == 2
+                assert await asyncio.to_thread(wrong.process.wait, 60) == 2
             with agent(settings, tmp_path, "right"):
                 await traffic.flows_again()
         assert traffic.wrong == []

@@ -79,6 +79,6 @@ async def test_a_killed_rank_comes_back(lose: Callable[[Agent], None], tmp_path:
         expected = await output_for(server, rows(8))
         lose(other)
         await until(lambda: server.app.engine.why_not_ready() is not None)
-        await until(lambda: server.app.engine.why_not_ready() is None, seconds=60)
+        await until(lambda: server.app.engine.why_not_ready() is None)
         assert np.array_equal(await output_for(server, rows(8)), expected), "the same bits"
         await answers(server)

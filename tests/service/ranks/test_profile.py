@@ -99,7 +99,7 @@ async def test_each_rank_records_its_steps(monkeypatch: pytest.MonkeyPatch) -> N
         await asyncio.sleep(0.3)
         os.kill(rank_processes()[1], signal.SIGKILL)
         error_of(await recording, 503)
-        await until(lambda: server.app.engine.why_not_ready() is None, 30)
+        await until(lambda: server.app.engine.why_not_ready() is None)
         check(await recorded(server, steps=2, seconds=20), 2, 2)  # of ranks that have started again
 
 

@@ -50,13 +50,13 @@ def infer(server: ServerProcess, num_tokens: int, *, sampled: bool | None, name:
     if sampled is not None:
         headers |= {"traceparent": f"00-{TRACE}-{SPAN}-0{int(sampled)}", "tracestate": "one=1,two=2"}
     url = f"http://{server.url}/v2/models/tiny/infer"
-    return httpx.post(url, content=content, headers=headers, timeout=30).status_code
+    return httpx.post(url, content=content, headers=headers, timeout=60).status_code
 
 
 def end_of(server: ServerProcess) -> int:
     """The exit code after SIGTERM."""
     server.terminate()
-    return server.process.wait(timeout=20)
+    return server.process.wait(timeout=60)
 
 
 def check_parts(server: Span, parts: list[Span]) -> None:

@@ -87,7 +87,7 @@ def serving_in_thread(settings: Settings, loader: Loader) -> Iterator[str]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        assert begun.wait(30)
+        assert begun.wait(60)
         yield f"http://127.0.0.1:{ports[0]}/"
     finally:
         loop.call_soon_threadsafe(end.set)

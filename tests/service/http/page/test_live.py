@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ async def test_a_slow_viewer_gets_the_latest(snapshots: Snapshots) -> None:
 async def test_a_stream_ends_after_its_time(snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "_LIFE_SECONDS", 0.1)
     feed = Feed(snapshots.take, 1)
-    assert await asyncio.wait_for(_all(feed.open("a").events(None)), 5)
+    await asyncio.wait_for(_all(feed.open("a").events(None)), 60)  # it ends
 
 
 async def test_a_snapshot_that_fails_ends_the_streams(
@@ -93,7 +94,7 @@ async def test_a_snapshot_that_fails_ends_the_streams(
 
     feed = Feed(fail, 1)
     viewer = feed.open("a")
-    assert await asyncio.wait_for(_all(viewer.events(None)), 5) == []
+    assert await asyncio.wait_for(_all(viewer.events(None)), 60) == []
     feed.leave(viewer)
     assert "a snapshot for viewers failed" in caplog.text
 
@@ -196,7 +197,7 @@ async def test_too_many_viewers_and_viewers_who_leave() -> None:
     settings = tiny_settings(page={"max_viewers": 1})
     async with serving(settings) as server:
         url = f"http://127.0.0.1:{server.port}/v1/live"
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             async with client.stream("GET", url) as stream:
                 lines = stream.aiter_lines()
                 assert await anext(lines) == "event: server"
@@ -214,21 +215,27 @@ def test_viewers_leave_and_do_not_delay_a_shutdown(tmp_path: Path, http_workers:
     settings = two_processes(http_workers=http_workers, page={"max_viewers": 1})
     with server_process(settings, tmp_path) as server:
         url = f"http://{server.url}/v1/live"
-        with httpx.stream("GET", url, timeout=30) as stream:
+        with httpx.stream("GET", url, timeout=60) as stream:
             chunks = stream.iter_text()  # kept: without it, the stream would be closed
             next(chunks)
-            assert httpx.get(f"{url}?events=1").status_code == 503
-        wait_for(lambda: httpx.get(f"{url}?events=1").status_code == 200, "the viewer is gone", 20)
-        assert httpx.get(f"{url}?model=none").status_code == 404
+            assert httpx.get(f"{url}?events=1", timeout=60).status_code == 503
+        wait_for(lambda: httpx.get(f"{url}?events=1", timeout=60).status_code == 200, "the viewer is gone")
+        assert httpx.get(f"{url}?model=none", timeout=60).status_code == 404
 
-        with httpx.stream("GET", f"{url}?model=other", timeout=30) as stream:
-            chunks = stream.iter_text()
+        with ExitStack() as stack:
+
+            def opened() -> httpx.Response | None:
+                """Once the viewer before, who has had all events, is gone."""
+                stream = stack.enter_context(httpx.stream("GET", f"{url}?model=other", timeout=60))
+                return stream if stream.status_code == 200 else None
+
+            chunks = wait_for(opened, "the stream is open").iter_text()
             text = ""
             while text.count("event: snapshot") < 2:
                 text += next(chunks)
             assert parsed(text)[1][1]["experts"]["model"] == "other"
             server.terminate()
-            assert server.process.wait(20) == 0
+            assert server.process.wait(60) == 0
             "".join(chunks)  # it has its end: nothing is raised
 
 
@@ -245,7 +252,9 @@ async def test_every_field_is_documented() -> None:
 async def test_a_stream_and_others_on_one_connection_do_not_mix() -> None:
     async with serving(tiny_settings()) as server:
         limits = httpx.Limits(max_connections=1)
-        async with httpx.AsyncClient(limits=limits, base_url=f"http://127.0.0.1:{server.port}") as client:
+        async with httpx.AsyncClient(
+            limits=limits, base_url=f"http://127.0.0.1:{server.port}", timeout=60
+        ) as client:
             for _ in range(3):
                 events = parsed((await client.get("/v1/live?events=2")).text)
                 assert len(events) == 3

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from expertd.service.moe.parallel import TorchExchange, join_group
 
-_START_SECONDS = 60  # to import torch and to join, on a busy machine
+_START_SECONDS = 240  # to import torch and to join, on a busy machine
 _LOOPBACK = "127.0.0.1"
 
 
