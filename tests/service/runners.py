@@ -32,7 +32,7 @@ class EchoRunner:
 
     async def begun(self) -> None:
         """Wait until a further step has begun."""
-        assert await asyncio.to_thread(self.entered.acquire, True, 10)
+        assert await asyncio.to_thread(self.entered.acquire, True, 60)
 
     def validate(self, request: LayerRequest) -> None:
         if request.topk_ids is not None and np.frombuffer(host_view(request.topk_ids), np.int32).max() > 3:

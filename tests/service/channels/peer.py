@@ -132,7 +132,7 @@ class Peer:
         """Whether the server has said that the timeout of request `sequence` passed during its step."""
         return bool(self.words[(self.starts[(sequence - 1) % self.num_slots] + 128 + 48) // 8] == sequence)
 
-    def is_in_time(self, sequence: int, seconds: float = 30.0) -> bool:
+    def is_in_time(self, sequence: int, seconds: float = 60.0) -> bool:
         """Wait for the answer to request `sequence`; False if its timeout passed during its step.
 
         Raises as `wait`, for which it is then still too early.
@@ -140,7 +140,7 @@ class Peer:
         self._wait_until(lambda: self.answered(sequence) or self.expired(sequence), seconds)
         return self.answered(sequence)
 
-    def wait(self, sequence: int, seconds: float = 30.0) -> Answer:
+    def wait(self, sequence: int, seconds: float = 60.0) -> Answer:
         """The answer to request `sequence`, or its error. Raises ChannelClosedError, TimeoutError."""
         self._wait_until(lambda: self.answered(sequence) or self.has_failed(sequence), seconds)
         deadline = time.perf_counter() + seconds

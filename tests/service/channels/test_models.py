@@ -82,7 +82,7 @@ async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:
         first, second = await claimed(server), await claimed(server)
         runner.gate.clear()
         begun = first.send(1, first.places(1))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         cancelled, kept = (second.send(1, second.places(number)) for number in (1, 2))
         first.cancel(begun)
         second.cancel(cancelled)
@@ -104,7 +104,7 @@ async def test_a_drain_accepts_what_was_written_during_a_step(tmp_path: Path) ->
     async with channel(tmp_path, runner) as (server, peer):
         runner.gate.clear()
         peer.send(1, peer.places(1))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         peer.send(1, peer.places(2))
         draining = asyncio.ensure_future(server.app.engine.drain())
         await until(lambda: server.app.engine.executor.waiting("tiny")[0] == 1)

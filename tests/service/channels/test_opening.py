@@ -238,7 +238,7 @@ async def test_memory_in_a_step_is_freed_after_it(tmp_path: Path) -> None:
         peer = await claimed(server)
         runner.gate.clear()
         peer.send(1, peer.places(1))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         peer.close()
         await until(lambda: server.metric("channels") == 0)
         assert server.metric("channel_bytes") > 0
@@ -269,7 +269,7 @@ async def test_delete_answers_what_is_queued_and_closes(tmp_path: Path) -> None:
     async with channel(tmp_path, runner, {"max_batch_tokens": 64}) as (server, peer):
         runner.gate.clear()
         peer.send(1, peer.places(1))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         response = await server.http.delete("/v1/channels/1")
         assert response.json()["requests"] == 1
         with pytest.raises(ChannelClosedError):
@@ -291,9 +291,9 @@ async def test_an_unclaimed_channel_expires(tmp_path: Path, caplog: pytest.LogCa
         with pytest.raises(ChannelClosedError):
             await asyncio.to_thread(Peer, answer)
         await until(lambda: server.metric("channel_bytes") == 0)
-        server.app.channels.claim_seconds = 0.2
+        server.app.channels.claim_seconds = 1.0
         peer = await claimed(server)
-        await asyncio.sleep(0.3)  # longer than that
+        await asyncio.sleep(1.2)  # longer than that
         await asyncio.to_thread(peer.infer, rows(1))
         peer.close()
 

@@ -135,7 +135,7 @@ async def filled(runner: EchoRunner, engine: RemoteEngine, caller: int) -> list[
     """Requests of a caller, the first of which is being computed; for one more there is no room."""
     runner.gate.clear()
     asked = [Asked(engine, request(1), caller=caller)]
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    assert await asyncio.to_thread(runner.entered.acquire, True, 60)
     return [*asked, *(Asked(engine, request(128), caller=caller) for _ in range(CELLS - 2))]
 
 
@@ -178,7 +178,7 @@ async def test_a_request_that_takes_long_holds_up_none_before_its_slot_comes_aga
     runner.gate = Turnstile()
     async with remote(tmp_path, runner, max_request_tokens=128, max_batch_tokens=128) as (_, engine):
         begun = Asked(engine, request(128))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         slow = Asked(engine, request(128), priority=255)
         others = [begun, Asked(engine, request(128), priority=1)]
         for number in range(SLOTS - 2):
@@ -214,7 +214,7 @@ async def test_a_full_queue_of_the_engine_is_known_from_the_headers(tmp_path: Pa
     async with remote(tmp_path, runner, max_queue_requests=2) as (server, engine):
         runner.gate.clear()
         asked = [Asked(engine, request(1), caller=1)]
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         asked += [Asked(engine, request(1), caller=1) for _ in range(2)]
         server.app.engine.executor.poll_sources()
         text = "^the queue of model tiny is full: 2 requests of at most 2 are waiting$"
@@ -277,7 +277,7 @@ async def test_a_queued_request_is_cancelled_with_its_error(tmp_path: Path) -> N
     async with remote(tmp_path, runner) as (server, engine):
         runner.gate.clear()
         begun = Asked(engine, request(1))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         queued = Asked(engine, request(2))
         error = QueueTimeoutError("late")
         assert not engine.cancel(begun.pending, error)
@@ -303,7 +303,7 @@ async def test_priorities_and_callers_reach_the_engine(
     async with remote(tmp_path, runner) as (_, engine):
         runner.gate.clear()
         begun = Asked(engine, request(1), caller=7)
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         asked = [Asked(engine, request(260 - number), **each) for number, each in enumerate(given)]
         runner.gate.set()
         for each in (begun, *asked):
@@ -319,7 +319,7 @@ async def test_errors_are_those_of_the_engine(tmp_path: Path) -> None:
         runner.gate.clear()
         begun = Asked(engine, request(1, 1))
         for _ in range(2):  # steps
-            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+            assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         assert begun.answers == []
         asked = [Asked(engine, request(1, 2)) for _ in range(2)]
         server.app.engine.executor.poll_sources()

@@ -104,7 +104,7 @@ async def test_channels_and_http_share_steps_and_answers_come_out_of_order(tmp_p
         one, other = await claimed(server), await claimed(server)
         runner.gate.clear()
         first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         sent = [peer.send(tokens, peer.places(n)) for peer, tokens, n in ((one, 2, 1), (other, 3, 1))]
         invalid = one.send(17, one.places(2))
         await until(lambda: server.metric("queue_requests", model="tiny") == 2)
@@ -149,7 +149,7 @@ async def held(server: Serving, runner: EchoRunner, **request: Any) -> tuple[Pee
     peer = await claimed(server, **request)
     runner.gate.clear()
     sequence = peer.send(1, peer.places(1))
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    assert await asyncio.to_thread(runner.entered.acquire, True, 60)
     return peer, sequence
 
 
@@ -161,7 +161,7 @@ async def test_a_request_waits_no_longer_than_its_timeout(
     runner.gate = gate = Turnstile()
     async with channel(tmp_path, runner, {"max_batch_tokens": 64}) as (server, peer):
         blocker = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         full_step = asyncio.ensure_future(server.infer(*hidden_request(rows(64))))
         await until(lambda: server.metric("queue_requests", model="tiny") == 1)
         timeouts = {2: 60.0, 3: 0.05, 4: 0.0, 5: 0.02}  # tokens -> seconds
@@ -170,7 +170,7 @@ async def test_a_request_waits_no_longer_than_its_timeout(
             for number, (tokens, seconds) in enumerate(timeouts.items(), 1)
         }
         gate.let_one_through()
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         for tokens, seconds in ((5, 0.02), (3, 0.05)):
             answer = await answer_to(peer, sent[tokens])
             expected = f"the request's timeout of {round(seconds * 1e6)} microseconds expired in the queue"

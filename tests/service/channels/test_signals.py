@@ -134,8 +134,8 @@ async def test_a_channel_ends_before_the_server_has_noticed(tmp_path: Path, with
         other.close()
 
 
-TIMEOUT = 3e-3
-REQUESTS = 500
+REQUESTS = 500  # of which so many at least are answered in time, and so many in their step after it:
+IN_TIME, LATE = REQUESTS // 10, REQUESTS // 100
 
 
 class Running:
@@ -160,17 +160,18 @@ class Running:
 
 
 class DeviceRunner(EchoRunner):
-    """Its thread writes outputs and signals as a GPU does: most steps are short, the rest end at TIMEOUT."""
+    """Its thread writes outputs and signals as a GPU does: most steps are short, others end at `timeout`."""
 
     def __init__(self, random: np.random.Generator, signals: bool) -> None:
         super().__init__()
+        self.timeout = 3e-3
         self._random, self._signals = random, signals
         self._steps: queue.SimpleQueue[Running] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
     def begin(self, requests: Sequence[LayerRequest]) -> Running:  # type: ignore[override]
         long = self._random.random() < 0.4
-        step = Running(requests, TIMEOUT + self._random.uniform(-1e-3, 1e-3) if long else 100e-6)
+        step = Running(requests, self.timeout + self._random.uniform(-1e-3, 1e-3) if long else 100e-6)
         self._steps.put(step)
         return step
 
@@ -185,8 +186,11 @@ class DeviceRunner(EchoRunner):
             step.ended.set()
 
 
-def hammer(peer: Peer, count: int) -> Counter[str]:
-    """Send requests as fast as slots are free, and check every answer."""
+def hammer(peer: Peer, runner: DeviceRunner, count: int) -> Counter[str]:
+    """Send requests as fast as slots are free, and check every answer; at least `count`.
+
+    Where a busy machine is late for most timeouts, they become longer.
+    """
     outcomes: Counter[str] = Counter()
     open_requests: deque[int] = deque()
 
@@ -199,12 +203,16 @@ def hammer(peer: Peer, count: int) -> Counter[str]:
             output = peer.array(peer.places(sequence)[3], (2, HIDDEN), np.float32)
             assert (output == sequence).all(), sequence
 
-    for _ in range(count):
+    sent = 0
+    while sent < count or outcomes["200"] <= IN_TIME or outcomes["late"] <= LATE:
+        sent += 1
+        if sent % 100 == 0 and outcomes["200"] <= outcomes.total() // 5:
+            runner.timeout = min(2 * runner.timeout, 1.0)
         if len(open_requests) == peer.num_slots:
             settle(open_requests.popleft())
         places = peer.places(peer.sequence + 1)
         peer.array(places[0], (2, HIDDEN), np.float32)[:] = peer.sequence + 1
-        open_requests.append(peer.send(2, places, timeout=TIMEOUT))
+        open_requests.append(peer.send(2, places, timeout=runner.timeout))
     while open_requests:
         settle(open_requests.popleft())
     return outcomes
@@ -217,14 +225,11 @@ async def test_no_answer_is_lost_or_wrong(
     monkeypatch.setattr(Forecast, "step", lambda self, num_tokens: 0.0)  # else most are refused at once
     runner = DeviceRunner(np.random.default_rng(num_slots), signals)
     async with channel(tmp_path, runner, request={"num_slots": num_slots}) as (server, peer):
-        outcomes = await asyncio.to_thread(hammer, peer, REQUESTS)
-        assert outcomes.total() == REQUESTS
-        assert outcomes["200"] > REQUESTS // 10
-        assert outcomes["late"] > REQUESTS // 100
+        outcomes = await asyncio.to_thread(hammer, peer, runner, REQUESTS)
 
         def counted() -> float:
             return sum(
                 server.metric("requests_total", model="tiny", status=status) for status in ("200", "503")
             )
 
-        await until(lambda: counted() == REQUESTS)
+        await until(lambda: counted() == outcomes.total())

@@ -198,7 +198,7 @@ async def test_a_wrong_sequence_ends_the_channel_and_no_other(
         honest = await claimed(server)
         runner.gate.clear()
         sequence = honest.send(1, honest.places(1))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         lie(liar)
         runner.gate.set()
         with pytest.raises(ChannelClosedError):
@@ -218,13 +218,13 @@ async def test_a_slot_used_again_before_its_answer_ends_the_channel(
     runner.gate = gate = Turnstile()
     async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}) as server:
         first = asyncio.ensure_future(server.infer(*hidden_request(rows(1))))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         full_step = asyncio.ensure_future(server.infer(*hidden_request(rows(64))))
         await until(lambda: server.metric("queue_requests", model="tiny") == 1)
         liar = await claimed(server, num_slots=1, **REGION)
         liar.write(1, line())
         gate.let_one_through()
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         liar.write(2, line())  # while request 1 is in the queue
         gate.set()
         output_of(await first)

@@ -65,7 +65,7 @@ async def held(runner: EchoRunner, executor: Executor, model: str = "0") -> Subm
     """A request whose step waits at the runner's gate."""
     runner.gate.clear()
     pending = Submitted(executor, model, layer_request([0.0]))
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    assert await asyncio.to_thread(runner.entered.acquire, True, 60)
     return pending
 
 
@@ -212,7 +212,7 @@ def chunking(runner: EchoRunner, observer: Observed | None = None) -> AbstractAs
 async def next_step(runner: EchoRunner, gate: Turnstile) -> None:
     """Let the step at the gate end, and wait for the next one."""
     gate.let_one_through()
-    assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+    assert await asyncio.to_thread(runner.entered.acquire, True, 60)
 
 
 async def in_chunks(runner: EchoRunner, executor: Executor, request: LayerRequest) -> Submitted:
@@ -244,7 +244,7 @@ async def test_a_request_that_is_cancelled_between_chunks_is_not_computed_furthe
     runner.gate = gate = Turnstile()
     async with chunking(runner) as executor:
         first = Submitted(executor, "0", layer_request([0.0]))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         long, other = (Submitted(executor, "0", layer_request(tokens)) for tokens in (LONG, [0.0]))
         for _ in range(3):
             await next_step(runner, gate)
@@ -268,7 +268,7 @@ async def test_a_request_is_not_cancelled_once_its_last_chunk_has_begun() -> Non
     runner.gate = gate = Turnstile()
     async with chunking(runner) as executor:
         Submitted(executor, "0", layer_request([0.0]))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         long = Submitted(executor, "0", layer_request(LONG[:16]))
         Submitted(executor, "0", layer_request([0.0]))
         for _ in range(3):

@@ -47,7 +47,7 @@ async def test_all_requests_of_a_step_are_answered_if_the_first_retry_hangs() ->
         others = [Submitted(executor, "0", layer_request([float(number)])) for number in range(4)]
         runner.gate.set()
         await soon(first.answer)
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         executor.give_up(DeviceLostError("the device hangs"))
         answers = await soon(asyncio.gather(*(each.answer for each in others), return_exceptions=True))
         assert all(str(answer) == "the device hangs" for answer in answers)
@@ -71,7 +71,7 @@ async def test_a_failed_step_behind_one_that_hangs_is_answered() -> None:
         requests = [Submitted(one, "0", layer_request([1.0] * 1024)) for _ in range(2)]
         both.set()
         for _ in requests:
-            assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+            assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         one.give_up(DeviceLostError("the device hangs"))
         answers = await soon(asyncio.gather(*(each.answer for each in requests), return_exceptions=True))
         assert all(str(answer) == "the device hangs" for answer in answers)

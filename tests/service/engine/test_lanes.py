@@ -49,7 +49,7 @@ class Pair:
         while runner.entered.acquire(blocking=False):
             pass  # of earlier steps
         pending = self.send(1 if runner is self.decode else 8)
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         return pending
 
 
@@ -286,7 +286,7 @@ async def test_deferred_calls_are_done_before_a_job(number: int, one_thread: boo
         runner = (pair.decode, pair.prefill)[number]
         runner.gate.clear()
         pair.executor.submit(Submission("tiny", layer_request([1.0] * (1, 8)[number]), done, on_worker=True))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         job = asyncio.ensure_future(pair.executor.between_steps(partial(order.append, "job")))
         await asyncio.sleep(0)
         runner.gate.set()

@@ -88,7 +88,7 @@ async def test_refusals_while_busy_and_while_shutting_down() -> None:
     async with serving(tiny_settings({"max_queue_requests": 1}), serving_runner(runner)) as server:
         runner.gate.clear()
         first = asyncio.ensure_future(server.infer(*GOOD))
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         error_of(await server.infer(*hidden_request(rows(1), parameters={"timeout": 1})), 503)
         assert refusals(server) == {"queue_timeout": 1}
         second = asyncio.ensure_future(server.infer(*GOOD))

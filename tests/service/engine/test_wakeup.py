@@ -116,7 +116,7 @@ async def test_a_source_and_the_event_loop_share_a_step() -> None:
     async with belled(runner, Observed()) as (executor, bell, answers):
         runner.gate.clear()
         bell.ring()
-        assert await asyncio.to_thread(runner.entered.acquire, True, 10)
+        assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         bell.ring()
         others: list[Output | Exception] = []
         executor.submit(Submission("0", layer_request([0.0] * 2), others.append))

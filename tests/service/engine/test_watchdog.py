@@ -123,13 +123,13 @@ async def test_a_job_between_steps_that_never_ends_is_noticed() -> None:
 
 @pytest.mark.slow
 async def test_a_job_may_take_as_long_as_it_says_since_it_last_went_on() -> None:
-    settings = tiny_settings(step_timeout_seconds=0.5)
+    settings = tiny_settings(step_timeout_seconds=1)
     async with serving(settings, serving_runner(EchoRunner())) as server, asyncio.timeout(60):
         executor = server.app.engine.executor
-        await executor.between_steps(lambda: time.sleep(1))
+        await executor.between_steps(lambda: time.sleep(1.5))
 
         def parts() -> None:
-            for _ in range(10):
+            for _ in range(15):
                 time.sleep(0.1)
                 executor.lanes[0].jobs.goes_on()
 

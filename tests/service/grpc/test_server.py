@@ -142,11 +142,11 @@ async def test_a_key_that_is_not_ascii_is_an_unknown_one(
 
 
 async def test_a_message_that_does_not_arrive_is_not_waited_for() -> None:
-    settings = tiny_settings({"body_timeout_seconds": 0.05}, **ON)
+    settings = tiny_settings({"body_timeout_seconds": 1}, **ON)
     async with grpc_serving(EchoRunner(), settings) as calls:
         slow = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
         text, _ = await refusal(slow, grpc.StatusCode.DEADLINE_EXCEEDED)
-        assert re.fullmatch(r"request: expected the whole message within \d\.\d+ s, got a part of it", text)
+        assert re.fullmatch(r"request: expected the whole message within [\d.]+ s, got a part of it", text)
         none = calls.channel.stream_unary(f"/{SERVICE}/ModelInfer")()
         await none.done_writing()
         text, _ = await refusal(none, grpc.StatusCode.INVALID_ARGUMENT)

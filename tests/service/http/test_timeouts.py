@@ -48,10 +48,10 @@ from tests.service.sockets import infer as infer_bytes
 from tests.service.waiting import until
 
 TOKENS = 256
-TIMEOUT = {"timeout": 100_000}  # a busy machine begins a step within it
+TIMEOUT = {"timeout": 500_000}  # a busy machine begins a step within it
 LIMITS: dict[str, float] = {"max_request_tokens": TOKENS}
 Region = Callable[[], npt.NDArray[np.float32]]
-IN_ITS_STEP = "the request's timeout of 100000 microseconds expired in its step"
+IN_ITS_STEP = "the request's timeout of 500000 microseconds expired in its step"
 
 
 def refused(server: Serving, reason: str) -> float:
@@ -152,7 +152,7 @@ async def test_a_step_whose_request_was_answered_leaves_its_regions_as_they_are(
     runner = EchoRunner()
     async with serving(enabled(), serving_runner(runner)) as server, region_of(server) as output:
         runner.gate.clear()
-        assert error_of(await server.infer(region_request(100_000)), 503) == IN_ITS_STEP
+        assert error_of(await server.infer(region_request(500_000)), 503) == IN_ITS_STEP
         path = "/v2/systemsharedmemory/region/r/unregister"
         unregistering = asyncio.ensure_future(server.http.post(path))
         done, _ = await asyncio.wait({unregistering}, timeout=0.1)
@@ -170,7 +170,7 @@ async def test_an_output_that_a_device_could_write_to_a_region_is_stored_if_in_t
         region_of(server, device if kind == "cuda" else None) as output,
     ):
         device.runner.gate.clear()
-        request = asyncio.ensure_future(server.infer(region_request(100_000)))
+        request = asyncio.ensure_future(server.infer(region_request(500_000)))
         await device.runner.begun()
         assert error_of(await request, 503) == IN_ITS_STEP
         device.runner.gate.set()
@@ -190,9 +190,9 @@ async def test_an_output_that_only_ranks_can_write_to_a_region_is_waited_for() -
         region_of(server, device) as output,
     ):
         device.runner.gate.clear()
-        request = asyncio.ensure_future(server.infer(region_request(100_000)))
+        request = asyncio.ensure_future(server.infer(region_request(500_000)))
         await device.runner.begun()
-        done, _ = await asyncio.wait({request}, timeout=0.3)
+        done, _ = await asyncio.wait({request}, timeout=0.7)
         assert not done
         device.runner.gate.set()
         assert (await request).status_code == 200
@@ -216,7 +216,7 @@ async def test_a_request_with_regions_whose_client_left_is_not_computed() -> Non
     assert runner.steps == [[1]]
 
 
-LONGER = {"timeout": 300_000}
+LONGER = {"timeout": 900_000}  # below it begins what is held
 EXPIRED = "the request's timeout of {} microseconds expired {}"
 BEFORE_QUEUE, BEFORE_ANSWER = "before it was queued", "before its answer was ready"
 
@@ -231,7 +231,7 @@ class Held:
 
     async def begun(self) -> None:
         """Wait until it was called."""
-        assert await asyncio.to_thread(self.entered.acquire, True, 10)
+        assert await asyncio.to_thread(self.entered.acquire, True, 60)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         self.entered.release()
@@ -271,7 +271,7 @@ async def test_a_timeout_does_not_wait_for_an_answer_that_is_compressed(
             sock.sendall(infer_bytes(*request, "Accept-Encoding: gzip"))
             await held.begun()
             answer = await asyncio.to_thread(read_answer, sock)
-            assert (answer.status, answer.error) == (503, EXPIRED.format(300_000, BEFORE_ANSWER))
+            assert (answer.status, answer.error) == (503, EXPIRED.format(900_000, BEFORE_ANSWER))
             assert arena.used_bytes >= values.nbytes, "the thread uses them"
             held.gate.set()
             await until(lambda: arena.used_bytes == 0)
@@ -295,7 +295,7 @@ async def test_a_request_that_is_validated_when_its_timeout_passes_is_not_comput
     async with serving(tiny_settings(LIMITS), serving_runner(runner)) as server:
         request = asyncio.ensure_future(server.infer(body))
         await held.begun()
-        assert error_of(await request, 503) == EXPIRED.format(300_000, BEFORE_QUEUE)
+        assert error_of(await request, 503) == EXPIRED.format(900_000, BEFORE_QUEUE)
         held.gate.set()
         output_of(await server.infer(*hidden_request(rows(1))))
     assert runner.steps == [[1]]
@@ -314,8 +314,8 @@ async def test_an_output_that_is_being_stored_in_a_region_is_waited_for(
             body = json_request(given, outputs=region_output("r", size, size), parameters=LONGER)
             request = asyncio.ensure_future(server.infer(body))
             await held.begun()
-            done, _ = await asyncio.wait({request}, timeout=0.5)
+            done, _ = await asyncio.wait({request}, timeout=1.1)
             assert not done, "the caller may use the region once it is answered"
             held.gate.set()
-            assert error_of(await request, 503) == EXPIRED.format(300_000, BEFORE_ANSWER)
+            assert error_of(await request, 503) == EXPIRED.format(900_000, BEFORE_ANSWER)
         assert refused(server, "queue_timeout") == 1
