@@ -203,7 +203,7 @@ async def test_a_rank_that_hangs_costs_no_request_its_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow_hanging(tmp_path, monkeypatch)
-    settings = tiny_settings(ranks=2, step_timeout_seconds=1.5)
+    settings = tiny_settings(ranks=2, step_timeout_seconds=4)
     async with serving_ranks(settings) as server, asyncio.timeout(240):
         values = rows(4)
         expected = await output_for(server, values)
@@ -225,7 +225,7 @@ async def check_that_callers_are_told(server: Serving, values: NDArray[np.float3
     assert "timeout" in error_of(impatient, 503)
     assert not in_step.done(), "its own deadline is earlier"
     refused = await in_step
-    assert "a rank hangs: expected the end of a step within 1.5 s" in error_of(refused, 503)
+    assert "a rank hangs: expected the end of a step within 4 s" in error_of(refused, 503)
     assert refused.headers["retry-after"] == "1"
 
 

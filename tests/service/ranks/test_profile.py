@@ -86,21 +86,21 @@ def check(trace: dict[str, Any], ranks: int, steps: int) -> None:
 
 async def test_each_rank_records_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving_ranks(tiny_settings(ranks=2)) as server:
-        first = asyncio.ensure_future(recorded(server, steps=5, seconds=20))
-        await asyncio.sleep(0.2)
+        first = asyncio.ensure_future(recorded(server, steps=5, seconds=60))
+        await until(lambda: server.app.engine._profiling._is_running)
         text = error_of(await server.http.post("/v1/profile", json={}), 409)
         assert text == "profile: expected none to be recorded, got one that is"
         check(await first, 2, 5)
         with monkeypatch.context() as context:
             context.setattr("expertd.service.engine.recorder.MAX_BYTES", 20_000)  # here, but not on ranks
-            text = error_of(await record(server, steps=5, seconds=20), 422)
+            text = error_of(await record(server, steps=5, seconds=60), 422)
         assert text.startswith("profile: expected a trace of at most 20000 bytes, got ")
-        recording = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 1}))
-        await asyncio.sleep(0.3)
+        recording = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 60}))
+        await until(lambda: server.app.engine._profiling._is_running)
         os.kill(rank_processes()[1], signal.SIGKILL)
         error_of(await recording, 503)
         await until(lambda: server.app.engine.why_not_ready() is None)
-        check(await recorded(server, steps=2, seconds=20), 2, 2)  # of ranks that have started again
+        check(await recorded(server, steps=2, seconds=60), 2, 2)  # of ranks that have started again
 
 
 def full_disk() -> IO[bytes]:
@@ -134,10 +134,10 @@ async def test_ranks_of_other_nodes_record_theirs(tmp_path: Path, monkeypatch: p
             with monkeypatch.context() as full:
                 full.setattr(recording, "_memory_file", full_disk)
                 for _ in range(2):
-                    text = error_of(await record(server, steps=3, seconds=20), 507)
+                    text = error_of(await record(server, steps=3, seconds=60), 507)
                     room = "profile: expected room for the trace, got an error: No space left on device"
                     assert text == f"rank 0: {room}"
-            check(await recorded(server, steps=3, seconds=20), 2, 3)
+            check(await recorded(server, steps=3, seconds=60), 2, 3)
 
 
 async def test_steps_are_recorded_without_a_server() -> None:

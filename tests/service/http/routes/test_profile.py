@@ -67,8 +67,8 @@ async def test_a_recording_ends_without_steps_and_when_the_server_shuts_down() -
         assert json.loads(response.content)["expertd"]["steps"] == 0
         for body in ({"steps": 0}, {"steps": 257}, {"seconds": 0}, {"seconds": 61}, {"more": 1}):
             error_of(await server.http.post("/v1/profile", json=body), 422)
-        asked = asyncio.ensure_future(server.http.post("/v1/profile"))
-        await asyncio.sleep(0.2)
+        asked = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 60}))
+        await until(lambda: server.app.engine._profiling._is_running)
         text = error_of(await server.http.post("/v1/profile", json={}), 409)
         assert text == "profile: expected none to be recorded, got one that is"
         server.app.engine.begin_drain()
@@ -79,11 +79,12 @@ async def test_a_recording_ends_without_steps_and_when_the_server_shuts_down() -
 async def test_it_ends_when_the_caller_hangs_up() -> None:
     async with serving(tiny_settings()) as server:
         with connect(server.port) as caller:
-            caller.sendall(head("POST /v1/profile HTTP/1.1", "Content-Length: 0"))
-            await asyncio.sleep(0.2)
+            body = b'{"seconds": 60}'
+            caller.sendall(head("POST /v1/profile HTTP/1.1", f"Content-Length: {len(body)}") + body)
+            await until(lambda: server.app.engine._profiling._is_running)
             error_of(await server.http.post("/v1/profile", json={}), 409)
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(50):
             while (await server.http.post("/v1/profile", json={"seconds": 0.1})).status_code != 200:
                 await asyncio.sleep(0.1)
 
