@@ -40,9 +40,9 @@ def test_the_timeout_bounds_waiting_for_an_answer(connect: Connect, sent: int) -
     with fake_server(handle) as server:
         client = connect(server.url)
         began = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"^timeout: expected the whole answer within 0\.2 s"):
-            client.infer("m", X, timeout=0.2)
-        assert time.monotonic() - began >= 0.2
+        with pytest.raises(DeadlineError, match=r"^timeout: expected the whole answer within 0\.5 s"):
+            client.infer("m", X, timeout=0.5)
+        assert time.monotonic() - began >= 0.5
     assert left == [True]  # so that the server can drop the request
     assert len(server.requests) == 1
 
@@ -88,7 +88,7 @@ def test_the_timeout_of_the_client_is_the_default(connect: Connect) -> None:
         assert not client.ready()
 
 
-@pytest.mark.parametrize("timeout", [0.5, 60.0, math.inf])
+@pytest.mark.parametrize("timeout", [5.0, 60.0, math.inf])
 def test_the_timeout_travels_in_microseconds(connect: Connect, timeout: float) -> None:
     with fake_server(echoing) as server:
         client = connect(server.url)

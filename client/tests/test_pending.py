@@ -73,7 +73,7 @@ def test_errors_come_with_the_wait(client: AnyCaller, sharing_server: RunningSer
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["channel", "http"])
 def test_one_that_is_dropped_gives_its_place_up(sharing_server: RunningServer, transport: Any) -> None:
-    with ExpertClient(sharing_server.url, transport=transport, max_connections=1, timeout=20) as client:
+    with ExpertClient(sharing_server.url, transport=transport, max_connections=1, timeout=60) as client:
         for _ in range(3):
             client.submit(MODEL, X)
             assert client.infer(MODEL, X).shape == X.shape
@@ -98,7 +98,7 @@ def test_an_answer_that_came_in_time_may_be_read_later() -> None:
         peer.send(echo(request))
 
     with fake_server(handle) as server, ExpertClient(server.url, transport="http") as client:
-        call = client.submit("m", SMALL, timeout=1.0)
+        call = client.submit("m", SMALL, timeout=2.0)
         submitted.set()
         wait_for(lambda: call._call._wait is not None and call._call._wait.is_over(), "the answer is there")
         deadline: Any = call._call._wait

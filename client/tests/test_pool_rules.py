@@ -479,7 +479,7 @@ from expertd_client import ExpertClient
 def work():
     threading.main_thread().join()
     Path({str(file)!r}).write_text("http://localhost:9")
-    end = time.monotonic() + 20
+    end = time.monotonic() + 50
     while client.servers()[0].url != "http://localhost:9" and time.monotonic() < end:
         time.sleep(0.01)
     print(client.servers()[0].url)

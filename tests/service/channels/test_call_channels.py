@@ -336,7 +336,7 @@ async def test_the_client_hands_its_memories_to_the_next_server(tmp_path: Path) 
     """Again and again, as long as it is open, and until the server refuses for too long."""
     async with serving_calls(tmp_path) as (server, calls):
         opened: list[Any] = []
-        deadline = Deadline(10, retry_seconds=0.5)
+        deadline = Deadline(60, retry_seconds=2)
         share = partial(FakeMemory, 1)
         link = await asyncio.to_thread(DeviceLink, asking(server, opened), share, deadline)
         assert asdict(link.geometry) == opened[0]["geometry"]
@@ -358,7 +358,7 @@ async def test_the_client_hands_its_memories_to_the_next_server(tmp_path: Path) 
         calls.error = RuntimeError("no memory")
         server.app.channels.close(entries["4"].channel, "test")
         assert link._thread is not None
-        await asyncio.to_thread(link._thread.join, 10)
+        await asyncio.to_thread(link._thread.join, 60)
         assert not link._thread.is_alive()
         await asyncio.to_thread(link.close)
         assert not entries
@@ -369,13 +369,13 @@ async def test_a_link_that_is_closed_or_has_failed_asks_no_more(tmp_path: Path) 
         for fails in (False, True):
             opened: list[Any] = []
             ask = asking(server, opened)
-            link = await asyncio.to_thread(DeviceLink, ask, partial(FakeMemory, 1), Deadline(10, 10))
+            link = await asyncio.to_thread(DeviceLink, ask, partial(FakeMemory, 1), Deadline(60, 60))
             link.start(partial(bool, fails))
             await until(lambda: len(calls.slots) == 3)
             if fails:
                 server.app.channels.close(next(iter(server.app.channels.entries.values())).channel, "test")
                 assert link._thread is not None
-                await asyncio.to_thread(link._thread.join, 10)
+                await asyncio.to_thread(link._thread.join, 60)
             await asyncio.to_thread(link.close)
             await until(lambda: not calls.slots and not server.app.channels.entries)
             assert len(opened) == 1
@@ -389,12 +389,12 @@ async def test_in_a_pool_another_server_answers_calls_when_theirs_has_drained(tm
     async with AsyncExitStack() as first, serving_calls(folders[1]) as (second, others):
         server, calls = await first.enter_async_context(serving_calls(folders[0]))
         urls = [f"http://127.0.0.1:{each.port}" for each in (server, second)]
-        with ExpertClient(urls, timeout=10, retry_seconds=10) as client:
+        with ExpertClient(urls, timeout=60, retry_seconds=60) as client:
 
             def ask(deadline: Deadline) -> Any:
                 return run(post(client._to, ("tiny",), BODY, deadline))
 
-            link = await asyncio.to_thread(DeviceLink, ask, partial(FakeMemory, 1), Deadline(10, 10))
+            link = await asyncio.to_thread(DeviceLink, ask, partial(FakeMemory, 1), Deadline(60, 60))
             given = os.fstat(link.answers.descriptor()).st_ino, os.fstat(link.calls).st_ino
             link.start(lambda: False)
             await until(lambda: len(calls.slots) == 3)

@@ -19,6 +19,7 @@ from expertd.service.cli import main
 from tests.paths import DEMO
 from tests.service.apps import HIDDEN, hidden_request, rows, tiny_settings
 from tests.service.held_steps import HeldSteps
+from tests.service.http.processes import all_received
 from tests.service.processes import (
     EXPERTD,
     ServerProcess,
@@ -129,6 +130,7 @@ def test_bodies_of_every_route_time_out(tmp_path: Path) -> None:
 def test_an_incomplete_body_does_not_delay_shutdown(tmp_path: Path) -> None:
     with server_process(tiny_settings(drain_timeout_seconds=600), tmp_path) as server:
         socks = [half_a_body(server, request) for request in BODIES]
+        wait_for(lambda: all_received(server), "the heads are read")
         server.terminate()
         for answer in map(rest, socks):
             assert answer.startswith(b"HTTP/1.1 503 "), answer
