@@ -32,6 +32,7 @@ from tests.chart.rendering import (
 )
 from tests.service.apps import MODEL, tiny_settings
 from tests.service.processes import EXPERTD, clean_environment, started
+from tests.service.sockets import free_port
 from tests.service.waiting import wait_for
 from tests.soak.reference import samples
 from tests.test_container import arguments_of
@@ -114,8 +115,7 @@ class Cluster:
         self._objects, self._folder = objects, folder
         self._service = headless(objects)
         self._addresses = (f"127.57.0.{number}" for number in range(1, 255))
-        with socket.create_server(("", 0)) as free:  # at every address
-            self._port: int = free.getsockname()[1]
+        self._port = free_port()
         self.pods: list[Pod] = []
 
     @property

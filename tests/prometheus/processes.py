@@ -4,7 +4,6 @@ import http.server
 import json
 import re
 import shutil
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from expertd_client.metrics import PoolCollector
 from tests.paths import ROOT
 from tests.service.apps import rows
 from tests.service.engine.all_metrics import everything
+from tests.service.sockets import free_port
 from tests.service.waiting import wait_for
 
 CONFIGS = ROOT / "configs" / "prometheus"
@@ -76,9 +76,7 @@ def prometheus(targets: Sequence[str], directory: Path) -> Iterator[Prometheus]:
     job["static_configs"] = [{"targets": list(targets)}]
     file = directory / "prometheus.yml"
     file.write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={directory / 'data'}"]
     with (directory / "prometheus.log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=log)

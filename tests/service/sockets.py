@@ -1,7 +1,9 @@
 """Raw HTTP: sends given bytes, and parses the responses."""
 
 import json
+import secrets
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 
 INFER = "/v2/models/tiny/infer"
@@ -48,6 +50,14 @@ def answers(data: bytes) -> list[Answer]:
         found.append(Answer(int(line.split(" ")[1]), headers, data[:length]))
         data = data[length:]
     return found
+
+
+def free_port() -> int:
+    """One that nobody uses at present; below those that the system gives to whoever asks for any."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def connect(port: int, receive_buffer: int | None = None) -> socket.socket:

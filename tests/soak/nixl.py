@@ -34,9 +34,10 @@ import httpx
 from expertd_client import ExpertClient
 from tests.service.apps import MODEL, tiny_settings
 from tests.service.children import children_of
+from tests.service.sockets import free_port
 from tests.service.waiting import wait_for
 from tests.soak.reference import Sample, samples
-from tests.soak.server import SoakServer, free_port
+from tests.soak.server import SoakServer
 from tests.soak.soaking import header
 
 NAME = str(MODEL["name"])

@@ -23,9 +23,10 @@ from typing import Any
 from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.transport import TransportName
 from tests.service.apps import MODEL, NUM_EXPERTS, tiny_settings
+from tests.service.sockets import free_port
 from tests.soak.events import FAILOVER_SECONDS, EventSoak, new_parser, reported
 from tests.soak.reference import Sample, samples
-from tests.soak.server import SoakServer, free_port
+from tests.soak.server import SoakServer
 
 NAME = str(MODEL["name"])
 TRANSPORTS: tuple[TransportName, ...] = ("channel", "http")

@@ -20,20 +20,13 @@ from tests.service.apps import MODEL, tiny_settings
 from tests.service.children import children_of, command_of
 from tests.service.keys import bearer, write_keys
 from tests.service.processes import EXPERTD, clean_environment
+from tests.service.sockets import free_port
 from tests.service.waiting import wait_for
 from tests.soak.reference import MAX_TOKENS
 from tests.soak.tally import Phase, Stage
 
 START_SECONDS = 300.0  # on a GPU, where the first start compiles kernels
 RIGHTS: dict[str, list[str]] = {"infer": ["infer"], "admin": ["admin"], "metrics": ["metrics"]}
-
-
-def free_port() -> int:
-    """One that nobody uses at present."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 COMING = "coming"

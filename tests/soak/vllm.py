@@ -34,9 +34,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from expertd.service.settings.model import Settings
 from tests.service.processes import EXPERTD
+from tests.service.sockets import free_port
 from tests.service.waiting import wait_for
 from tests.soak.events import EventSoak, new_parser, reported
-from tests.soak.server import SoakServer, free_port
+from tests.soak.server import SoakServer
 
 CHECKPOINTS = Path(__file__).parents[2] / "engines" / "vllm" / "tests" / "checkpoints.py"
 NAME, WORDS = "small", 300

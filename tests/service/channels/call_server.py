@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from expertd_client import ExpertClient
+from tests.service.sockets import free_port
 from tests.service.waiting import wait_for
-from tests.soak.server import free_port, is_ready
+from tests.soak.server import is_ready
 
 H, EXPERTS, TOP_K, LAYERS = 1024, 16, 4, 3
 NAMES = [f"tiny.layers.{number}" for number in range(LAYERS)]

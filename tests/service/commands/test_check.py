@@ -26,6 +26,7 @@ from tests.service.apps import tiny_settings
 from tests.service.certificates import FOLDER
 from tests.service.full import REASONS, break_temporary_files
 from tests.service.moe.test_weights import SHAPE
+from tests.service.sockets import free_port
 
 Output = pytest.CaptureFixture[str]
 
@@ -335,8 +336,7 @@ def test_check_looks_at_the_rendezvous(config: Path, capsys: Output, tmp_path: P
 def test_a_rendezvous_where_the_server_listens_is_refused(
     config: Path, capsys: Output, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     place, nodes = f"127.0.0.1:{port}", ("--nnodes", "2", "--rendezvous")
     for host in ("localhost", "127.0.0.1", "0.0.0.0"):
         given = ("--config", config, "--insecure", "--host", host, "--port", str(port), *nodes)

@@ -30,6 +30,7 @@ from tests.service.grpc.calls import ON, Calls, grpc_serving, hidden_message, ou
 from tests.service.keys import all_keys, key_of, write_keys
 from tests.service.processes import clean_environment, grpc_address, server_process
 from tests.service.runners import EchoRunner
+from tests.service.sockets import free_port
 from tests.service.waiting import until
 
 
@@ -48,8 +49,7 @@ def test_without_its_packages_the_command_says_how_to_get_them(
 
 
 async def test_a_port_that_is_taken_meanwhile_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     settings = tiny_settings(grpc={"port": port})
     server = GrpcServer(ExpertApp(settings), settings)
     text = f"^grpc.port: expected a free address, got 127.0.0.1:{port}"

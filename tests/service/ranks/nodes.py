@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,14 +16,18 @@ from tests.service.forking import CAN_FORK
 from tests.service.http.processes import alive
 from tests.service.processes import EXPERTD, clean_environment, started
 from tests.service.ranks.servers import rank_processes
+from tests.service.sockets import free_port
 from tests.service.waiting import wait_for
 
 
 def node_settings(limits: Mapping[str, float] | None = None, **changes: Any) -> Settings:
     """Settings of node 0 of two with a rank each, for the model "tiny"."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    given = {"nnodes": 2, "rendezvous": f"127.0.0.1:{port}", "rendezvous_timeout_seconds": 30, **changes}
+    given = {
+        "nnodes": 2,
+        "rendezvous": f"127.0.0.1:{free_port()}",
+        "rendezvous_timeout_seconds": 120,
+        **changes,
+    }
     return tiny_settings(limits, **given)
 
 

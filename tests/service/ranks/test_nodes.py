@@ -225,7 +225,7 @@ async def test_both_sides_say_that_an_agent_was_stopped(tmp_path: Path) -> None:
 
 def test_a_signal_ends_an_agent_that_has_no_ranks(tmp_path: Path) -> None:
     with agent(node_settings(), tmp_path) as other:
-        wait_for(lambda: "waiting 30 s for the front end" in other.log(), "the agent waits")
+        wait_for(lambda: "waiting 120 s for the front end" in other.log(), "the agent waits")
         other.process.send_signal(signal.SIGTERM)
         assert other.process.wait(60) == 0
 
@@ -244,7 +244,7 @@ def test_an_agent_outlives_its_front_end(tmp_path: Path) -> None:
             ranks = other.ranks()
             server.process.kill()
             wait_for(lambda: not any(map(alive, ranks)), "the ranks end")
-        wait_for(lambda: other.log().count("waiting 30 s for the front end") == 2, "the agent waits again")
+        wait_for(lambda: other.log().count("waiting 120 s for the front end") == 2, "the agent waits again")
         with server_process(settings, tmp_path) as server:
             with connect(server.port) as sock:
                 assert asked(sock, GOOD).status == 200

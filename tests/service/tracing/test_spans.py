@@ -2,7 +2,6 @@
 
 import json
 import logging
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from tests.paths import ROOT
 from tests.service.apps import hidden_request, rows, tiny_settings
 from tests.service.http.processes import two_processes
 from tests.service.processes import ServerProcess, server_process
+from tests.service.sockets import free_port
 from tests.service.tracing.collector import Collector, Span, collector
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -249,8 +249,7 @@ def test_a_dead_collector_is_logged_once(
     from expertd.service.tracing.spans import Spans
 
     caplog.set_level(logging.INFO)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     spans = Spans(f"http://127.0.0.1:{port}/v1/traces")
     request = ending(StepTimes(5.1, 5.2, 5.3, 7), 200, None, None)
     for _ in range(3):
