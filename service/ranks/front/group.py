@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25  # between two looks for ranks that were stopped, and at the time of a step
 _ANSWER_SECONDS = 120.0  # capturing the CUDA graphs of all layers takes seconds
-_STOP_SECONDS = 2.0
+_STOP_SECONDS = 5.0  # on a busy machine, a process that ends takes seconds
 _ALONE_SECONDS = 1.0  # for other ranks to fail too: those that wait for one that failed alone never return
 
 

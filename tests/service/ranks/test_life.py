@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from expertd.service.ranks.front import group
 from expertd.service.ranks.front.rank import Rank
 from expertd.service.ranks.setup import STOP
 from tests.service.apps import hidden_request, rows, tiny_settings
@@ -39,18 +40,20 @@ def _ended(processes: list[int]) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("number", "what"),
+    ("number", "seconds", "what"),
     [
-        (signal.SIGUSR1, "its process ended by SIGUSR1"),  # without a core dump
-        (None, "expected it to end within 2 s; it was killed"),
+        (signal.SIGUSR1, 60, "its process ended by SIGUSR1"),  # without a core dump
+        (None, 1, "expected it to end within 1 s; it was killed"),
     ],
 )
 async def test_a_rank_that_does_not_end_well_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     number: signal.Signals | None,
+    seconds: float,
     what: str,
 ) -> None:
+    monkeypatch.setattr(group, "_STOP_SECONDS", seconds)
     send = Rank.send
 
     def send_other(rank: Rank, *message: Any, **more: Any) -> None:

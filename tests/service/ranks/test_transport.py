@@ -13,7 +13,7 @@ SLICES = (10_007, 65_536, 1 << 30)
 
 def check_moves(num_ranks: int, on_gpus: bool) -> None:
     group, seed = tuple(range(num_ranks)), fresh_generator().initial_seed()
-    with ranks_of(num_ranks, [group], 20) as ranks:
+    with ranks_of(num_ranks, [group], 120) as ranks:
         for slice_bytes in SLICES:
             for result in ranks.run(group, run_moves, seed, slice_bytes, on_gpus):
                 assert not isinstance(result, Exception)

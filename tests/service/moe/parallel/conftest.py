@@ -10,5 +10,5 @@ from tests.service.moe.parallel.ranks import Ranks, ranks_of
 
 @pytest.fixture(scope="package")
 def ranks() -> Iterator[Ranks]:
-    with ranks_of(4, [*GROUPS.values(), NODES[1]], timeout_seconds=20) as started:
+    with ranks_of(4, [*GROUPS.values(), NODES[1]], timeout_seconds=120) as started:
         yield started

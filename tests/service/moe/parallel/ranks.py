@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from expertd.service.moe.parallel import TorchExchange, join_group
 
-_START_SECONDS = 240  # to import torch and to join, on a busy machine
+_START_SECONDS = 240  # to import torch and others, and to join, on a busy machine
 _LOOPBACK = "127.0.0.1"
 
 
@@ -67,11 +67,11 @@ class Ranks:
     def begin(self, rank: int, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
         """Let one rank begin."""
         self._connections[rank].send_bytes(pickle.dumps((tuple(ranks), function, arguments)))
-        assert self._receive(rank, self._timeout) == "begun"
+        assert self._receive(rank, _START_SECONDS) == "begun"  # it imports what it needs
 
     def finish(self, ranks: Sequence[int]) -> list[Any]:
         """What each rank has returned or raised."""
-        return [self._receive(rank, 4 * self._timeout) for rank in ranks]
+        return [self._receive(rank, 60 + 4 * self._timeout) for rank in ranks]
 
     def close(self) -> None:
         """End all processes."""
