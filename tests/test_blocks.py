@@ -103,7 +103,7 @@ def test_a_block_runs_as_pasted(block: Block, server: ServerProcess, folder: Pat
         env=clean_environment(PATH=path),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

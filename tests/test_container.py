@@ -260,7 +260,7 @@ def test_healthcheck_follows_readiness(
         monkeypatch.setenv("EXPERTD_PORT", str(server.server_address[1]))
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        done = subprocess.run([sys.executable, *arguments], timeout=30, check=False)
+        done = subprocess.run([sys.executable, *arguments], timeout=300, check=False)
         server.shutdown()
         thread.join()
     assert (done.returncode == 0) is healthy

@@ -49,7 +49,7 @@ def asking(server: ServerProcess, text: str) -> str:
 
 
 def run(*command: str) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
 

@@ -20,7 +20,7 @@ def shown(*arguments: str) -> list[dict[str, Any]]:
     """The objects that the command prints."""
     done = subprocess.run(
         [sys.executable, "-m", "expertd_client", "pool", "--json", *arguments],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -489,7 +489,7 @@ client.ready()
 threading.Thread(target=work).start()
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout == "http://localhost:9\n"
     assert "Traceback" not in done.stderr

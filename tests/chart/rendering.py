@@ -52,7 +52,7 @@ class Helm:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
 

@@ -141,7 +141,7 @@ def caller_exporter(urls: Sequence[str]) -> Iterator[str]:
 def promtool(*arguments: object) -> str:
     """What promtool says."""
     command = ["promtool", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -98,7 +98,7 @@ def test_the_client_works(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=300,
             env=clean_environment(),
         )
     assert result.stderr == ""

@@ -107,7 +107,7 @@ async def test_the_slot_of_a_late_request_is_free_when_its_step_has_ended(tmp_pa
         runner.gate.set()
         assert (await answer_to(peer, 1)).status == 200, "of use to nobody"
         peer.array(peer.places(2)[0], (3, HIDDEN), np.float32)[:] = rows(3, 1)
-        following = peer.send(3, peer.places(2), timeout=30)
+        following = peer.send(3, peer.places(2), timeout=60)
         assert (await answer_to(peer, following)).status == 200
         np.testing.assert_array_equal(peer.array(peer.places(2)[3], (3, HIDDEN), np.float32), rows(3, 1))
         assert not peer.expired(following)
@@ -118,7 +118,7 @@ async def test_the_slot_of_a_late_request_is_free_when_its_step_has_ended(tmp_pa
 
 async def test_other_slots_do_not_wait_for_a_late_request(tmp_path: Path) -> None:
     async with late_in_its_step(tmp_path, num_slots=2) as (server, peer, runner):
-        following = peer.send(2, peer.places(2), timeout=30)
+        following = peer.send(2, peer.places(2), timeout=60)
         await until(lambda: server.metric("queue_requests", model="tiny") == 1)
         runner.gate.set()
         assert (await answer_to(peer, following)).status == 200

@@ -98,7 +98,7 @@ def test_a_request_is_one_line_however_it_comes(server: ServerProcess) -> None:
         assert infer(server, json_request(region_input("here", [4, HIDDEN]))) == 200
     with grpc.insecure_channel(grpc_address(server)) as channel:
         call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        call(hidden_message(rows(5)).SerializeToString(), timeout=30)
+        call(hidden_message(rows(5)).SerializeToString(), timeout=60)
     peer = Peer(opened(server))
     assert peer.wait(peer.send(6, peer.places(1))).status == 200
     peer.close()

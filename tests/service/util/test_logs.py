@@ -130,7 +130,7 @@ for number in range(3):
     with ours:
         with theirs:
             subprocess.run(
-                [sys.executable, "-u", "-c", program], stderr=theirs.fileno(), check=True, timeout=60
+                [sys.executable, "-u", "-c", program], stderr=theirs.fileno(), check=True, timeout=300
             )
         written = list(iter(lambda: ours.recv(65536).decode(), ""))
     assert [text.rpartition(": ")[2] for text in written] == [f"line {number}\n" for number in range(3)]
