@@ -10,6 +10,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from benchmarks.engines.engines import LOCAL
 from benchmarks.gemm import heat_map
 from benchmarks.gemm.grouped_gemm import PEAK_TFLOPS
 from benchmarks.layer.moe_layer import STAGES
@@ -276,7 +277,7 @@ def draw_decode_beside_prefill(content: dict[str, Any]) -> Any:
 @picture
 def draw_engines(content: dict[str, Any]) -> Any:
     """A panel for each case: a decode step over vLLM's alone by sequences, a line for each prompt."""
-    rows = [row for row in content["rows"] if row["way"] != "alone"]
+    rows = [row for row in content["rows"] if row["way"] not in LOCAL]
     cases = list(dict.fromkeys((row["shape"], row["layers"], row["way"]) for row in rows))
     prompts = sorted({row["prompt"] for row in rows})
     figure, panels = plt.subplots(

@@ -6,12 +6,13 @@ the MoE layers on the last GPU. A process of each way starts, and they take turn
 by batch, each idle while another measures. Each row is written at once, beside those that the file has: an
 interrupted run keeps what it has, and another one may go on.
 
-way     alone: vLLM's own experts; else the plugin's transport (device: in full CUDA graphs; channel, http)
+way     alone: vLLM's own experts; pieces: these in PIECEWISE CUDA graphs, between which vLLM launches
+        attention; else the plugin's transport (device: in full CUDA graphs; channel, http: in pieces, too)
 decode  ms of a step, which is the time per output token (TPOT): the time of a batch with `--tokens` tokens
         after the first less that of the first, each the least of three, by their number; the median of
         turns; ratio: to `alone` in the same run
 ttft    ms until all prompts of the batch have their first token, likewise
-tokens  tokens/s of decode; per_gpu: divided by the GPUs of the way (alone 1, else 2)
+tokens  tokens/s of decode; per_gpu: divided by the GPUs of the way (alone and pieces 1, else 2)
 busy    share of the time in which each GPU ran a kernel, by NVML, which counts one that waits; in the
         second half of decode in a batch with four times as many tokens
 
@@ -33,6 +34,7 @@ from benchmarks.lib.processes import Program, free_port, running
 from benchmarks.lib.run import Result, Row, earlier, new_parser
 
 KEYS = "shape", "layers", "way", "prompt", "batch"
+LOCAL = "alone", "pieces"  # ways without a server
 _MAX_LENGTH = 4096  # of a sequence; vLLM wants a cache for one
 _BLOCK = 128  # tokens, at most, that a cache has room for at once
 _WATCHED = 4  # times as many tokens, during which GPUs are watched
@@ -201,7 +203,7 @@ def rows_of(point: Row, turns: dict[str, list[Row]]) -> Iterator[Row]:
             **point, "way": way,
             "decode_ms": decode, "decode_ratio": decode / median("alone", "decode_ms"),
             "ttft_ms": ttft, "ttft_ratio": ttft / median("alone", "ttft_ms"),
-            "tokens_per_s": rate, "per_gpu": rate / (1 if way == "alone" else 2),
+            "tokens_per_s": rate, "per_gpu": rate / (1 if way in LOCAL else 2),
             "busy": turns[way][-1]["busy"],
         }  # fmt: skip
 
@@ -241,7 +243,7 @@ def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vllm", required=True, metavar="PYTHON", help="that has vLLM and expertd-vllm")
     text = f"{' or '.join(SHAPES)}, each with a number of MoE layers; the most important one first"
     parser.add_argument("--cases", default="qwen3-30b:8,deepseek-v3:4,qwen3-30b:48", help=text)
-    parser.add_argument("--ways", default="device", help="beside alone: device, channel, http")
+    parser.add_argument("--ways", default="device", help="beside alone: device, channel, http, pieces")
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--prompts", default="32,2048", help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of the answers, after the first")

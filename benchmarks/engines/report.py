@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.engines.engines import LOCAL
 from benchmarks.lib.markdown import Columns, Row, Section, by, lines, machine, paragraph, read
 
 RESULT = "engines-2xh200.json"
@@ -36,16 +37,17 @@ def engines(results: Path) -> str:
     text = (
         f"{what['gpus']} {what['gpu']}; {versions}. Medians of {what['turns']} turns, {what['tokens']} "
         "tokens after the first. Times are in ms, those of vLLM alone in brackets; tokens/s are for each "
-        "GPU, of which vLLM alone has one; *idle* is the share of decode in which the attention GPU, and "
-        "that of experts, ran no kernel."
+        "GPU, of which vLLM alone has one, in pieces, too; *idle* is the share of decode in which the "
+        "attention GPU, and that of experts, ran no kernel."
     )
     alone = {_point(row): row for row in content["rows"] if row["way"] == "alone"}
-    rows = [row | {"alone": alone[_point(row)]} for row in _remote(content["rows"])]
+    others = [row for row in content["rows"] if row["way"] != "alone"]
+    rows = [row | {"alone": alone[_point(row)]} for row in others]
     return f"{paragraph(text)}\n\n{PICTURE}\n\n{lines(rows, _COLUMNS)}"
 
 
 def _remote(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["way"] != "alone"]
+    return [row for row in rows if row["way"] not in LOCAL]
 
 
 def _point(row: Row) -> tuple[object, ...]:

@@ -96,11 +96,11 @@ def options_of(made: dict[str, Any]) -> dict[str, Any]:
         compilation["cudagraph_capture_sizes"] = made["graphs"]
     else:
         options["enforce_eager"] = True
-    if made["way"] != "alone":
+    if made["way"] not in ("alone", "pieces"):
         settings = {"url": made["url"], "name": "bench", "transport": made["way"], "check_weights": "off"}
         options |= {"load_format": "expertd_dummy", "additional_config": {"expertd": settings}}
-        if made["way"] != "device":
-            compilation["cudagraph_mode"] = "PIECEWISE"
+    if made["way"] not in ("alone", "device"):
+        compilation["cudagraph_mode"] = "PIECEWISE"
     return options | {"compilation_config": compilation}
 
 

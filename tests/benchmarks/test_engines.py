@@ -34,13 +34,15 @@ def test_rows_are_medians_of_turns() -> None:
     turns = {
         "alone": [turn(2.0, 8.0), turn(4.0, 10.0), turn(2.5, 9.0)],
         "device": [turn(5.0, 27.0), turn(4.0, 9.0), turn(9.0, 18.0)],
+        "pieces": [turn(5.0, 9.0)],
     }
     point = {"shape": "tiny", "layers": 2, "prompt": 32, "batch": 4}
-    alone, device = rows_of(point, turns)
+    alone, device, pieces = rows_of(point, turns)
     assert (alone["decode_ratio"], alone["ttft_ratio"]) == (1, 1)
     assert (device["decode_ms"], device["decode_ratio"]) == (5.0, 2.0)
     assert (device["ttft_ms"], device["ttft_ratio"]) == (18.0, 2.0)
     assert (alone["per_gpu"], device["per_gpu"]) == (4 / 2.5e-3, 4 / 5e-3 / 2)
+    assert pieces["per_gpu"] == 4 / 5e-3
 
 
 def test_a_case_has_a_shape_and_layers() -> None:
@@ -64,6 +66,7 @@ def rows(shape: str, layers: int) -> Iterator[dict[str, object]]:
         for batch, ratio in ((1, 1.05), (64, 1.5)):
             turns = {
                 "alone": [{"decode_ms": 2.0, "ttft_ms": 30.0, "busy": [0.75, 0.0]}],
+                "pieces": [{"decode_ms": 4.0, "ttft_ms": 30.0, "busy": [0.75, 0.0]}],
                 "device": [{"decode_ms": 2.0 * ratio, "ttft_ms": 33.0, "busy": [0.75, 0.5]}],
             }
             yield from rows_of({"shape": shape, "layers": layers, "prompt": prompt, "batch": batch}, turns)
@@ -85,7 +88,8 @@ def test_the_readme_begins_with_engines_once_they_are_measured(tmp_path: Path) -
     assert "1.05 and 1.50 times as long for 1 and 64 sequences with 8 MoE layers of Qwen3-30B-A3B's" in text
     assert "1.05 and 1.50 times as long for 1 and 64 sequences with 4 MoE layers of DeepSeek-V3's" in text
     assert text.endswith("Prompts have 32 tokens, and weights are random.")
-    *_, last = SECTIONS["engines"](tmp_path).splitlines()
+    *_, pieces, last = SECTIONS["engines"](tmp_path).splitlines()
+    assert pieces.startswith("| DeepSeek-V3 | 4 | pieces | 2048 | 64 | 4.00 (2.00) | 2.00 |")
     cells = "DeepSeek-V3 | 4 | device | 2048 | 64 | 3.00 (2.00) | 1.50 | 33.0 (30.0) | 1.10"
     assert last == f"| {cells} | 10667 (32000) | 25% and 50% |"
     draw_engines(file, tmp_path / "engines.svg")

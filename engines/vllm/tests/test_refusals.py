@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
@@ -50,6 +51,13 @@ def test_graphs_are_split_at_calls(prepared: Any) -> None:
     prepared.compilation_config.splitting_ops = []  # nothing is split, as with --enforce-eager
     prepare(prepared, None)
     assert prepared.compilation_config.splitting_ops == []
+
+
+def test_the_system_is_asked_for_amx(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
+    prepare(prepared, None)
+    assert asked
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import urllib.request
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from tests.generating import ENVIRONMENT
 from tests.running import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,7 +59,7 @@ def start(command: str, health: str, log: Path) -> "subprocess.Popen[bytes]":
     with log.open("ab") as output:
         process = subprocess.Popen(
             ["bash", "-e", "-c", command],
-            stdout=output, stderr=output, cwd=ROOT, env=ENVIRONMENT | os.environ, start_new_session=True,
+            stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
     until = time.monotonic() + SECONDS
     while time.monotonic() < until and process.poll() is None:

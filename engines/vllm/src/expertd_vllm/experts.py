@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
 
@@ -44,6 +45,10 @@ _WAIT = Histogram(
 def prepare(config: Any, model_config: Any) -> None:
     """Have the model that is made next without routed experts. Raises ValueError for what cannot work."""
     check_config(config)
+    if current_platform.is_cpu():
+        # vLLM's attention uses AMX, but only oneDNN asks the system for it, which ends the process otherwise.
+        # No step calls oneDNN if all matrices have at most 1 MiB and the prompts at most four tokens.
+        torch.cpu._init_amx()
     get_model_architecture(model_config)  # imports the model's module, and so its kind of RoutedExperts
     for kind in _with_subclasses(RoutedExperts):
         if kind.__name__ not in op_registry_oot:
