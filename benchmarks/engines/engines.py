@@ -151,10 +151,10 @@ def measure(shape: str, layers: int, options: argparse.Namespace, folder: str) -
         json.dumps({name: value for name, value in config.items() if value is not None})
     )
     points = points_of(SHAPES[shape], layers, options)
-    most = max(SHAPES[shape].cache_bytes(layers, _cached(*point, options.tokens)) for point in points)
+    cache_bytes = max(SHAPES[shape].cache_bytes(layers, _cached(*point, options.tokens)) for point in points)
     with _server(SHAPES[shape], layers, options, folder) as url, ExitStack() as stack:
         made = {
-            "model": str(model), "url": url, "max_model_len": _MAX_LENGTH, "cache_bytes": most,
+            "model": str(model), "url": url, "max_model_len": _MAX_LENGTH, "cache_bytes": cache_bytes,
             "max_num_seqs": max(batch for _, batch in points), "graphs": _graphs(points),
         }  # fmt: skip
         programs = {way: stack.enter_context(_program(options.vllm, made | {"way": way})) for way in ways}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 
-Done = Callable[[Output | Exception], object]
+Done = Callable[[OutputMemory | Exception], object]
 """Called once for each request, with its output or the error that it fails with."""
 
 
@@ -151,7 +151,7 @@ class Submission:
         self.is_long = False
         self.begun = 0
         self.running = 0
-        self.outputs: dict[int, Output] | None = None
+        self.outputs: dict[int, OutputMemory] | None = None
         self.error: Exception | None = None
 
     def accept(self, now: float, lane: int = 0) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from expertd_client.address import parse_address
 from expertd_client.calls import LayerCall
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 from expertd_client.channel.transport import ChannelTransport
 from expertd_client.deadline import Deadline
 from expertd_client.errors import InvalidRequestError, TransportUnavailableError
@@ -56,7 +56,7 @@ class Server:
         """See `Asker.request`."""
         return self._http.request(method, path, deadline, body)
 
-    def channel_opened(self, opened: Any, link: Link) -> None:
+    def channel_opened(self, opened: Any, link: ChannelClient) -> None:
         """See `Asker.channel_opened`."""
         self._http.channel_opened(opened, link)
 

@@ -39,8 +39,8 @@ class Instructions:
     @property
     def heights(self) -> Sequence[int]:
         """Rows multiplied at once: as many as there are registers for, then fewer, for the rest."""
-        most = (self.registers - 4) // self.vectors
-        return [most, *(height for height in (8, 4, 2, 1) if height < most)]
+        tallest = (self.registers - 4) // self.vectors
+        return [tallest, *(height for height in (8, 4, 2, 1) if height < tallest)]
 
 
 def instructions_of(features: Any) -> Instructions:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from expertd.service.engine.worker import Worker
+from expertd.service.engine.worker import WorkerThread
 from tests.service.engine.test_wakeup import Bell
 
 SPIN_SECONDS = 0.3
@@ -71,8 +71,8 @@ class FakeLane:
 
 
 @contextmanager
-def working(first: FakeLane, second: FakeLane) -> Iterator[Worker]:
-    worker, bell = Worker(first, "both", True, SPIN_SECONDS), Bell()
+def working(first: FakeLane, second: FakeLane) -> Iterator[WorkerThread]:
+    worker, bell = WorkerThread(first, "both", True, SPIN_SECONDS), Bell()
     worker.wakeup.add(bell)
     worker.take(second)
     worker.thread.start()
