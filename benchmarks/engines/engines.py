@@ -60,7 +60,7 @@ class Shape(NamedTuple):
     cached: int
 
     def config_of(self, moe_layers: int) -> dict[str, Any]:
-        """That of the checkpoint."""
+        """The config.json of the checkpoint."""
         return _COMMON | self.config | {"num_hidden_layers": self.dense + moe_layers}
 
     def served(self, moe_layers: int) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
         return [{"name": f"bench.layers.{number}", **self.experts} for number in numbers]
 
     def cache_bytes(self, moe_layers: int, tokens: int) -> int:
-        """Of this many tokens, in all layers."""
+        """Bytes of the KV cache for this many tokens, in all layers."""
         return 2 * self.cached * (self.dense + moe_layers) * tokens
 
 

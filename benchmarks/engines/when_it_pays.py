@@ -49,7 +49,7 @@ class Model(NamedTuple):
 
     @property
     def expert_bytes(self) -> int:
-        """Of all layers, on each GPU that has experts."""
+        """Bytes of weights in all layers, on each GPU that has experts."""
         return self.layers * EXPERTS * 3 * self.hidden * self.intermediate
 
     def room(self, taken: int) -> int:
@@ -101,7 +101,7 @@ def measured(results: Path) -> Measured:
 
 
 def attention_seconds(model: Model, sequences: float, known: Measured) -> float:
-    """Of a layer's attention for one token of each sequence."""
+    """Seconds of a layer's attention for one token of each sequence."""
     return (model.attention + sequences * CONTEXT * model.cached) / known.memory
 
 

@@ -63,7 +63,7 @@ class WaitingCalls(Generic[T]):
         return self._num_requests
 
     def kind(self, model: str, num_tokens: int, priority: int) -> QueueKey:
-        """That of a request."""
+        """The kind of a request."""
         return QueueKey(priority, model, num_tokens > self._short_tokens)
 
     def check_capacity(self, model: str, num_tokens: int, caller: int) -> None:

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(about, indent=2, default=asdict))
     else:
         if arguments.changed:
-            wrong = ", ".join(result.name for result in results if not result.ok)
+            wrong = ", ".join(dict.fromkeys(result.name for result in results if not result.ok))
             print(f"the server would {f'not start: {wrong}' if wrong else 'start'}\n")
         _print_tables(rows, results)
         if not (would_start or arguments.changed):

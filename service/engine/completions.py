@@ -153,7 +153,7 @@ class Completions:
 
     @property
     def num_reports(self) -> int:
-        """That wait."""
+        """The number of queued reports."""
         return len(self._reports)
 
     def flush(self) -> None:

@@ -311,7 +311,7 @@ class StepLane:
 
     @property
     def num_reports(self) -> int:
-        """That wait to be called."""
+        """The number of queued reports."""
         return self.completions.num_reports
 
     def report_one(self) -> bool:
@@ -391,5 +391,5 @@ class StepLane:
 
 
 def _name(lane: int) -> str:
-    """Of a worker thread."""
+    """The name of a lane's worker thread."""
     return f"expertd-worker-{lane}" if lane else "expertd-worker"

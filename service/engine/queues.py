@@ -6,8 +6,8 @@ more urgent request waits for the steps that run.
 
 A request of more than `prefill_chunk_tokens` is long. While long and other requests compete, long ones are
 computed in chunks, in turns with steps of the others, or together with them: then a chunk may be a whole
-request, and one is long that does not fit beside the largest. They compete from when one of both arrives
-beside the other until some seconds after it last happened.
+request, and one is long that does not fit beside the largest. They compete while both kinds are present,
+and for some seconds after.
 """
 
 import math

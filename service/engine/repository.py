@@ -76,7 +76,7 @@ class Repository:
         return self._reader is not None and self._reader.is_alive()
 
     def state(self, name: str) -> ModelState:
-        """Of a configured model."""
+        """The state of a configured model."""
         return self._states[name]
 
     def serves(self, name: str) -> bool:

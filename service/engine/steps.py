@@ -169,7 +169,7 @@ class Submission:
         return done
 
     def times(self, now: float) -> StepTimes:
-        """Those of a request that is answered `now`."""
+        """The times of a request that is answered `now`."""
         began, took = self.began, self.compute_seconds
         # In several steps, it waited between them.
         ended = now if began is None or self.is_long or not took else min(now, began + took)
@@ -209,4 +209,4 @@ def caller_number(name: str) -> int:
 
 
 def _ignore(answer: object) -> None:
-    """Of a request that is answered."""
+    """Do nothing: the request was answered before."""

@@ -29,10 +29,6 @@ class Feed:
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     def open(self, model: str) -> "Viewer":
         """A viewer of the server, and of `model`'s experts. Raises OipError (503) if there are too many."""
         if self._is_closed:

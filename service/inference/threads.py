@@ -1,4 +1,4 @@
-"""Where the work of infer requests is done: large JSON has one thread, in which nobody else gets to run."""
+"""Where the work of infer requests is done: large JSON is parsed on one thread, serialized."""
 
 import asyncio
 import time

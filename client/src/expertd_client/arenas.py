@@ -31,7 +31,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of an arena."""
+    """The sizes of an arena."""
 
     max_tokens: int
     place_bytes: int
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def num_bytes(self) -> int:
-        """Of all places."""
+        """The bytes of all places."""
         return self.place_bytes * self.num_places
 
 

@@ -100,7 +100,7 @@ class Directory(Generic[A]):
         return gpu
 
     def holder(self, model: str, gpu: int | None) -> Holder[A]:
-        """Of the arena for a model's calls."""
+        """The holder of the arena for a model's calls."""
         holder = self._holders.get((model, gpu))
         if holder is None:
             with self._lock:

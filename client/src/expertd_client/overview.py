@@ -54,7 +54,7 @@ class Seen:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the command's arguments."""
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help="of each server, or dns:NAME:PORT, or file:/PATH"
     )

@@ -170,7 +170,7 @@ class ServerPool:
 
     @property
     def transport(self) -> TransportName:
-        """Of the first server."""
+        """The transport of the first server."""
         return self.members[0].server.transport
 
     @property
@@ -180,7 +180,7 @@ class ServerPool:
 
     @property
     def members(self) -> list[Member]:
-        """Those of now."""
+        """The members at present."""
         return list(self._members.values())
 
     def states(self) -> list[ServerState]:
@@ -380,7 +380,7 @@ class ServerPool:
     def _by_one(
         self, call: LayerCall, experts: frozenset[int] | None, members: Sequence[Member], deadline: Deadline
     ) -> Steps[None]:
-        """Of members that have the same, the best that answers."""
+        """Have the best of the members that have the same experts answer, and others if it does not."""
         size = call.shape[0].bit_length()
         self._repeats = min(_FIRST_REPEATS, self._repeats + _REPEATS)
         left, failed = list(members), None
@@ -530,7 +530,7 @@ _all_lock = threading.RLock()  # of both; for its kind, see ServerPool
 
 
 def pools() -> list[ServerPool]:
-    """Those of this process that are open."""
+    """The open pools of this process."""
     with _all_lock:
         return [pool for pool in _pools if not pool.is_closed]
 

@@ -49,7 +49,7 @@ class Server:
 
     @property
     def transport(self) -> TransportName:
-        """That infer calls take now."""
+        """The transport that infer calls take now."""
         return self._choice.current.name
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
@@ -77,7 +77,7 @@ class Server:
         yield from self._http.request("GET", f"{model_path(model)}/ready", deadline)
 
     def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
-        """Of a layer."""
+        """The metadata of a layer."""
         return read_metadata((yield from self._http.request("GET", model_path(model), deadline)))
 
     def each(self, method: str, path: str, deadline: Deadline) -> Steps[list[Any]]:

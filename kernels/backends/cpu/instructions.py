@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COLUMNS = 32
-"""Of an item, see `kernel`."""
+"""Columns of an item, see `kernel`."""
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE = 158, 0x1023, 18  # of Linux on x86-64
 
 
@@ -33,7 +33,7 @@ class Instructions:
 
     @property
     def vectors(self) -> int:
-        """Of decoded weights in a step."""
+        """Vectors of decoded weights in a step."""
         return COLUMNS // self.lanes
 
     @property

@@ -51,7 +51,7 @@ class GroupsStruct(Structure):
 
 
 class Bf16Output(Structure):
-    """Of Bf16Epilogue and SwapAbEpilogue."""
+    """The output of Bf16Epilogue and SwapAbEpilogue."""
 
     _fields_ = (("out", c_void_p),)
 
@@ -75,7 +75,7 @@ class OtherGluStruct(Structure):
 
 
 class SwigluOutput(Structure):
-    """Of GluEpilogue<Swiglu>."""
+    """The output of GluEpilogue<Swiglu>."""
 
     _fields_ = (
         ("out", c_void_p),
@@ -86,7 +86,7 @@ class SwigluOutput(Structure):
 
 
 class OtherGluOutput(Structure):
-    """Of GluEpilogue<OtherGlu>."""
+    """The output of GluEpilogue<OtherGlu>."""
 
     _fields_ = (
         ("out", c_void_p),

@@ -161,7 +161,7 @@ def _key(variant: TritonVariant, target: Target) -> str:
 
 
 def _version() -> str:
-    """Of Triton's package, which an image keeps the metadata of."""
+    """The version of Triton's package, whose metadata an image keeps."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError as error:
@@ -170,7 +170,7 @@ def _version() -> str:
 
 @functools.cache
 def _device_text() -> str:
-    """Of all kernels, as they call each other's functions."""
+    """The text of all kernels, as they call each other's functions."""
     return "\0".join(path.read_text() for path in sorted(_DEVICE.glob("*.py")))
 
 

@@ -13,7 +13,6 @@ from expertd.service.http import connection
 from expertd.service.http.framing import ChunkedBody
 from expertd.service.http.paced_transport import YIELD_BYTES, PacedTransport
 from expertd.service.http.request_head import HeadReader, RequestHead
-from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
 from tests.service.apps import (
     HIDDEN,
@@ -25,7 +24,7 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
-from tests.service.certificates import TLS, client_context
+from tests.service.certificates import TLS, client_context, load_tls
 from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, Answer, answers, connect, head, infer, read_to_end
 from tests.service.waiting import until

@@ -47,7 +47,7 @@ class ChannelOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the models."""
+        """The models' names."""
         return (self.models,) if isinstance(self.models, str) else tuple(self.models)
 
     def check(self) -> None:
@@ -181,7 +181,7 @@ def _warn_of_shared_gpu(layer: ModelMetadata, gpu: str) -> None:
 
 
 def _uuid(index: int) -> str:
-    """Of a GPU, as the driver's tools know it."""
+    """The UUID of a GPU, as the driver's tools know it."""
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

@@ -124,7 +124,7 @@ _MAX_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Of the arrays of every slot."""
+    """The shapes of the arrays of every slot."""
 
     max_tokens: int
     hidden_size: int
