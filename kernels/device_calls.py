@@ -22,7 +22,7 @@ _OF_STEP_BYTES = 32  # which kernels write, before the answers
 _STEP_BYTES = _STEP.size + _OF_STEP_BYTES + MAX_SLOTS * 16
 _COUNTS = 4
 MAX_TOKENS = 512
-"""Of a step."""
+"""Tokens of a step, at most."""
 FOREVER, STOPPED, NO_CALLS = range(3)
 """Until when a graph answers calls: values of `CallTable.until`."""
 
@@ -119,7 +119,7 @@ class CallTable:
         return CallCounts(calls, tokens, steps, nanoseconds * 1e-9)
 
     def num_calls(self, index: int) -> int:
-        """That were taken from a slot; on any thread."""
+        """The calls that were taken from a slot; on any thread."""
         return int(self.taken[index])
 
     def has_fault(self, index: int) -> bool:

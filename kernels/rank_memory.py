@@ -37,7 +37,7 @@ class RankTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Of all ranks."""
+        """The tokens of all ranks."""
         return sum(self.counts)
 
     def first(self, rank: int) -> int:

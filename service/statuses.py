@@ -40,7 +40,7 @@ STATUSES: dict[Reason, int] = {
     "unknown_model": 404,
     "unsupported_encoding": 415,
 }
-"""Of infer requests."""
+"""Statuses of infer requests."""
 
 CONNECTION_REASONS: dict[int, ConnectionReason] = {
     400: "bad_input",
@@ -51,7 +51,7 @@ CONNECTION_REASONS: dict[int, ConnectionReason] = {
     503: "too_many_connections",
     505: "wrong_version",
 }
-"""Of input that is refused before it is a request."""
+"""Reasons of statuses for input that is refused before it is a request."""
 _STATUSES: dict[str, int] = {reason: status for status, reason in CONNECTION_REASONS.items()}
 _STATUSES.update(STATUSES.items())
 

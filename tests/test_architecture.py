@@ -187,6 +187,18 @@ def test_imports_have_no_cycles() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """Not in the client and the plugins either: whoever reads a name should not ask whose it is."""
+    others = ("client/src", "engines/vllm/src", "engines/sglang/src")
+    paths = (*FILES.values(), *(path for folder in others for path in (ROOT / folder).rglob("*.py")))
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
 def test_modules_that_run_before_torch_do_not_import_it() -> None:
     code = f"import sys\nfor name in {TORCH_FREE}: __import__(name); assert 'torch' not in sys.modules, name"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -15,11 +15,10 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from expertd.kernels.backends import architectures
-from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.parts import TlsSettings
 from tests.paths import ROOT
-from tests.service.certificates import TLS
+from tests.service.certificates import TLS, load_tls
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 Instruction = tuple[str, str]

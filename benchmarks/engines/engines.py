@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     cached: int
 
     def config_of(self, moe_layers: int) -> dict[str, Any]:
-        """That of the checkpoint."""
+        """The config.json of the checkpoint."""
         return _COMMON | self.config | {"num_hidden_layers": self.dense + moe_layers}
 
     def served(self, moe_layers: int) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ class Shape(NamedTuple):
         return [{"name": f"bench.layers.{number}", **self.experts} for number in numbers]
 
     def cache_bytes(self, moe_layers: int, tokens: int) -> int:
-        """Of this many tokens, in all layers."""
+        """Bytes of the KV cache for this many tokens, in all layers."""
         return 2 * self.cached * (self.dense + moe_layers) * tokens
 
 
@@ -153,10 +153,10 @@ def measure(shape: str, layers: int, options: argparse.Namespace, folder: str) -
         json.dumps({name: value for name, value in config.items() if value is not None})
     )
     points = points_of(SHAPES[shape], layers, options)
-    most = max(SHAPES[shape].cache_bytes(layers, _cached(*point, options.tokens)) for point in points)
+    cache_bytes = max(SHAPES[shape].cache_bytes(layers, _cached(*point, options.tokens)) for point in points)
     with _server(SHAPES[shape], layers, options, folder) as url, ExitStack() as stack:
         made = {
-            "model": str(model), "url": url, "max_model_len": _MAX_LENGTH, "cache_bytes": most,
+            "model": str(model), "url": url, "max_model_len": _MAX_LENGTH, "cache_bytes": cache_bytes,
             "max_num_seqs": max(batch for _, batch in points), "graphs": _graphs(points),
         }  # fmt: skip
         programs = {way: stack.enter_context(_program(options.vllm, made | {"way": way})) for way in ways}

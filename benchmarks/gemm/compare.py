@@ -62,8 +62,8 @@ def slower_rows(
 
 def describe(found: Sequence[tuple[Row, Row]], compared: int, missing: int, file: Path) -> str:
     """The comparison as text."""
-    beside = f"; {missing} shapes are not in it" if missing else ""
-    about = f"{compared} shapes compared with {file}{beside}. Slower by more than {100 * NOISE:.0f}%:"
+    rest = f"; {missing} shapes are not in it" if missing else ""
+    about = f"{compared} shapes compared with {file}{rest}. Slower by more than {100 * NOISE:.0f}%:"
     return "\n".join([about, *(f"  {_line(*pair)}" for pair in found)] if found else [f"{about} none"])
 
 

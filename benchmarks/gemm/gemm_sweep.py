@@ -22,7 +22,7 @@ from benchmarks.gemm.shapes import Shape
 from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.markdown import by, mean, span, table
 from benchmarks.lib.run import Result, earlier, line_of, new_parser
-from benchmarks.lib.timing import best_of_turns, copy_bandwidth, expect_gpu, header
+from benchmarks.lib.timing import best_of_rounds, copy_bandwidth, expect_gpu, header
 from expertd import kernels
 from expertd.layout import Layout
 
@@ -103,7 +103,7 @@ def measure(shapes: Sequence[Shape], pool: Pool) -> list[Row]:
         call()
         rows.append(_row(shape) | {"diff": difference(ours, result())})
         calls += [(problem.run, KERNEL), (call, deep_gemm_peer.KERNEL)]
-    times = best_of_turns(calls)
+    times = best_of_rounds(calls)
     for row, us, theirs in zip(rows, times[::2], times[1::2], strict=True):
         row |= {"us": us, "deep_gemm_us": theirs, "speed": theirs / us}
     return rows

@@ -51,7 +51,7 @@ def power(results: Path) -> str:
         if all("deep_gemm" in each for each in found):
             pairs = [[each[of]["pj_per_flop"] for of in _OF] for each in found]
             figures += [each[of] for each in found for of in _OF]
-            cells.append((row["shape"], *(text for pair in pairs for text in _beside(*pair))))
+            cells.append((row["shape"], *(text for pair in pairs for text in _cells_of(*pair))))
     if not cells:
         return ""
     columns = [f"{what}, {name}" for name in ("loop", "single launches") for what in _POWER]
@@ -93,7 +93,7 @@ def layouts(results: Path) -> str:
     )
 
 
-def _beside(ours: float, theirs: float) -> tuple[str, str, str]:
+def _cells_of(ours: float, theirs: float) -> tuple[str, str, str]:
     return f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs:.3f}"
 
 

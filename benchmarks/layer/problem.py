@@ -53,7 +53,7 @@ MODELS = (
     Layer("qwen3-next", 2048, 512, 512, 10),
     Layer("glm-5/ep8", 6144, 2048, 32, 8),
 )
-"""Of further models, measured with --models."""
+"""Layers of further models, measured with --models."""
 
 
 @dataclass(frozen=True)

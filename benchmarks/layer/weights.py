@@ -143,7 +143,7 @@ def measure(ways: dict[str, Way], file: Path, rounds: int, warm: bool) -> dict[s
 
 
 def working(ways: dict[str, Way]) -> dict[str, Way]:
-    """Those that the file system does not refuse; each has run once."""
+    """The ways that the file system does not refuse; each has run once."""
     found = {}
     for name, way in ways.items():
         try:

@@ -31,7 +31,7 @@ def profiled(call: Callable[[], object], repeats: int) -> list[Launch]:
     return _profiled_in_order([call] * repeats)
 
 
-def best_of_turns(
+def best_of_rounds(
     calls: Sequence[tuple[Callable[[], object], str]], repeats: int = 7, turns: int = 2
 ) -> list[float]:
     """Time in us of each call's kernel, whose name contains the given word: the best turn's median.
@@ -42,13 +42,13 @@ def best_of_turns(
     for call, _ in calls:
         call()
     order = [call for _ in range(turns) for call, _ in calls for _ in range(repeats)]
-    return medians_of_turns(_profiled_in_order(order), [word for _, word in calls], repeats, turns)
+    return medians_of_rounds(_profiled_in_order(order), [word for _, word in calls], repeats, turns)
 
 
-def medians_of_turns(
+def medians_of_rounds(
     launches: Sequence[Launch], words: Sequence[str], repeats: int, turns: int
 ) -> list[float]:
-    """The least of each call's `turns` medians in us, from launches in the order of `best_of_turns`.
+    """The least of each call's `turns` medians in us, from launches in the order of `best_of_rounds`.
 
     words  a word of each call's kernel; launches of other kernels are left out
     Raises RuntimeError if the launches are others than the calls'.

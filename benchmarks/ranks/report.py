@@ -103,19 +103,19 @@ def parallel_routing(results: Path) -> str:
 
 
 def parallel_growth(results: Path) -> str:
-    """The layer's time on the most GPUs over that on one, in a sentence."""
+    """The layer's time on the max_gpus GPUs over that on one, in a sentence."""
     contents = _contents(results)
-    most = max(contents, default=0)
-    rows: list[Row] = contents[most].get("growth", []) if contents else []
+    max_gpus = max(contents, default=0)
+    rows: list[Row] = contents[max_gpus].get("growth", []) if contents else []
     ratios = [
-        times[most] / times[1]
+        times[max_gpus] / times[1]
         for of in by(rows, "layer", "tokens").values()
-        if {1, most} <= (times := {row["gpus"]: row["layer_us"] for row in of}).keys()
+        if {1, max_gpus} <= (times := {row["gpus"]: row["layer_us"] for row in of}).keys()
     ]
     return (
         ""
         if not ratios
-        else paragraph(f"On {most} GPUs a layer takes {span(ratios)} times as long as on one.")
+        else paragraph(f"On {max_gpus} GPUs a layer takes {span(ratios)} times as long as on one.")
     )
 
 

@@ -20,10 +20,10 @@ from starlette.routing import Route
 
 from expertd.layout import Layout
 from expertd.service.engine.layers import Cancelled
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.http.server import serve
 from expertd.service.memory import Buffer, Span, host_view
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 from expertd.service.settings.model import Settings
 
 COLUMNS = 256
@@ -86,10 +86,10 @@ class Function:
         return Done(StepResult(outputs, Layout.CONTIGUOUS, tokens, lambda: np.array([tokens, 0]), seconds))
 
 
-def _multiplied_together(requests: Sequence[LayerRequest]) -> list[Output]:
+def _multiplied_together(requests: Sequence[LayerRequest]) -> list[OutputMemory]:
     x = np.frombuffer(b"".join([host_view(request.hidden_states) for request in requests]), np.float32)
     y = torch.mm(torch.from_numpy(x.reshape(-1, COLUMNS)), W).numpy().data.cast("B")
-    outputs: list[Output] = []
+    outputs: list[OutputMemory] = []
     begin = 0
     for request in requests:
         end = begin + request.num_tokens * 4 * COLUMNS
@@ -98,7 +98,7 @@ def _multiplied_together(requests: Sequence[LayerRequest]) -> list[Output]:
     return outputs
 
 
-def _computed(request: LayerRequest) -> Output:
+def _computed(request: LayerRequest) -> OutputMemory:
     if request.datatype == "BF16":
         return host_view(request.hidden_states)
     x = torch.from_numpy(_rows(request.hidden_states))
@@ -112,8 +112,8 @@ def _rows(memory: Buffer | Span) -> NDArray[np.float32]:
     return np.frombuffer(host_view(memory), np.float32).reshape(-1, COLUMNS)
 
 
-def _load(settings: Settings, _: Cancelled) -> Loaded:
-    return Loaded("reference", "cpu", {"moe": Function()}, None, lambda: None, lambda _: None)
+def _load(settings: Settings, _: Cancelled) -> LoadedLayers:
+    return LoadedLayers("reference", "cpu", {"moe": Function()}, None, lambda: None, lambda _: None)
 
 
 def main() -> int:

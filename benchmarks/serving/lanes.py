@@ -149,13 +149,13 @@ class Callers(NamedTuple):
         """Requests of prefill in flight."""
         return CONNECTIONS if self.http else SLOTS
 
-    def lead_of(self, beside: bool) -> float:
+    def lead_of(self, prefills: bool) -> float:
         """Seconds for which the callers have been busy before what is measured."""
-        if beside and self.lead is not None:
+        if prefills and self.lead is not None:
             return self.lead
-        return POWER_SECONDS if beside and self.device is not None else LEAD_SECONDS
+        return POWER_SECONDS if prefills and self.device is not None else LEAD_SECONDS
 
-    def measure(self, url: str, layer: Layer, decode: int, beside: bool) -> tuple[list[float], float]:
+    def measure(self, url: str, layer: Layer, decode: int, prefills: bool) -> tuple[list[float], float]:
         """A decode step's seconds, each, and the prefill's tokens per second. decode 0: prefill alone."""
         common: dict[str, Any] = {"way": "http" if self.http else "channel", "url": url, "models": [MODEL]}
         common |= {"hidden_size": layer.hidden, "device": self.device}
@@ -165,13 +165,13 @@ class Callers(NamedTuple):
             self.decode: {"tokens": decode, "pause": PAUSE_SECONDS},
             self.prefill: {"tokens": layer.prefill, at_once: self.slots},
         }
-        busy = [caller for caller, is_busy in zip(loads, (decode, beside), strict=True) if is_busy]
-        given, lead = [common | loads[caller] for caller in busy], self.lead_of(beside)
+        busy = [caller for caller, is_busy in zip(loads, (decode, prefills), strict=True) if is_busy]
+        given, lead = [common | loads[caller] for caller in busy], self.lead_of(prefills)
         start = 1e9 * start_callers(busy, given, self.seconds, lead)
         end = start + 1e9 * self.seconds
         found = [[stamp for stamp in caller.read()["stamps"] if start <= stamp[1] <= end] for caller in busy]
         steps = [(answered - sent) / 1e9 for sent, answered in found[0] if start <= sent] if decode else []
-        return sorted(steps), len(found[-1]) * layer.prefill / self.seconds if beside else 0.0
+        return sorted(steps), len(found[-1]) * layer.prefill / self.seconds if prefills else 0.0
 
 
 def split_sms(url: str, split: int) -> None:

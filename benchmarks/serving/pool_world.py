@@ -216,7 +216,7 @@ class Listed:
         return list(self._by_url)
 
 
-class Link:
+class SimulatedLink:
     """A caller's connections to one server: what a pool takes for a `Server`."""
 
     is_local = True
@@ -249,7 +249,7 @@ class CallersPool(ServerPool):
 
     def __init__(self, caller: "Caller", events: Events, listed: Listed) -> None:
         def link(url: str) -> Any:
-            return Link(url, listed)
+            return SimulatedLink(url, listed)
 
         self.listed, self._caller = listed, caller
         super().__init__(listed, link, FAILOVER_SECONDS, MAX_RETRIES, lambda: events.now)

@@ -170,12 +170,12 @@ def open_loop_machine(results: Path) -> str:
     what, rows = content["about"], content["rows"]
     shares = zip(what["tokens"], what["shares"], strict=True)
     sizes = ", ".join(f"{share:.0%} of {size}" for size, share in shares)
-    best, most = max(row["goodput"] for row in rows), rows[-1]
+    best, overload = max(row["goodput"] for row in rows), rows[-1]
     return paragraph(
         f"{cpus.described(what)}; {what['seconds']:g} s each; {sizes} tokens; deadline "
         f"{what['deadline_ms']:g} ms. Capacity, by a closed loop: {content['capacity']:.0f} requests/s. At "
-        f"{most['load']:g} times it, goodput is {most['goodput'] / best:.2f} of the best, and {most['late']} "
-        f"of the {most['sent']} requests are late."
+        f"{overload['load']:g} times it, goodput is {overload['goodput'] / best:.2f} of the best, and "
+        f"{overload['late']} of the {overload['sent']} requests are late."
     )
 
 

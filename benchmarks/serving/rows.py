@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def model_names(layers: int) -> list[str]:
-    """Of a server's layers."""
+    """The models of a server with so many layers."""
     return [MODEL, *(f"{MODEL}-{number}" for number in range(2, layers + 1))]
 
 
@@ -95,7 +95,7 @@ def measure(case: Case, url: str) -> Row:
 
 
 def latencies_of(case: Case, url: str) -> list[float]:
-    """Of all callers of a row, sorted."""
+    """Latencies in seconds of all callers of a row, sorted."""
     # Callers share few processes: more threads of one would wait for each other.
     processes = min(case.callers, CALLER_PROCESSES)
     given = {"way": WAYS[case.way], "url": url, "models": model_names(case.layers), "hidden_size": HIDDEN}

@@ -25,7 +25,7 @@ from expertd.service.engine.local_models import capture_graphs
 from expertd.service.engine.steps import Submission
 from expertd.service.memory import Buffer, Span
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.staging import Staging
@@ -88,7 +88,7 @@ async def stream(executor: Executor, requests: Sequence[LayerRequest], count: in
     loop = asyncio.get_running_loop()
     done, left, started = loop.create_future(), count, min(depth, count)
 
-    def answered(output: Output | Exception) -> None:
+    def answered(output: OutputMemory | Exception) -> None:
         nonlocal left, started
         if isinstance(output, Exception):
             done.set_exception(output)

@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 
 def model_names(layers: int) -> list[str]:
-    """Of the server's layers."""
+    """The models of the server's layers."""
     return [f"qwen3.layers.{number}" for number in range(layers)]
 
 
@@ -168,7 +168,7 @@ class ChannelCaller(Caller):
         return {"exchange": exchange, "queue": queue, "compute": compute, "other": exchange - queue - compute}
 
     def pair_us(self) -> float:
-        """Of the stream, for a write and a wait that is over at once."""
+        """Microseconds of the stream for a write and a wait that is over at once."""
         enqueuer = self.channel._enqueuer
         stream, address = enqueuer._stream, next(iter(enqueuer._addresses.values())) + 208
         begin = recorded()
@@ -246,7 +246,7 @@ def keep_busy(cycles: int) -> None:
 
 
 def cycles_per_us() -> float:
-    """Of `keep_busy`."""
+    """The cycles in which `keep_busy` keeps the GPU busy for a microsecond."""
     for _ in range(2):
         begin = recorded()
         keep_busy(BUSY_CYCLES)

@@ -2,10 +2,10 @@
 
 import threading
 
-from expertd_client.arenas import Arena, Holder, Lease, Need, Opening, Sizes
+from expertd_client.arenas import ArenaOpening, CallArena, Holder, Lease, Need, Sizes
 
 
-class Memory(Arena):
+class Memory(CallArena):
     """Remembers who uses which place."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -44,7 +44,7 @@ def never() -> None:
 def leased(holder: Holder[Memory], need: Need) -> Lease[Memory]:
     """A place, opening an arena if the holder asks for one."""
     found = holder.take(need, never)
-    if isinstance(found, Opening):
+    if isinstance(found, ArenaOpening):
         holder.opened(Memory(found.sizes[0]))
         found = holder.take(need, never)
     assert isinstance(found, Lease)

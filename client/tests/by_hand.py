@@ -19,7 +19,7 @@ from expertd_client.channel.layout import (
     TIMES_OFFSET,
     WORD_BYTES,
 )
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 from expertd_client.channel.opening import Opened
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
@@ -46,7 +46,7 @@ class ChannelByHand:
         self._connection, connection = socket.socketpair()
         self._is_open = True
         claimed = Claimed("1", num_slots, control, None, os.dup(self._bell), answers, connection)
-        self.link = Link(claimed, spin_seconds=0)
+        self.link = ChannelClient(claimed, spin_seconds=0)
         sizes = Sizes(max_tokens, aligned(self.shapes.layout.num_bytes, 4096), num_slots)
         data = np.zeros(sizes.num_bytes, np.uint8)
         self.device = torch.from_numpy(data) if on_device else None

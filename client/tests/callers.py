@@ -19,7 +19,7 @@ from expertd_client import (
     Slot,
     Ticket,
 )
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 
 
 class Caller:
@@ -135,7 +135,7 @@ class AsyncChannelCaller:
         return self._channel.models
 
     @property
-    def _link(self) -> Link:
+    def _link(self) -> ChannelClient:
         return self._channel._link
 
     def submit(self, slot: Slot, num_tokens: int, **options: Any) -> Ticket:

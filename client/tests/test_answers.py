@@ -18,7 +18,7 @@ from expertd_client.address import parse_address
 from expertd_client.deadline import Deadline
 from expertd_client.http.attempts import Attempts
 from expertd_client.http.connection import Connection
-from expertd_client.http.head import Head, parse_head
+from expertd_client.http.head import AnswerHead, parse_head
 from expertd_client.http.waits import Connect as ConnectWait
 from expertd_client.steps import Sleep, Steps
 from tests.callers import Connect
@@ -124,7 +124,7 @@ def test_the_priority_is_sent_if_there_is_one(connect: Connect) -> None:
 def busy_call(retry_after: float, seconds: float) -> Steps[object]:
     """A call whose answer is that the server is busy."""
 
-    def read(connection: Connection, head: Head) -> Steps[object]:
+    def read(connection: Connection, head: AnswerHead) -> Steps[object]:
         raise ServerBusyError("full", 503, retry_after)
         yield  # a generator all the same
 
@@ -184,7 +184,7 @@ def test_retry_after_is_a_number_or_a_date(connect: Connect, header: str, second
 
 def test_heads() -> None:
     head = parse_head(b"HTTP/1.1 200 OK\r\ncontent-LENGTH:7\r\nINFERENCE-header-content-length: 5 \r\nX-Y: z")
-    assert head == Head(200, content_length=7, json_length=5)
+    assert head == AnswerHead(200, content_length=7, json_length=5)
     assert parse_head(b"HTTP/1.0 200\r\nContent-Length: 0").closes
     assert parse_head(b"HTTP/1.1 503 \r\nContent-Length: 0\r\nConnection: Close").closes
     assert parse_head(b"HTTP/1.1 100 Continue").content_length == -1

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from expertd_client.arenas import Holder, Later, Need, Opening
+from expertd_client.arenas import ArenaOpening, Holder, Later, Need
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     DeadlineError,
@@ -47,14 +47,14 @@ def test_a_busy_server_is_asked_again_sooner(
     error: ExpertError, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder: Holder[Memory] = Holder(4)
-    assert isinstance(holder.take(SMALL, never), Opening)
+    assert isinstance(holder.take(SMALL, never), ArenaOpening)
     holder.failed(SMALL, error)
     now = time.monotonic()
     monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + 0.9 * seconds)
     with pytest.raises(NotThisCallError):
         holder.take(SMALL, never)
     monkeypatch.setattr("expertd_client.arenas.time.monotonic", lambda: now + seconds)
-    assert isinstance(holder.take(SMALL, never), Opening)
+    assert isinstance(holder.take(SMALL, never), ArenaOpening)
 
 
 def test_places_are_never_shared_by_threads() -> None:
@@ -62,7 +62,7 @@ def test_places_are_never_shared_by_threads() -> None:
     holder: Holder[Memory] = Holder(5)
     made: list[Memory] = []
 
-    def open_arena(opening: Opening) -> Steps[Memory]:
+    def open_arena(opening: ArenaOpening) -> Steps[Memory]:
         made.append((yield Work(lambda: Memory(opening.sizes[0]))))
         holder.opened(made[-1])
         return made[-1]
@@ -121,11 +121,11 @@ def test_an_arena_that_is_lost_while_more_places_are_refused_is_replaced(error: 
     for _ in range(3):
         holder.enter()
     wanted = holder.take(SMALL, never)
-    assert isinstance(wanted, Opening)
+    assert isinstance(wanted, ArenaOpening)
     assert not wanted.is_needed
     leases[0].arena.is_alive = False
     assert isinstance(holder.take(SMALL, lambda: None), Later)
     holder.failed(SMALL, error)
     wanted = holder.take(SMALL, never)
-    assert isinstance(wanted, Opening)
+    assert isinstance(wanted, ArenaOpening)
     assert wanted.is_needed

@@ -16,7 +16,7 @@ import pytest
 from expertd_client import ServerUnreachableError, __version__
 from expertd_client.__main__ import main
 from expertd_client.bench.arguments import add_arguments
-from expertd_client.bench.case import BenchError, Case, Result, Sample, Target, summarize
+from expertd_client.bench.case import BenchError, BenchTarget, Case, Result, Sample, summarize
 from expertd_client.bench.load import Load
 from expertd_client.bench.processes import Processes
 from expertd_client.bench.report import num_cpus, row, write_json
@@ -187,7 +187,7 @@ def test_what_cannot_be_measured(capsys: Captured, tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_is_reported() -> None:
-    target = Target("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
+    target = BenchTarget("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
     with Processes(target, 1) as made:
         made._processes[0].kill()
         with pytest.raises(BenchError, match="expected it to go on, got its end"):
@@ -266,7 +266,7 @@ def test_a_file_is_not_made_before_there_is_something_to_write(capsys: Captured,
 
 
 def test_no_part_of_a_file_is_left(tmp_path: Path) -> None:
-    target = Target("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
+    target = BenchTarget("http://127.0.0.1:1", "http", "m", 3, "FP32", 1.0)
     (tmp_path / "link.json").symlink_to("/dev/full")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for name, reason in (("new.json", "File too large"), ("link.json", "No space left on device")):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from expertd_client import arenas
-from expertd_client.arenas import Holder, Lease, Opening, Sizes
+from expertd_client.arenas import ArenaOpening, Holder, Lease, Sizes
 from expertd_client.calls import layer_call
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
-from expertd_client.directory import Directory, RefusedError, Wanted, largest
+from expertd_client.directory import ArenaRefusedError, Directory, Wanted, largest
 from expertd_client.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -40,7 +40,7 @@ def test_a_gpu_that_is_refused_is_not_asked_again(caplog: pytest.LogCaptureFixtu
     object.__setattr__(call.inputs[0], "value", OnGpu())
     assert directory.gpu_for(call) == 3
     for _ in range(2):
-        wanted = Wanted("m", SMALL, Opening((Sizes(1, 4096, 1),)), 3, Deadline(1))
+        wanted = Wanted("m", SMALL, ArenaOpening((Sizes(1, 4096, 1),)), 3, Deadline(1))
         assert run(directory.open(wanted)) is None
     assert directory.gpu_for(call) is None
     text = "memory of GPU 3: cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2; taking host memory"
@@ -62,7 +62,7 @@ class Limited:
     def _one(self, sizes: Sizes) -> Steps[Memory]:
         self.asked.append(sizes)
         if sizes.max_tokens > self.max_tokens or sizes.num_places > self.max_places:
-            raise RefusedError(InvalidRequestError("byte_size: expected less", 400))
+            raise ArenaRefusedError(InvalidRequestError("byte_size: expected less", 400))
         self.made.append(Memory(sizes))
         return self.made[-1]
         yield
@@ -106,7 +106,7 @@ def test_more_places_are_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "error",
     [
-        RefusedError(InvalidRequestError("byte_size: expected less in all regions, got more", 400)),
+        ArenaRefusedError(InvalidRequestError("byte_size: expected less in all regions, got more", 400)),
         DeviceMemoryError("cuMemAlloc_v2: expected CUDA_SUCCESS, got status 2"),
         DeadlineError("late"),
         TransportUnavailableError("an answer without a channel"),
@@ -153,7 +153,7 @@ def test_a_call_that_asks_for_more_places_has_its_own_deadline() -> None:
     holder = directory.holder("m", None)
     for number in range(2):
         wanted = holder.take(SMALL, never)
-        if isinstance(wanted, Opening):
+        if isinstance(wanted, ArenaOpening):
             run(directory.open(Wanted("m", SMALL, wanted, None, Deadline(30))))
             wanted = holder.take(SMALL, never)
         assert isinstance(wanted, Lease), number

@@ -15,8 +15,8 @@ from expertd_client import ModelMetadata, weights_id
 from expertd_client.engine import (
     EXPERTS,
     ChannelCall,
+    PluginSettings,
     RemoteLayer,
-    Settings,
     check_weights,
     make_settings,
     tensors_of_others,
@@ -37,7 +37,7 @@ METADATA: dict[str, Any] = {"hidden_size": 128, "num_experts": 8, "top_k": 2, "s
     ],
 )
 def test_layers_are_named_as_the_server_names_them(model: str, name: str) -> None:
-    assert make_settings({"url": "http://a"}, model) == Settings("http://a", name)
+    assert make_settings({"url": "http://a"}, model) == PluginSettings("http://a", name)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_layer_of_another_model_is_refused(changed: dict[str, Any], text: str)
 
 
 def layer_of(metadata: dict[str, Any], **settings: Any) -> RemoteLayer:
-    server: Any = SimpleNamespace(settings=Settings("http://a", **settings))
+    server: Any = SimpleNamespace(settings=PluginSettings("http://a", **settings))
     return RemoteLayer(server, "layer", 3, ModelMetadata(name="layer", datatype="BF16", **metadata))
 
 

@@ -24,7 +24,7 @@ from expertd_client import (
 from expertd_client import pool as pool_module
 from expertd_client.calls import layer_call
 from expertd_client.deadline import Deadline
-from expertd_client.engine import RemoteServer, Settings
+from expertd_client.engine import PluginSettings, RemoteServer
 from expertd_client.metrics import PoolCollector, write_files
 from expertd_client.outcomes import OUTCOMES
 from expertd_client.pool import ServerPool, failures, pools
@@ -275,6 +275,6 @@ def test_an_engine_without_prometheus_client_has_no_metrics(
     file.write_text(A)
     monkeypatch.delitem(sys.modules, "expertd_client.metrics")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    client = RemoteServer(Settings(f"file:{file}")).client
+    client = RemoteServer(PluginSettings(f"file:{file}")).client
     assert [server.url for server in client.servers()] == [A]
     client.close()

@@ -24,7 +24,7 @@ from expertd_client import (
     TransportUnavailableError,
     UnknownModelError,
 )
-from expertd_client.engine import RemoteLayer, RemoteServer, Settings
+from expertd_client.engine import PluginSettings, RemoteLayer, RemoteServer
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer, running_server
 from tests.waiting import wait_for
@@ -184,7 +184,7 @@ def test_an_engine_takes_nixl_for_a_server_elsewhere(
     got = []
     for server in (nixl_server, own_server):
         elsewhere = f"http://127.1:{server.url.rpartition(':')[2]}"  # as far as the address says
-        remote = RemoteServer(Settings(elsewhere, max_tokens=16))
+        remote = RemoteServer(PluginSettings(elsewhere, max_tokens=16))
         layer = RemoteLayer(remote, MODEL, 0, remote.client.metadata(MODEL))
         remote._layers[MODEL] = layer
         for _ in range(2):

@@ -23,7 +23,7 @@ from expertd_client import (
     ServerUnreachableError,
     UnknownModelError,
 )
-from expertd_client.engine import RemoteServer, Settings
+from expertd_client.engine import PluginSettings, RemoteServer
 from tests.expertd import HIDDEN, LAYER, MODEL, NUM_EXPERTS, TOP_K, RunningServer, channels_in, running_server
 from tests.rounding import assert_rounded
 from tests.waiting import wait_for
@@ -305,7 +305,7 @@ def test_an_engine_calls_a_pool(
     with servers(tmp_path, layer, layer) as found:
         file = tmp_path / "servers"
         file.write_text("\n".join(server.url for server in found))
-        remote = RemoteServer(Settings(f"file:{file}", "m", transport=transport)).layer(0)
+        remote = RemoteServer(PluginSettings(f"file:{file}", "m", transport=transport)).layer(0)
         x, ids, weights = (torch.from_numpy(value) for value in (X, IDS, WEIGHTS))
         out = torch.empty(X.shape)
         for each in found:

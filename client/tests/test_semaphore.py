@@ -8,7 +8,7 @@ import pytest
 
 from expertd_client import DeadlineError
 from expertd_client.deadline import Deadline
-from expertd_client.semaphore import Semaphore, Signal, Until
+from expertd_client.semaphore import Semaphore, Until, Waker
 from expertd_client.steps import Steps, Work, run, run_async
 from tests.programs import run as run_program
 
@@ -78,7 +78,7 @@ def test_a_call_that_gives_up_holds_nothing(in_loop: bool) -> None:
 
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_a_signal_that_was_set_before(in_loop: bool) -> None:
-    signal = Signal()
+    signal = Waker()
     signal.set()
     wait = Until(signal, Deadline(1))
     assert asyncio.run(wait.in_loop()) if in_loop else wait.in_thread()

@@ -12,7 +12,7 @@ from expertd_client.calls import layer_call
 from expertd_client.channel import base
 from expertd_client.channel.arena import ChannelArena
 from expertd_client.channel.transport import _exchange
-from expertd_client.channel.waiting import Answer
+from expertd_client.channel.waiting import AnswerWait
 from expertd_client.deadline import Deadline
 from expertd_client.steps import Sleep
 from tests.by_hand import HIDDEN, ChannelByHand
@@ -56,7 +56,7 @@ def test_a_call_takes_the_slot_of_one_whose_caller_has_gone(by_hand: ChannelByHa
     steps = _exchange(CALL, Deadline(1), lease_of(holder), [])
     assert isinstance(next(steps), Sleep), "the slot of the first request, which has no answer"
     by_hand.answer(1)
-    assert isinstance(next(steps), Answer)
+    assert isinstance(next(steps), AnswerWait)
     assert by_hand.sent(3)
 
 

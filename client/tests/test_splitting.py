@@ -11,7 +11,7 @@ import torch
 
 from expertd_client import InvalidRequestError
 from expertd_client.calls import LayerCall, layer_call
-from expertd_client.splitting import Owner, _cover, _encoded, split
+from expertd_client.splitting import ExpertOwner, _cover, _encoded, split
 from expertd_client.steps import Steps, run
 
 X = np.random.default_rng(3).standard_normal((2, 4), dtype=np.float32)
@@ -51,7 +51,7 @@ def test_the_sum_of_parts(dtype: str) -> None:
     weights = rng.random((7, 2), dtype=np.float32)
     asked: list[int] = []
 
-    def owner(held: frozenset[int]) -> Owner:
+    def owner(held: frozenset[int]) -> ExpertOwner:
         def answer(part: LayerCall) -> Steps[None]:
             yield from ()
             given = [np.asarray(tensor.value) for tensor in part.inputs]
@@ -60,7 +60,7 @@ def test_the_sum_of_parts(dtype: str) -> None:
             out = experts_of(given[0], given[1], given[2], held)
             part.output.store(np.ascontiguousarray(out.astype(np.float32)).view(np.uint8).reshape(-1))
 
-        return Owner(held, False, answer)
+        return ExpertOwner(held, False, answer)
 
     exact = experts_of(x.astype(np.float64), ids, weights, frozenset(range(8)))
     if dtype == "torch":
@@ -91,7 +91,7 @@ def test_no_token_is_left_out(ids: Any) -> None:
         asked.append(part.shape[0])
         raise InvalidRequestError("topk_ids: wrong", 400)
 
-    owners = [Owner(frozenset(held), False, refuse) for held in ({0, 1}, {2, 3})]
+    owners = [ExpertOwner(frozenset(held), False, refuse) for held in ({0, 1}, {2, 3})]
     given = np.array(ids, np.int64)
     with pytest.raises(InvalidRequestError):
         run(split(layer_call("m", X, given, np.ones(given.shape, np.float32)), owners))
@@ -107,7 +107,7 @@ def test_the_sum_of_parts_is_in_float32_whatever_torch_has_as_default() -> None:
     try:
         ids = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
         call = layer_call("m", torch.from_numpy(X), ids, torch.ones(2, 2, dtype=torch.float32))
-        run(split(call, [Owner(frozenset(held), False, answer) for held in ({0, 2}, {1})]))
+        run(split(call, [ExpertOwner(frozenset(held), False, answer) for held in ({0, 2}, {1})]))
     finally:
         torch.set_default_dtype(torch.float32)
     assert call.output.result().tolist() == [[2 + 2.0**-19] * 4, [1 + 2.0**-20] * 4]

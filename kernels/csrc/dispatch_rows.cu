@@ -45,9 +45,9 @@ struct Dispatch {
     const Problem& problem;
     int column;
     u64 until;
-    u32 (*to_send)[kScales];  // [2]: of tokens in turn
+    u32 (*to_send)[kScales];  // [2]: of every second token
     int* taken;               // [1]: the token that thread 0 has taken
-    int turn = 0;
+    int parity = 0;
 
     __device__ __forceinline__ int tokens(u32 rank) const { return firsts[rank + 1] - firsts[rank]; }
     __device__ __forceinline__ bool has_columns() const { return column < problem.k; }
@@ -75,7 +75,7 @@ struct Dispatch {
         return own;
     }
 
-    // Thread 0's token. Called by all threads; between two calls all of them meet.
+    // Thread 0's token. Called by all threads; between two calls all of them synchronize.
     __device__ __forceinline__ int of_thread_0(int token) const {
         if (threadIdx.x == 0) *taken = token;
         __syncthreads();
@@ -84,8 +84,8 @@ struct Dispatch {
 
     // Sends an own token to the other ranks. Called by all threads: a warp sends all scales, in one packet.
     __device__ __forceinline__ void send(int token, const Own& own) {
-        turn ^= 1;
-        if (threadIdx.x % 8 == 0) to_send[turn][threadIdx.x / 8] = __float_as_uint(own.row.scale);
+        parity ^= 1;
+        if (threadIdx.x % 8 == 0) to_send[parity][threadIdx.x / 8] = __float_as_uint(own.row.scale);
         __syncthreads();
         if (token >= tokens(ranks.rank)) return;
         u32 wanted = 0;  // a bit per rank that holds an expert of the token
@@ -100,7 +100,7 @@ struct Dispatch {
         const i64 among_all = static_cast<i64>(firsts[ranks.rank]) + token;
         const int block = static_cast<int>(threadIdx.x), first_column = column - block * quantize::kEach;
         const bool has_scale = block < kScales && first_column + block * floats::kScaleBlock < problem.k;
-        const u32 of_block = has_scale ? to_send[turn][block] : 0;
+        const u32 of_block = has_scale ? to_send[parity][block] : 0;
         u32 to = ranks.rank;
 #pragma unroll 1
         for (u32 i = 1; i < ranks.num_ranks; ++i) {  // not all ranks to the same one at once

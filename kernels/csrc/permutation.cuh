@@ -76,7 +76,7 @@ __device__ __forceinline__ int add_up_warps(int* counters, int num_groups, int g
 struct Sum {
     int below, all;  // of lower threads, of all
 
-    // Called by all threads of the CTA; between two calls all of them meet.
+    // Called by all threads of the CTA; between two calls all of them synchronize.
     static __device__ __forceinline__ Sum of(int value) {
         __shared__ int sums[kWarps];
         const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);

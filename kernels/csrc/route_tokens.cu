@@ -76,14 +76,14 @@ __device__ __forceinline__ void add_up(float* scores, const float* logits, int p
 // Replaces logits by their softmax.
 __device__ __forceinline__ void softmax(float* scores, float (&per_warp)[2][kWarps], int count) {
     const int warp = threadIdx.x / 32;
-    float most = __int_as_float(0xff800000), sum = 0.0f;  // minus infinity
+    float largest = __int_as_float(0xff800000), sum = 0.0f;  // minus infinity
 #pragma unroll 1
-    for (int e = threadIdx.x; e < count; e += kThreads) most = ptx::max_or_nan(most, scores[e]);
-    per_warp[0][warp] = warp_max(most);
+    for (int e = threadIdx.x; e < count; e += kThreads) largest = ptx::max_or_nan(largest, scores[e]);
+    per_warp[0][warp] = warp_max(largest);
     __syncthreads();
-    for (int w = 0; w < kWarps; ++w) most = ptx::max_or_nan(most, per_warp[0][w]);
+    for (int w = 0; w < kWarps; ++w) largest = ptx::max_or_nan(largest, per_warp[0][w]);
 #pragma unroll 1
-    for (int e = threadIdx.x; e < count; e += kThreads) sum += scores[e] = expf(scores[e] - most);
+    for (int e = threadIdx.x; e < count; e += kThreads) sum += scores[e] = expf(scores[e] - largest);
     per_warp[1][warp] = warp_sum(sum);
     __syncthreads();
     sum = 0.0f;
@@ -141,8 +141,8 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
     search();
 #pragma unroll 1
     for (int slot = 0; slot < top_k; ++slot) {
-        const u32 most = __reduce_max_sync(0xffffffff, largest);
-        const int expert = __reduce_min_sync(0xffffffff, largest == most ? place : count - 1);
+        const u32 chosen = __reduce_max_sync(0xffffffff, largest);
+        const int expert = __reduce_min_sync(0xffffffff, largest == chosen ? place : count - 1);
         if (lane == slot) chosen = expert;
         if (lane == expert % 32) {
             keys[expert] = 0;

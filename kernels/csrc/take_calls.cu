@@ -26,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(kMaxCalls)
     const u32 thread = threadIdx.x, lane = thread % 32;
     CallSlot slot = slots[thread];
     const u32 own_size = lane < num_sizes ? sizes[lane] : 0;
-    const u32 most = __shfl_sync(0xffffffff, own_size, num_sizes - 1);
-    const u32 first = step->first_slot, turn = (thread - first) % kMaxCalls;
+    const u32 max_tokens = __shfl_sync(0xffffffff, own_size, num_sizes - 1);
+    const u32 first = step->first_slot, order = (thread - first) % kMaxCalls;
     const u64* const header = reinterpret_cast<const u64*>(slot.header);
     const u32* const until_word = reinterpret_cast<const u32*>(step->until_word);
     u32 until = step->until;  // as of the last step, if there was one since the loop began
@@ -74,18 +74,18 @@ extern "C" __global__ void __launch_bounds__(kMaxCalls)
         }
         if (thread == 0) best = kNone;
         __syncthreads();
-        if (is_call) atomicMin(&best, turn);
+        if (is_call) atomicMin(&best, order);
         __syncthreads();
         if (best != kNone) break;
     }
 
     // Of that layer, as many in turn as the largest graph has room for: count and tokens, summed up to each.
-    if (is_call && turn == best) chosen_layer = layer;
+    if (is_call && order == best) chosen_layer = layer;
     if (thread == 0) total = 0;
     sums[thread] = 0;
     __syncthreads();
     const bool fits_layer = is_call && layer.number == chosen_layer.number;
-    if (fits_layer) sums[turn] = 1 << 20 | num_tokens;
+    if (fits_layer) sums[order] = 1 << 20 | num_tokens;
     __syncthreads();
     u32 sum = static_cast<u32>(ptx::warp_prefix_sum(static_cast<int>(sums[thread])));
     if (lane == 31) warp_sums[thread / 32] = sum;
@@ -93,9 +93,9 @@ extern "C" __global__ void __launch_bounds__(kMaxCalls)
     for (u32 warp = 0; warp < thread / 32; ++warp) sum += warp_sums[warp];
     sums[thread] = sum;
     __syncthreads();
-    sum = sums[turn];
+    sum = sums[order];
     const u32 end_token = sum & 0xfffff, place = (sum >> 20) - 1;
-    const bool is_taken = fits_layer && end_token <= most;
+    const bool is_taken = fits_layer && end_token <= max_tokens;
     if (is_taken) {
         atomicMax(&total, sum);
         ends[place] = end_token;

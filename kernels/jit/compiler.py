@@ -162,15 +162,15 @@ def _refusal(source: Source, reason: str) -> str:
 
 
 def _usage(source: Source, log: str) -> ResourceUsage:
-    def most(pattern: str) -> int:
+    def largest(pattern: str) -> int:
         numbers = [int(number) for number in re.findall(pattern, log)]
         if not numbers:
             raise CompileError(f"{source.name}: expected ptxas to report /{pattern}/, got:\n{log}")
         return max(numbers)  # a function that was not inlined has its own line
 
     return ResourceUsage(
-        registers=most(r"Used (\d+) registers"),
-        stack_bytes=most(r"(\d+) bytes stack frame"),
-        spill_store_bytes=most(r"(\d+) bytes spill stores"),
-        spill_load_bytes=most(r"(\d+) bytes spill loads"),
+        registers=largest(r"Used (\d+) registers"),
+        stack_bytes=largest(r"(\d+) bytes stack frame"),
+        spill_store_bytes=largest(r"(\d+) bytes spill stores"),
+        spill_load_bytes=largest(r"(\d+) bytes spill loads"),
     )

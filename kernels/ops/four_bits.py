@@ -51,7 +51,7 @@ SCALE_DTYPES = {
     WeightFormat.INT4: (torch.bfloat16, torch.float16, torch.float32),
     WeightFormat.NVFP4: (torch.float8_e4m3fn,),
 }
-"""Of scales, in each format."""
+"""The dtypes of scales, in each format."""
 
 
 def format_of(weights: Weights) -> WeightFormat:

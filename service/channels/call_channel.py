@@ -140,7 +140,7 @@ class CallChannel:
         self._slots = self._calls.connect(self.models, slots)
 
     def take_descriptors(self) -> list[int]:
-        """That of the memory for calls."""
+        """A new descriptor of the memory for calls."""
         return [self._memory.descriptor()]
 
     async def release(self) -> None:

@@ -12,7 +12,7 @@ from expertd.service.moe.request import LayerRequest
 CELL_BYTES = 128 * 1024  # for the small tensors of one request
 
 
-class Cells:
+class RequestBuffers:
     """The beginning of `region`, with a cell for each request; spans of the rest are used where they are.
 
     free  the cells that no request has

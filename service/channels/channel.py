@@ -25,14 +25,20 @@ from expertd.service.channels.layout import (
     SEQUENCE_BYTES,
     TIMES_OFFSET,
 )
-from expertd.service.channels.open_channel import Answered, BrokenError, ClosedError, OpenChannel, Slot
-from expertd.service.channels.requests import InvalidRequestError
+from expertd.service.channels.open_channel import (
+    Answered,
+    ChannelProtocolError,
+    ClosedError,
+    OpenChannel,
+    SlotState,
+)
+from expertd.service.channels.requests import ChannelRequestError
 from expertd.service.engine.errors import EngineError
-from expertd.service.engine.metrics.requests import Stages
+from expertd.service.engine.metrics.requests import StageSeconds
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.steps import Submission
 from expertd.service.memory.fence import fence
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, OutputMemory
 from expertd.service.statuses import STATUSES, status_of
 
 logger = logging.getLogger(__name__)
@@ -40,7 +46,7 @@ logger = logging.getLogger(__name__)
 _CANCELS = CANCELS_OFFSET // SEQUENCE_BYTES
 
 
-class Channel(OpenChannel):
+class ServerChannel(OpenChannel):
     """A source of requests. `poll` is safe from any thread, the other methods are for the event loop."""
 
     def poll(self) -> None:
@@ -61,7 +67,7 @@ class Channel(OpenChannel):
                     if not self._look_again:  # else one may be for a request that is not taken yet
                         self._cancels = cancels
                 why = ""
-            except BrokenError as error:
+            except ChannelProtocolError as error:
                 why = str(error)
             except Exception:
                 logger.exception("channel %s of %s failed", self.id, self.served)
@@ -98,12 +104,14 @@ class Channel(OpenChannel):
         if sequence != expected:
             if sequence == slot.sequence:
                 return False
-            raise BrokenError(f"sequence of slot {index}: expected {expected}, got {sequence}")
+            raise ChannelProtocolError(f"sequence of slot {index}: expected {expected}, got {sequence}")
         if slot.taken:
             if self._words[slot.word] == slot.sequence:  # the device has answered
                 self._look_again = True
                 return False
-            raise BrokenError(f"slot {index}: expected request {expected} after answer {slot.sequence}")
+            raise ChannelProtocolError(
+                f"slot {index}: expected request {expected} after answer {slot.sequence}"
+            )
         fence()
         start = slot.start + SEQUENCE_BYTES
         data = bytes(self._view[start : start + REQUEST.size])
@@ -113,13 +121,13 @@ class Channel(OpenChannel):
         self._in_flight += 1
         try:
             self._submit(slot, data)
-        except InvalidRequestError as error:
+        except ChannelRequestError as error:
             self._answer(slot, 400, error.reason, str(error))
         except EngineError as error:
             self._fail(slot, error)
         return True
 
-    def _submit(self, slot: Slot, data: bytes) -> None:
+    def _submit(self, slot: SlotState, data: bytes) -> None:
         slot.line = None  # in case of an error
         line = slot.line = self._reader.line(data)
         slot.data = data
@@ -158,7 +166,7 @@ class Channel(OpenChannel):
                 self._alarm = slot.deadline
                 self._owner.expire_at(self, slot.deadline)
 
-    def _expire(self, slot: Slot, submission: Submission, error: EngineError) -> None:
+    def _expire(self, slot: SlotState, submission: Submission, error: EngineError) -> None:
         """See `OpenChannel._expire`. HTTP processes know it by themselves."""
         if not self.counted:
             return
@@ -178,7 +186,7 @@ class Channel(OpenChannel):
             answer = Answered(submission.model, slot.sequence, *what, seconds, stages, tokens)
         self._owner.answered(self, answer)
 
-    def _done(self, slot: Slot, output: Output | Exception) -> None:
+    def _done(self, slot: SlotState, output: OutputMemory | Exception) -> None:
         with self._lock:
             if slot.recurs and slot.submission is not None:
                 self._keep(slot.data, slot.submission.request)
@@ -204,18 +212,20 @@ class Channel(OpenChannel):
             del self._former[next(iter(self._former))]
         self._former[data] = request
 
-    def _fail(self, slot: Slot, error: Exception) -> None:
+    def _fail(self, slot: SlotState, error: Exception) -> None:
         if isinstance(error, EngineError):
             self._answer(slot, status_of(error), error.reason, str(error), error.retry_after * 1000)
         else:
             self._answer(slot, STATUSES["client_gone"], "client_gone", str(error))
 
-    def _counts(self, slot: Slot) -> bool:
+    def _counts(self, slot: SlotState) -> bool:
         """Whether an answer is to be counted: that of an expired request was, when its timeout passed."""
         expired, slot.expired = slot.expired, False
         return self.counted and not expired
 
-    def _note(self, slot: Slot, sequence: int, submission: Submission, counted: bool, rings: bool) -> None:
+    def _note(
+        self, slot: SlotState, sequence: int, submission: Submission, counted: bool, rings: bool
+    ) -> None:
         """Complete the answer to a request that the device has answered; its slot may be in use again."""
         with self._lock:
             seconds, stages = self._announce(slot, sequence, submission, rings)
@@ -225,7 +235,7 @@ class Channel(OpenChannel):
             self._owner.answered(self, answer)
 
     def _answer(
-        self, slot: Slot, status: int, reason: Reason | None, text: str, retry_after_ms: int = 0
+        self, slot: SlotState, status: int, reason: Reason | None, text: str, retry_after_ms: int = 0
     ) -> None:
         """Write the answer and wake the caller. The caller of this holds the lock."""
         submission, slot.submission = slot.submission, None
@@ -252,8 +262,8 @@ class Channel(OpenChannel):
             self._owner.answered(self, answer)
 
     def _announce(
-        self, slot: Slot, sequence: int, submission: Submission | None, rings: bool
-    ) -> tuple[float, Stages]:
+        self, slot: SlotState, sequence: int, submission: Submission | None, rings: bool
+    ) -> tuple[float, StageSeconds]:
         """Write the times of an answer, and ring; seconds since the request was read, and their stages."""
         queue = seconds = compute = 0.0
         if submission is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from expertd.device_calls import MAX_SLOTS
 from expertd.service.channels.call_channel import CallChannel, CallGeometry
-from expertd.service.channels.channel import Channel
+from expertd.service.channels.channel import ServerChannel
 from expertd.service.channels.layout import TOKEN_BYTES, Geometry
 from expertd.service.channels.open_channel import Answered, Memory, OpenChannel
 from expertd.service.channels.opening import Opening
@@ -47,7 +47,7 @@ _RETRY_SECONDS = 1  # by then, unclaimed channels give way
 class Entry:
     """An open channel: with its token until it is claimed, then with its owner's process id."""
 
-    channel: Channel | CallChannel
+    channel: ServerChannel | CallChannel
     opening: Opening
     token: bytes | None
     opened: float  # of time.monotonic
@@ -156,7 +156,9 @@ class ChannelHub:
             expected = f"a server on loopback that has a folder for their socket, or {where}"
             raise ChannelsDisabledError(f"channels: expected {expected}, got neither")
 
-    def claim(self, token: bytes, owner: int, disconnect: Callable[[], None]) -> Channel | CallChannel | None:
+    def claim(
+        self, token: bytes, owner: int, disconnect: Callable[[], None]
+    ) -> ServerChannel | CallChannel | None:
         """Give the channel of `token` to the process `owner`, once; None if there is no such channel.
 
         `disconnect` ends the owner's connection; it is called when the channel is closed.
@@ -166,7 +168,7 @@ class ChannelHub:
                 entry.token, entry.owner, entry.disconnect = None, owner, disconnect
                 assert entry.expiry is not None
                 entry.expiry.cancel()
-                if isinstance(entry.channel, Channel):
+                if isinstance(entry.channel, ServerChannel):
                     self._engine.executor.add_source(entry.channel)
                 return entry.channel
         return None
@@ -363,13 +365,13 @@ class ChannelHub:
         self.entries[channel.id] = entry
         return entry
 
-    def _channel(self, opening: Opening, memory: Memory, ours: bool) -> Channel:
+    def _channel(self, opening: Opening, memory: Memory, ours: bool) -> ServerChannel:
         models = [self._model(name, opening.kind in ("system", "nixl")) for name in opening.models]
         reader = RequestReader(memory.geometry, memory.region.span, models)
         self._opened += 1
         executor = self._engine.executor
         caller = None if ours else caller_number(opening.caller)
-        channel = Channel(self._opened, opening.models, memory, reader, executor, self, caller)
+        channel = ServerChannel(self._opened, opening.models, memory, reader, executor, self, caller)
         channel.key = opening.caller
         return channel
 
@@ -383,7 +385,7 @@ class ChannelHub:
     def _forget(self, model: str) -> None:
         """Have channels keep nothing of the graphs of a model that is unloaded."""
         for entry in list(self.entries.values()):
-            if isinstance(entry.channel, Channel) and model in entry.channel.models:
+            if isinstance(entry.channel, ServerChannel) and model in entry.channel.models:
                 entry.channel.forget_requests(model)
         if self._engine.loaded is not None and self._engine.loaded.calls is not None:
             self._engine.loaded.calls.forget(model)

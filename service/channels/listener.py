@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from expertd.service.channels.call_channel import CallChannel
-from expertd.service.channels.channel import Channel
+from expertd.service.channels.channel import ServerChannel
 from expertd.service.channels.hub import ChannelHub
 from expertd.service.channels.layout import GREETING, READY, TOKEN_BYTES
 from expertd.service.util.sentences import shown
@@ -90,7 +90,7 @@ class ChannelListener:
 
     async def _serve(self, connection: socket.socket) -> None:
         """Hand a channel over to its owner, and close it when the owner is gone."""
-        channel: Channel | CallChannel | None = None
+        channel: ServerChannel | CallChannel | None = None
         why = "its owner broke the connection"
         with connection:
             pid, uid, _ = _CREDENTIALS.unpack(
@@ -151,7 +151,7 @@ async def _descriptors(connection: socket.socket) -> list[int]:
     return socket.recv_fds(connection, 1, 2)[1]
 
 
-def hand_over(connection: socket.socket, channel: Channel | CallChannel) -> None:
+def hand_over(connection: socket.socket, channel: ServerChannel | CallChannel) -> None:
     """Send a claimed channel's descriptors to its owner. Raises OSError."""
     descriptors = channel.take_descriptors()
     try:

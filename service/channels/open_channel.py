@@ -20,7 +20,7 @@ from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.requests import Line, RequestReader
 from expertd.service.engine.errors import EngineError, QueueTimeoutError
 from expertd.service.engine.executor import Executor
-from expertd.service.engine.metrics.requests import Stages
+from expertd.service.engine.metrics.requests import StageSeconds
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.steps import Submission
 from expertd.service.moe.request import LayerRequest, Signal
@@ -41,11 +41,11 @@ class Answered(NamedTuple):
     reason: Reason | None
     text: str
     seconds: float
-    stages: Stages
+    stages: StageSeconds
     num_tokens: int | None  # None: not known, because the request is invalid
 
 
-class Owner(Protocol):
+class ChannelOwner(Protocol):
     """Where a channel reports to, from any thread."""
 
     def answered(self, channel: "OpenChannel", answer: Answered) -> None: ...
@@ -64,7 +64,7 @@ class ClosedError(Exception):
     """The channel was closed, or the request cancelled, before the request's step."""
 
 
-class BrokenError(Exception):
+class ChannelProtocolError(Exception):
     """The caller broke the protocol; the text says how."""
 
 
@@ -81,7 +81,7 @@ class Memory(NamedTuple):
         self.control.close()
 
 
-class Slot:
+class SlotState:
     """The state of one slot. `data` and `line` are its latest valid request line."""
 
     __slots__ = (
@@ -137,7 +137,7 @@ class OpenChannel:
         memory: Memory,
         reader: RequestReader,
         executor: Executor,
-        owner: Owner,
+        owner: ChannelOwner,
         caller: int | None = 0,
     ) -> None:
         self.id, self.models, self.memory = str(number), models, memory
@@ -153,7 +153,7 @@ class OpenChannel:
         header = memory.geometry.header()
         self._view[: len(header)] = header
         address = memory.control.span.address
-        self._slots = [Slot(index, address) for index in range(memory.geometry.num_slots)]
+        self._slots = [SlotState(index, address) for index in range(memory.geometry.num_slots)]
         self._former: dict[bytes, LayerRequest] = {}  # of lines that may come again, in no slot now
         self._look_again = False  # a slot was used again before the end of its step was noticed
         self._requests = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -229,7 +229,7 @@ class OpenChannel:
             self._expire(slot, submission, error)
 
     @abstractmethod
-    def _expire(self, slot: Slot, submission: Submission, error: EngineError) -> None:
+    def _expire(self, slot: SlotState, submission: Submission, error: EngineError) -> None:
         """Tell the caller that a request's timeout has passed, unless it has an answer; its step goes on."""
 
     def close(self) -> None:

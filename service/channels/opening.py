@@ -11,7 +11,7 @@ from expertd.service.channels.layout import DATATYPES, Geometry
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.open_channel import Memory
 from expertd.service.engine.errors import ChannelRefusedError
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.engine.spec import LayerSpec
 
 M = TypeVar("M", bound=DataRegion)
@@ -98,7 +98,7 @@ class Opening:
             if not 1 <= value <= limit:
                 raise ChannelRefusedError(f"{name}: expected 1 to {limit}, got {value}")
 
-    async def allocate(self, geometry: Geometry, loaded: Loaded) -> Memory:
+    async def allocate(self, geometry: Geometry, loaded: LoadedLayers) -> Memory:
         """The channel's memory, for `loaded`'s device. Raises ChannelRefusedError, OSError, RuntimeError."""
         # In threads: registering touches every page, about a second for four gigabytes.
         region: DataRegion
@@ -115,7 +115,7 @@ class Opening:
             raise
         return Memory(geometry, control, region)
 
-    async def _opened(self, memory: CudaMemory, loaded: Loaded) -> DataRegion:
+    async def _opened(self, memory: CudaMemory, loaded: LoadedLayers) -> DataRegion:
         if loaded.open_cuda is None:
             raise ChannelRefusedError(f"memory: expected system on backend {loaded.backend!r}, got cuda")
         try:

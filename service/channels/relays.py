@@ -12,7 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from expertd.service.channels.channel import Channel
+from expertd.service.channels.channel import ServerChannel
 from expertd.service.channels.hub import ChannelHub, Entry
 from expertd.service.channels.listener import hand_over, shut_down
 from expertd.service.channels.opening import NixlMemory
@@ -50,7 +50,7 @@ class Relays:
         start. The channel is closed then.
         """
         channel, memory = entry.channel, entry.opening.memory
-        assert isinstance(channel, Channel)
+        assert isinstance(channel, ServerChannel)
         assert isinstance(memory, NixlMemory)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -88,7 +88,9 @@ class Relays:
         """Wait for the processes of channels that are closed."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _own(self, channel: Channel, ours: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    async def _own(
+        self, channel: ServerChannel, ours: socket.socket, process: "subprocess.Popen[bytes]"
+    ) -> None:
         """Close a channel when its process has ended, and the other way round."""
         why = f"process {process.pid} has closed it"
         with ours:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertd.service.channels.cells import CELL_BYTES, Cells, int32_ids
+from expertd.service.channels.cells import CELL_BYTES, RequestBuffers, int32_ids
 from expertd.service.channels.layout import (
     ANSWER,
     ANSWER_OFFSET,
@@ -48,7 +48,7 @@ from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_
 from expertd.service.engine.steps import StepTimes, Submission
 from expertd.service.memory import Arena, Block, RegionUses
 from expertd.service.memory.fence import fence
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, OutputMemory
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.settings.model import Settings
 
@@ -141,7 +141,7 @@ class RemoteEngine:
         region = memoryview(mmap.mmap(data, os.fstat(data).st_size))
         for descriptor in (control, data):
             os.close(descriptor)
-        self._cells = Cells(region, num_cells)
+        self._cells = RequestBuffers(region, num_cells)
         self._kept_cells = max(1, num_cells // _KEPT_PART)
         self.arena = Arena(0, memory=region[num_cells * CELL_BYTES :], used=self._buffered)
         asyncio.get_running_loop().add_reader(self._answers, self._on_answers)
@@ -279,7 +279,7 @@ class RemoteEngine:
             fence()
             call.stages = words[first] / 1e9, words[first + 1] / 1e9
 
-    def _answer(self, slot: int, call: RemoteCall) -> Output | Exception:
+    def _answer(self, slot: int, call: RemoteCall) -> OutputMemory | Exception:
         start = HEADER_BYTES + slot * SLOT_BYTES
         status, length, retry_after_ms, reason, _, _ = ANSWER.unpack_from(
             self._control, start + ANSWER_OFFSET + SEQUENCE_BYTES

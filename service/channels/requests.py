@@ -22,7 +22,7 @@ _MAX_LINES = 256  # that are kept
 _NAMES = {code: name for name, code in DATATYPE_CODES.items()}
 
 
-class InvalidRequestError(Exception):
+class ChannelRequestError(Exception):
     """The request cannot be computed; the text is one sentence for the caller."""
 
     def __init__(self, text: str, reason: Reason = "invalid_request") -> None:
@@ -85,7 +85,7 @@ class RequestReader:
         geometry = self._geometry
         if num_tokens > geometry.max_tokens:
             text = f"num_tokens: expected at most {geometry.max_tokens}, got {num_tokens}"
-            raise InvalidRequestError(text, "too_many_tokens")
+            raise ChannelRequestError(text, "too_many_tokens")
         if code not in _NAMES:
             _refuse(f"datatype: expected 1, 2, 3 or 4, got {code}")
         if output_code not in DATATYPES:
@@ -139,7 +139,7 @@ class RequestReader:
             try:
                 line.model.validate(request)
             except ValueError as error:
-                raise InvalidRequestError(str(error)) from error
+                raise ChannelRequestError(str(error)) from error
         return request
 
     def _part(self, name: str, offset: int, num_bytes: int) -> Span:
@@ -158,4 +158,4 @@ def _overlap(one: Span, other: Span) -> bool:
 
 
 def _refuse(text: str) -> NoReturn:
-    raise InvalidRequestError(text)
+    raise ChannelRequestError(text)

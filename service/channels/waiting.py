@@ -63,7 +63,7 @@ class WaitingCalls(Generic[T]):
         return self._num_requests
 
     def kind(self, model: str, num_tokens: int, priority: int) -> QueueKey:
-        """That of a request."""
+        """The kind of a request."""
         return QueueKey(priority, model, num_tokens > self._short_tokens)
 
     def check_capacity(self, model: str, num_tokens: int, caller: int) -> None:
@@ -91,17 +91,17 @@ class WaitingCalls(Generic[T]):
 
     def take(self) -> T:
         """The next request, which is counted until it is `sent`; there must be one."""
-        return self._take(min(self._ready, key=self._turn))
+        return self._take(min(self._ready, key=self._order))
 
     def take_unlike(self) -> T | None:
         """As `take`, of those requests like which there is none in the channel; None if there are none."""
-        for kind in sorted(self._ready, key=self._turn):
+        for kind in sorted(self._ready, key=self._order):
             present = {caller for of, caller in self.in_channel if of == kind}
             if self._queues[kind].bring_forward(present):
                 return self._take(kind)
         return None
 
-    def _turn(self, kind: QueueKey) -> tuple[int, float]:
+    def _order(self, kind: QueueKey) -> tuple[int, float]:
         return kind.priority, self._used[kind]
 
     def _take(self, kind: QueueKey) -> T:

@@ -29,7 +29,7 @@ def checkpoint_id(files: TensorFiles, start: str) -> str:
 
 
 def file_id(path: Path) -> str:
-    """That of the layer in a weights file. Raises TensorFileError."""
+    """The weights_id of the layer in a weights file. Raises TensorFileError."""
     with TensorFile(path) as file:
         names = sorted(file.tensors.keys() - set(_OF_ROUTER))
         return _digest((name, file, file.tensors[name]) for name in names)

@@ -43,7 +43,7 @@ class SettingRow:
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """The result of one check; `detail` is the error, a remark, or empty.
 
     ok  None: not checked, because of what another check found
@@ -81,20 +81,20 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings, values = read_arguments(arguments)
     except SettingsError as error:
-        results = [Result("settings", False, mistake) for mistake in error.mistakes]
+        results = [CheckResult("settings", False, mistake) for mistake in error.mistakes]
     else:
         prepare_openmp(settings)
         rows = list(_rows(settings.model_dump(mode="json"), values, ()))
         if arguments.changed:
             rows = [row for row in rows if row.value != default_at(tuple(row.key.split(".")))]
-        results = [Result("settings", True, demo_remark(values)), *_checks(settings)]
+        results = [CheckResult("settings", True, demo_remark(values)), *_checks(settings)]
     would_start = all(result.ok for result in results)
     if arguments.json:
         about = {"would_start": would_start, "settings": rows, "checks": results}
         print(json.dumps(about, indent=2, default=asdict))
     else:
         if arguments.changed:
-            wrong = ", ".join(result.name for result in results if not result.ok)
+            wrong = ", ".join(dict.fromkeys(result.name for result in results if not result.ok))
             print(f"the server would {f'not start: {wrong}' if wrong else 'start'}\n")
         _print_tables(rows, results)
         if not (would_start or arguments.changed):
@@ -114,7 +114,7 @@ def _rows(value: Any, values: "Value", key: tuple[str, ...]) -> Iterator[Setting
         yield SettingRow(".".join(key), value, ", ".join(origins) or "default")
 
 
-def _checks(settings: "Settings") -> Iterator[Result]:
+def _checks(settings: "Settings") -> Iterator[CheckResult]:
     from expertd.service.checkpoints import resolve_checkpoints
 
     def checkpoints() -> str:
@@ -127,7 +127,7 @@ def _checks(settings: "Settings") -> Iterator[Result]:
     has_slots = True
     for name, check, only_on_node_0 in _CHECKS:
         if only_on_node_0 and settings.node_rank > 0:
-            yield Result(name, True, _ON_NODE_0)
+            yield CheckResult(name, True, _ON_NODE_0)
         else:
             yield (result := _result(name, partial(check, settings)))
             has_slots &= bool(result.ok) or check is not _expert_store
@@ -137,10 +137,10 @@ def _checks(settings: "Settings") -> Iterator[Result]:
         unknown = "not known without the checkpoints' layers"
         if resolved.ok:
             unknown = "not known without another weights_budget"
-        yield from (Result(name, None, unknown) for name in ("memory", "host memory"))
+        yield from (CheckResult(name, None, unknown) for name in ("memory", "host memory"))
 
 
-def _memory(settings: "Settings") -> Iterator[Result]:
+def _memory(settings: "Settings") -> Iterator[CheckResult]:
     """What each device of this node holds, and the host, and whether it fits."""
     from expertd.service.ranks.shares import shares_here, size, what_would_do
 
@@ -150,7 +150,7 @@ def _memory(settings: "Settings") -> Iterator[Result]:
         fits = available is None or share.num_bytes <= available
         left = "" if available is None else f"; {size(available)} are free"
         hint = "" if fits else what_would_do(settings, capabilities, available or 0)
-        yield Result(name, fits, share.text + left + hint)
+        yield CheckResult(name, fits, share.text + left + hint)
     yield _result("host memory", lambda: _host_memory(settings, capabilities))
 
 
@@ -166,16 +166,16 @@ def _host_memory(settings: "Settings", capabilities: Capabilities) -> str:
     return f"{memory.text}; {size(memory.free)} are free"
 
 
-def _result(name: str, check: Callable[[], str | None]) -> Result:
+def _result(name: str, check: Callable[[], str | None]) -> CheckResult:
     from expertd.service.http.listening import BindError
     from expertd.service.settings.values import SettingsError
 
     try:
-        return Result(name, True, check() or "")
+        return CheckResult(name, True, check() or "")
     except SettingsError as error:
-        return Result(name, False, "; ".join(error.mistakes))
+        return CheckResult(name, False, "; ".join(error.mistakes))
     except (BindError, ValueError, RuntimeError, OSError, MemoryError) as error:
-        return Result(name, False, str(error))
+        return CheckResult(name, False, str(error))
 
 
 def _rendezvous(settings: "Settings") -> str:
@@ -311,7 +311,7 @@ _CHECKS: list[tuple[str, "Callable[[Settings], str | None]", bool]] = [
 ]
 
 
-def _print_tables(rows: list[SettingRow], results: list[Result]) -> None:
+def _print_tables(rows: list[SettingRow], results: list[CheckResult]) -> None:
     if rows:
         _print_columns(
             [("setting", "value", "origin"), *((row.key, json.dumps(row.value), row.origin) for row in rows)]

@@ -137,7 +137,7 @@ class FairQueue(Generic[T]):
 
     @property
     def num_tokens(self) -> int:
-        """Of all requests that wait, or of which a part does."""
+        """The waiting tokens of all requests."""
         return sum(caller.num_tokens for caller in self._callers.values())
 
     def tokens_before(self, number: int) -> int:

@@ -34,7 +34,7 @@ class Calls(Protocol):
 
 
 class NoCalls:
-    """Of a device that answers none."""
+    """The calls of a device that answers none."""
 
     are_made = False
 
@@ -87,7 +87,7 @@ class CallServer(Calls, Protocol):
         """By model, also of those that were unloaded; on any thread."""
 
     def num_calls(self, index: int) -> int:
-        """That a slot's caller has made; on any thread."""
+        """The number of calls that a slot's caller has made; on any thread."""
 
     def has_fault(self, indices: Sequence[int]) -> bool:
         """Whether the caller of these slots has sent an invalid header; on any thread."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from expertd.service.engine.steps import Chunk, State, Submission
 from expertd.service.memory import Buffer, Span, host_view
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, OutputMemory
 
 _STEP = 64  # tokens: chunks other than the last one are multiples, if they are that large
 
@@ -42,7 +42,7 @@ def begin_rest(waiting: Sequence[Submission]) -> list[Chunk]:
     return chunks
 
 
-def end_chunk(chunk: Chunk, answer: Output | Exception) -> Output | Exception | None:
+def end_chunk(chunk: Chunk, answer: OutputMemory | Exception) -> OutputMemory | Exception | None:
     """What a long request is answered with, after its step; None: not yet, because it is not done.
 
     Its state is CANCELLED if the rest must not be computed. For the holder of the queues' lock.
@@ -86,6 +86,6 @@ def part_of(request: LayerRequest, start: int, num_tokens: int) -> LayerRequest:
     )
 
 
-def _joined(submission: Submission) -> Output:
+def _joined(submission: Submission) -> OutputMemory:
     assert submission.outputs is not None
     return b"".join(host_view(output) for _, output in sorted(submission.outputs.items()))

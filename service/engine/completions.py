@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from expertd.service.engine.steps import Submission
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 
-Answer = tuple[Submission, Output | Exception]
+Completion = tuple[Submission, OutputMemory | Exception]
 
 _MAX_REPORTS = 64  # of steps and answers, that wait for a moment in which they delay nothing
 # While the event loop runs Python code, the thread of the steps may wait for it, so it runs few reports in a
@@ -76,16 +76,16 @@ class Completions:
             await self._idle.wait()
             self._idle.clear()  # another request may have been accepted since
 
-    def deliver_soon(self, answers: Sequence[Answer]) -> None:
+    def deliver_soon(self, answers: Sequence[Completion]) -> None:
         """Answer requests on the event loop, which is woken once for all of them and for the reports."""
         self.loop.call_soon_threadsafe(self.answer if self.leaves_reports else self.deliver, answers)
 
-    def deliver(self, answers: Sequence[Answer]) -> None:
+    def deliver(self, answers: Sequence[Completion]) -> None:
         """Answer requests, and call what has been reported soon; on the event loop."""
         self.answer(answers)
         self.flush_here()
 
-    def answer(self, answers: Sequence[Answer]) -> None:
+    def answer(self, answers: Sequence[Completion]) -> None:
         """Answer requests; on the event loop."""
         for submission, answer in answers:
             try:
@@ -153,7 +153,7 @@ class Completions:
 
     @property
     def num_reports(self) -> int:
-        """That wait."""
+        """The number of queued reports."""
         return len(self._reports)
 
     def flush(self) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.stepping import Stepping
+from expertd.service.engine.stepping import StepRunner
 from expertd.service.engine.steps import Submission
 from expertd.service.memory import is_on_gpu
 from expertd.service.moe.request import LayerRequest
@@ -30,7 +30,7 @@ class EarlySteps:
 
     max_running = 2
 
-    def __init__(self, queues: Queues, stepping: Stepping, clock: Callable[[], float]) -> None:
+    def __init__(self, queues: Queues, stepping: StepRunner, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._queues, self._stepping = queues, stepping
         self._small_until = -math.inf  # small requests are taken to come

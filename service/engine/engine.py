@@ -31,7 +31,7 @@ from expertd.service.engine.executor import executor_of, spin_seconds_of
 from expertd.service.engine.idle_memory import give_back_idle
 from expertd.service.engine.lane import StepLane
 from expertd.service.engine.layers import LoadCancelledError, weights_ids
-from expertd.service.engine.loading import Loaded, Loader, Partitions
+from expertd.service.engine.loading import LoadedLayers, Loader, Partitions
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.device import GpuSensors
 from expertd.service.engine.metrics.steps import QueueState
@@ -39,7 +39,7 @@ from expertd.service.engine.placement import Placements
 from expertd.service.engine.profiling import Profiling, Recording
 from expertd.service.engine.queue_counts import Backlog, QueueCounts
 from expertd.service.engine.repository import Repository
-from expertd.service.engine.shared_memory import SharedMemory
+from expertd.service.engine.shared_memory import RegisteredRegions
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import Submission
 from expertd.service.engine.watchdog import Watchdog
@@ -79,9 +79,9 @@ class Engine:
         self.submit, self.cancel = self.executor.submit, self.executor.cancel
         self.check_capacity = self.executor.check_capacity
         self.repository = Repository(settings, self.executor)
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedLayers | None = None
         self.arena: Arena | None = None  # of large bodies and outputs, once loaded
-        self.shared_memory = SharedMemory(settings.shared_memory)
+        self.shared_memory = RegisteredRegions(settings.shared_memory)
         self.can_be_reached: Callable[[], bool] = lambda: True  # by all of the server's processes
         self._counts: QueueCounts | None = None
         self._metrics = metrics
@@ -175,7 +175,7 @@ class Engine:
         self.executor.runner(model).validate(request)
 
     def region_uses(self) -> RegionUses | None:
-        """The regions of a new request; see `SharedMemory.uses`."""
+        """The regions of a new request; see `RegisteredRegions.uses`."""
         return self.shared_memory.uses()
 
     def start(self) -> None:
@@ -345,7 +345,7 @@ class Engine:
                 self.phase = Phase.FAILED
             logger.error("loading failed: %s", error, exc_info=not isinstance(error, _SENTENCES))
 
-    async def _begin_serving(self, loaded: Loaded, arena: Arena, ids: dict[str, str]) -> None:
+    async def _begin_serving(self, loaded: LoadedLayers, arena: Arena, ids: dict[str, str]) -> None:
         weights = {model.name: model.weight for model in self.settings.models}
         self.executor.set_runners(*loaded.runners_of_lanes, weights=weights)
         self.executor.set_max_running(loaded.max_running)
@@ -368,7 +368,7 @@ class Engine:
                 "ready: %s on %s, %s", ", ".join(loaded.runners) or "no model", loaded.device, loaded.backend
             )
 
-    def _load_all(self) -> tuple[Loaded, Arena, dict[str, str]]:
+    def _load_all(self) -> tuple[LoadedLayers, Arena, dict[str, str]]:
         loaded = self._load(self.settings, lambda: self.phase is not Phase.LOADING)
         try:
             ids = weights_ids(model for model in self.settings.models if model.load)

@@ -16,13 +16,13 @@ class EngineError(Exception):
     retry_after = 0
 
 
-class UnknownModelError(EngineError):
+class ModelNotFoundError(EngineError):
     """No model with that name and version is served."""
 
     reason: Reason = "unknown_model"
 
 
-class ModelUnloadedError(UnknownModelError):
+class ModelUnloadedError(ModelNotFoundError):
     """The model is configured, but not loaded."""
 
 

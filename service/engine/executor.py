@@ -115,7 +115,7 @@ class Executor:
         self._first.calls = calls
 
     @contextmanager
-    def calls_in_turns(self) -> Iterator[None]:
+    def pausing_calls(self) -> Iterator[None]:
         """Have calls answered in turns only, for what waits until the device has nothing to do.
 
         Not on a worker thread, nor on the event loop.

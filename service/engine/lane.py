@@ -22,9 +22,9 @@ from expertd.service.engine.long_steps import LongStepPoller
 from expertd.service.engine.metrics.steps import QueueState
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.short_steps import ShortSteps
-from expertd.service.engine.stepping import Stepping
+from expertd.service.engine.stepping import StepRunner
 from expertd.service.engine.steps import Chunk, State, StepObserver, Submission, num_tokens_of
-from expertd.service.engine.worker import Worker
+from expertd.service.engine.worker import WorkerThread
 from expertd.service.settings.parts import Limits
 
 T = TypeVar("T")
@@ -63,13 +63,13 @@ class StepLane:
         self.clock = clock
         self.queues = queues = Queues(limits, clock)
         self.completions = completions = Completions()
-        self.stepping = stepping = Stepping(queues, completions, observer, clock)
+        self.stepping = stepping = StepRunner(queues, completions, observer, clock)
         self.jobs = Jobs()
         self.early = EarlySteps(queues, stepping, clock)
         self.device = threading.Lock()
         self.calls: Calls = NoCalls()
         self.is_asleep = self.is_closed = self.has_ended = False
-        self.worker = Worker(self, _name(number), number == 0, 0.0 if number else spin_seconds)
+        self.worker = WorkerThread(self, _name(number), number == 0, 0.0 if number else spin_seconds)
         self.poller = LongStepPoller(queues, stepping, completions, self.poll_sources)
         self.poller.has_job = lambda: self.jobs.in_flight[0] is not None
         self._short = ShortSteps(
@@ -311,7 +311,7 @@ class StepLane:
 
     @property
     def num_reports(self) -> int:
-        """That wait to be called."""
+        """The number of queued reports."""
         return self.completions.num_reports
 
     def report_one(self) -> bool:
@@ -391,5 +391,5 @@ class StepLane:
 
 
 def _name(lane: int) -> str:
-    """Of a worker thread."""
+    """The name of a lane's worker thread."""
     return f"expertd-worker-{lane}" if lane else "expertd-worker"

@@ -73,7 +73,7 @@ Route = Callable[[str, LayerRequest], tuple[NDArray[np.int32], NDArray[np.float3
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedLayers:
     """The result of loading.
 
     memory returns (used, total) bytes of the device, None without a GPU. Call prepare_steps on the worker
@@ -123,7 +123,7 @@ class Loaded:
         return self.runners, self.runners if self.prefill_runners is None else self.prefill_runners
 
 
-Loader = Callable[[Settings, Cancelled], Loaded]
+Loader = Callable[[Settings, Cancelled], LoadedLayers]
 
 
 def load(
@@ -132,7 +132,7 @@ def load(
     make_layer: MakeLayer | None = None,
     barrier: Callable[[], None] = lambda: None,
     held: Held | None = None,
-) -> Loaded:
+) -> LoadedLayers:
     """Load everything in `settings`, on the worker thread, which will also run the steps.
 
     make_layer  makes each model's layer; None: `packed_layer_of`
@@ -164,7 +164,7 @@ def load(
     models = LocalModels(settings, backend, partitions, make_layer, barrier, held, store)
     models.load_all([model for model in settings.models if model.load], cancelled)
     decode, prefill = models.sets[0], models.sets[-1]
-    return Loaded(
+    return LoadedLayers(
         backend.name,
         device.name,
         decode.runners,

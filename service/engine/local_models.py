@@ -15,7 +15,7 @@ from expertd.service.engine.device_calls import DeviceCalls
 from expertd.service.engine.errors import ModelUnloadedError
 from expertd.service.engine.layers import Cancelled, MakeLayer, stop_if
 from expertd.service.engine.memory_needs import needs_of_model, needs_of_models, staging_of_model
-from expertd.service.engine.runner_sets import RunnerSet
+from expertd.service.engine.runner_sets import LaneRunners
 from expertd.service.moe.base import Layer
 from expertd.service.moe.expert_store import StoreMemory
 from expertd.service.moe.needs import Needs
@@ -64,7 +64,7 @@ class LocalModels:
         traced = settings.tracing.endpoint is not None and settings.num_ranks == 1
         self._device = device_of(backend.device)
         timer = StageTimer(self._device) if traced else None
-        self.sets = [RunnerSet(lane, self._device, partitions, timer) for lane in lanes_of(settings)]
+        self.sets = [LaneRunners(lane, self._device, partitions, timer) for lane in lanes_of(settings)]
         self._settings, self._limits = settings, settings.limits
         self._backend = backend
         self._make_layer, self._barrier, self._held, self._store = make_layer, barrier, held, store

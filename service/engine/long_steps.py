@@ -5,7 +5,7 @@ from threading import Lock
 
 from expertd.service.engine.completions import Completions
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.stepping import Stepping
+from expertd.service.engine.stepping import StepRunner
 from expertd.service.engine.steps import Chunk, num_tokens_of
 
 SHORT_SECONDS = 5e-3
@@ -21,7 +21,7 @@ class LongStepPoller:
     """
 
     def __init__(
-        self, queues: Queues, stepping: Stepping, completions: Completions, poll: Callable[[], None]
+        self, queues: Queues, stepping: StepRunner, completions: Completions, poll: Callable[[], None]
     ) -> None:
         self.has_job: Callable[[], bool] = lambda: False
         self._queues, self._stepping, self._completions, self._poll = queues, stepping, completions, poll

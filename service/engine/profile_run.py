@@ -13,7 +13,7 @@ from expertd.service.engine.loading import Loader, load
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.profiling import Recording
 from expertd.service.engine.steps import Submission
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, OutputMemory
 from expertd.service.moe.step.batch import FLOATS
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -67,7 +67,7 @@ def _requests(model: ModelSettings, num_tokens: int, count: int) -> Iterator[Lay
 async def _step(engine: Engine, model: str, request: LayerRequest) -> None:
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def answer(output: Output | Exception) -> None:
+    def answer(output: OutputMemory | Exception) -> None:
         if done.done():  # cancelled
             return
         if isinstance(output, Exception):

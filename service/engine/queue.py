@@ -106,7 +106,7 @@ class Queue:
 
     @property
     def priority(self) -> int:
-        """Of the most urgent request; there must be one."""
+        """The priority of the most urgent request; there must be one."""
         return self._order[0] >> 1
 
     def head(self) -> Submission:

@@ -11,12 +11,16 @@ _FIELDS = 4  # of a model's queue on a lane: those of `Backlog`
 
 
 def num_cells(num_models: int) -> int:
-    """Of one process, each a float64."""
+    """The cells that one process needs, each a float64."""
     return num_models * _LANES * _FIELDS
 
 
 class Backlog(NamedTuple):
-    """What waits; the seconds of a step, smoothed, and the tokens that one has at most. 0: not known."""
+    """What is queued, and how fast it is computed.
+
+    step_seconds  of a step, smoothed; 0: not known
+    step_tokens   of a step, at most; 0: not known
+    """
 
     num_requests: int
     num_tokens: int

@@ -6,8 +6,8 @@ more urgent request waits for the steps that run.
 
 A request of more than `prefill_chunk_tokens` is long. While long and other requests compete, long ones are
 computed in chunks, in turns with steps of the others, or together with them: then a chunk may be a whole
-request, and one is long that does not fit beside the largest. They compete from when one of both arrives
-beside the other until some seconds after it last happened.
+request, and one is long that does not fit beside the largest. They compete while both kinds are present,
+and for some seconds after.
 """
 
 import math
@@ -21,7 +21,7 @@ from expertd.service.engine.errors import EngineError, ModelUnloadedError
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.queue_counts import Backlog, full_error, may_wait, why_full
 from expertd.service.engine.steps import Chunk, Runner, State, Submission, num_tokens_of
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 from expertd.service.settings.parts import Limits
 
 _MARGIN = 1.25  # at least, for steps that take longer than recent ones, and for what is between them
@@ -152,7 +152,7 @@ class Queues:
         self._changed(submission.model)
         return True
 
-    def end(self, chunk: Chunk, answer: Output | Exception) -> Output | Exception | None:
+    def end(self, chunk: Chunk, answer: OutputMemory | Exception) -> OutputMemory | Exception | None:
         """What the request is answered with after this step of it; None: not yet."""
         submission = chunk.submission
         if not submission.is_long:

@@ -33,4 +33,4 @@ ConnectionReason = Literal[
     "wrong_version",
 ]
 CONNECTION_REASONS: tuple[ConnectionReason, ...] = get_args(ConnectionReason)
-"""Of input that was refused before it was a request."""
+"""Why input was refused before it was a request."""

@@ -20,7 +20,7 @@ from expertd.service.engine.errors import (
 )
 from expertd.service.engine.executor import Executor
 from expertd.service.engine.layers import LoadCancelledError, weights_ids
-from expertd.service.engine.loading import Loaded, Models
+from expertd.service.engine.loading import LoadedLayers, Models
 from expertd.service.engine.steps import Runner
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -53,14 +53,14 @@ class Repository:
         self._executor = executor
         self._models = {model.name: model for model in settings.models}
         self._states = {name: READY if model.load else _UNLOADED for name, model in self._models.items()}
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedLayers | None = None
         self._one_at_a_time = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._reader: threading.Thread | None = None
         executor.explain_missing(self._why_missing)
 
-    def start(self, loaded: Loaded, weights_ids: dict[str, str]) -> None:
+    def start(self, loaded: LoadedLayers, weights_ids: dict[str, str]) -> None:
         """The models that are loaded at start-up are there, with these identities."""
         self._loaded, self.weights_ids = loaded, weights_ids
 
@@ -76,7 +76,7 @@ class Repository:
         return self._reader is not None and self._reader.is_alive()
 
     def state(self, name: str) -> ModelState:
-        """Of a configured model."""
+        """The state of a configured model."""
         return self._states[name]
 
     def serves(self, name: str) -> bool:
@@ -184,7 +184,7 @@ class Repository:
 
         def read() -> None:
             try:
-                with self._executor.calls_in_turns():
+                with self._executor.pausing_calls():
                     layer = models.read(model, lambda: self._is_closed)
                 self.weights_ids.pop(model.name, None)  # files may have changed
                 self.weights_ids.update(weights_ids([model]))

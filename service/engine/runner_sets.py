@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _FIRST = -1  # priority of a stream: its kernels start before those of other streams
 
 
-class RunnerSet:
+class LaneRunners:
     """Runners that share memory for their steps and, on a lane, a stream; `runners` has them by model.
 
     timer        of steps with traced requests; None: there are none

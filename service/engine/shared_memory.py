@@ -11,13 +11,13 @@ from expertd.service.engine.errors import (
     SharedMemoryDisabledError,
     UnknownRegionError,
 )
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.memory import (
     Arena,
     DeviceMemory,
-    Kind,
     Region,
     RegionError,
+    RegionKind,
     Regions,
     RegionUses,
     SystemMemory,
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 CHECK_SECONDS = 30.0  # between two searches for abandoned regions
 
 
-class SharedMemory:
+class RegisteredRegions:
     """The regions that callers registered. All methods but `uses` belong to the event loop."""
 
     def __init__(self, settings: SharedMemorySettings) -> None:
         self._settings = settings
         self._regions = Regions(settings.max_regions, settings.max_bytes)
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedLayers | None = None
         self._arena: Arena | None = None
         self._one_at_a_time = asyncio.Lock()  # the pool's other threads stay free for requests
-        self._opening: dict[str, tuple[Kind, asyncio.Task[None]]] = {}
+        self._opening: dict[str, tuple[RegionKind, asyncio.Task[None]]] = {}
         self._freeing: dict[Region, asyncio.Task[None]] = {}
         self._checking: asyncio.Task[None] | None = None
 
@@ -56,7 +56,7 @@ class SharedMemory:
         names = ["system_shared_memory", *(["cuda_shared_memory"] if on_gpu else [])]
         return names if self.enabled else []
 
-    def start(self, loaded: Loaded, arena: Arena) -> None:
+    def start(self, loaded: LoadedLayers, arena: Arena) -> None:
         """Accept regions from now on, for the device of `loaded`."""
         self._loaded, self._arena = loaded, arena
         if self.enabled:
@@ -102,7 +102,7 @@ class SharedMemory:
         opened = partial(loaded.open_cuda, handle, num_bytes)
         await self._register(name, "cuda", num_bytes, opened, {"device_id": device_id})
 
-    async def unregister(self, kind: Kind, name: str | None = None) -> None:
+    async def unregister(self, kind: RegionKind, name: str | None = None) -> None:
         """Unregister a region of a kind, or all, and wait until requests that use them are done.
 
         A name that is not registered is no error; one that is being registered is waited for.
@@ -114,7 +114,7 @@ class SharedMemory:
         known = [*self._regions.of_kind(kind), *(r for r in self._freeing if r.kind == kind)]
         await self._free([region for region in known if name in (None, region.name)])
 
-    def status(self, kind: Kind, name: str | None = None) -> list[Region]:
+    def status(self, kind: RegionKind, name: str | None = None) -> list[Region]:
         """A region of a kind, or all. Raises UnknownRegionError, SharedMemoryDisabledError."""
         self._check_ready()
         found = [region for region in self._regions.of_kind(kind) if name in (None, region.name)]
@@ -130,7 +130,7 @@ class SharedMemory:
             logger.info("unregistered %s region %s: its caller seems gone", region.kind, shown(region.name))
         await self._free(gone)
 
-    def _check_ready(self) -> Loaded:
+    def _check_ready(self) -> LoadedLayers:
         if not self.enabled:
             raise SharedMemoryDisabledError(
                 "shared memory: expected shared_memory.enabled to be true in the server's settings, got false"
@@ -142,7 +142,7 @@ class SharedMemory:
     async def _register(
         self,
         name: str,
-        kind: Kind,
+        kind: RegionKind,
         num_bytes: int,
         opened: Callable[[], SystemMemory | DeviceMemory],
         details: Mapping[str, str | int],

@@ -8,7 +8,7 @@ from expertd.service.engine.completions import Completions
 from expertd.service.engine.long_steps import SHORT_SECONDS
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.queues import Queues
-from expertd.service.engine.stepping import Stepping
+from expertd.service.engine.stepping import StepRunner
 from expertd.service.engine.steps import Chunk, Submission
 
 # A step here may take longer than is likely, and meanwhile no timeout can be answered.
@@ -28,7 +28,7 @@ class ShortSteps:
     def __init__(
         self,
         queues: Queues,
-        stepping: Stepping,
+        stepping: StepRunner,
         completions: Completions,
         device: threading.Lock,
         take: Callable[[Submission], Chunk | None],

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from expertd.service.engine.errors import UnknownModelError
+from expertd.service.engine.errors import ModelNotFoundError
 from expertd.service.settings.model import Settings
 from expertd.service.util.sentences import any_of, shown
 
@@ -57,7 +57,7 @@ def served(
     spec = models.get(name)
     if spec is None:
         expected = any_of(models) if names_all else "a served one"
-        raise UnknownModelError(f"model: expected {expected}, got {shown(name)}")
+        raise ModelNotFoundError(f"model: expected {expected}, got {shown(name)}")
     if version != MODEL_VERSION:
-        raise UnknownModelError(f"version of model {name}: expected {MODEL_VERSION}, got {shown(version)}")
+        raise ModelNotFoundError(f"version of model {name}: expected {MODEL_VERSION}, got {shown(version)}")
     return spec

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
-from expertd.service.engine.completions import Answer, Completions
+from expertd.service.engine.completions import Completion, Completions
 from expertd.service.engine.errors import (
     DeviceFailedError,
     DeviceLostError,
@@ -19,7 +19,7 @@ from expertd.service.engine.errors import (
 from expertd.service.engine.queue import Queue
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Chunk, Step, StepObserver, num_tokens_of
-from expertd.service.moe.request import Output, StepResult
+from expertd.service.moe.request import OutputMemory, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Running:
     lasted: float = 0.0  # seconds in which the device was not there for others, once it is answered
 
 
-class Stepping:
+class StepRunner:
     """For the thread that uses the device at the time.
 
     progress      changes when a step begins or ends
@@ -275,15 +275,15 @@ class Stepping:
         self._completions.answered(num_answers)
 
     def _answers(
-        self, running: Running, outputs: Sequence[Output], step_seconds: float, num_tokens: int = 0
-    ) -> list[Answer]:
+        self, running: Running, outputs: Sequence[OutputMemory], step_seconds: float, num_tokens: int = 0
+    ) -> list[Completion]:
         """The requests that a step which succeeded leaves with nothing to compute, and their answers.
 
         num_tokens  of the step; 0: not known yet
         """
         pairs = list(zip(running.chunks, outputs, strict=True))
         running.queue.failures = 0
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         for chunk, output in pairs:
             submission = chunk.submission
             if not chunk.start:
@@ -344,7 +344,7 @@ class Stepping:
 
     def _refuse(self, chunks: list[Chunk], error: Exception) -> None:
         """Answer the requests of a step without output."""
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         for chunk in chunks:
             answer = self._queues.end(chunk, error)
             if answer is not None:

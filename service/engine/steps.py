@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 
-Done = Callable[[Output | Exception], object]
+Done = Callable[[OutputMemory | Exception], object]
 """Called once for each request, with its output or the error that it fails with."""
 
 
@@ -151,7 +151,7 @@ class Submission:
         self.is_long = False
         self.begun = 0
         self.running = 0
-        self.outputs: dict[int, Output] | None = None
+        self.outputs: dict[int, OutputMemory] | None = None
         self.error: Exception | None = None
 
     def accept(self, now: float, lane: int = 0) -> None:
@@ -169,7 +169,7 @@ class Submission:
         return done
 
     def times(self, now: float) -> StepTimes:
-        """Those of a request that is answered `now`."""
+        """The times of a request that is answered `now`."""
         began, took = self.began, self.compute_seconds
         # In several steps, it waited between them.
         ended = now if began is None or self.is_long or not took else min(now, began + took)
@@ -209,4 +209,4 @@ def caller_number(name: str) -> int:
 
 
 def _ignore(answer: object) -> None:
-    """Of a request that is answered."""
+    """Do nothing: the request was answered before."""

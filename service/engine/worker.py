@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 # The other lane's next step is launched at the latest when the device has less than this to do.
 _LAUNCH_SECONDS = 0.4e-3
 _MAX_REPORTS = 64  # that wait for a step to run; more are called while the next request is awaited, too
-_QUIET_SECONDS = 1e-3  # without a request, after which all are
+_QUIET_SECONDS = 1e-3  # idle time after which all reports run
 _PAUSE_SECONDS = 50e-6  # between two looks at steps, if no short request is expected at once
-_TURN_SECONDS = 200e-6  # between two turns of calls, while another thread holds them
+_HELD_SECONDS = 200e-6  # between two turns of calls, while another thread holds them
 _SET_TIMER_SLACK = 29  # of prctl
 
 
-class Work(Protocol):
+class WorkerTask(Protocol):
     """What a thread does for a lane: a `StepLane`. It never waits, but in `finish_next`."""
 
     @property
@@ -50,7 +50,7 @@ class Work(Protocol):
     def stop_calls(self) -> None: ...
 
 
-class Worker:
+class WorkerThread:
     """A thread, and where it waits.
 
     first         the lane whose requests it waits for
@@ -60,14 +60,14 @@ class Worker:
     on_failure    is called with a sentence if the thread ends by an error, which is none of a step's
     """
 
-    def __init__(self, first: Work, name: str, rings_wake: bool, spin_seconds: float) -> None:
+    def __init__(self, first: WorkerTask, name: str, rings_wake: bool, spin_seconds: float) -> None:
         self.wakeup = Wakeup(rings_wake)
         self.spin_seconds = spin_seconds
         self.leaves: Callable[[RequestSource], bool] = lambda source: False
         self.on_failure: Callable[[str], object] = lambda why: None
         self.thread = threading.Thread(target=self._run_or_tell, name=name, daemon=True)
         self._first, self._rings_wake = first, rings_wake
-        self._second: Work | None = None
+        self._second: WorkerTask | None = None
         self._retires = False
         self._awake_until = 0.0
 
@@ -78,7 +78,7 @@ class Worker:
         self.thread.join()
         self.wakeup.close()
 
-    def take(self, second: Work) -> None:
+    def take(self, second: WorkerTask) -> None:
         """Do the work of another lane, too, from now on; its thread has retired."""
         self._second = second
         self.wakeup.wake()
@@ -164,7 +164,7 @@ class Worker:
         for lane in self._lanes:
             lane.flush()
         while not answers:
-            if self.poll(_TURN_SECONDS):
+            if self.poll(_HELD_SECONDS):
                 return True
             answers = self._first.answer_calls()
         return self.poll(None)
@@ -174,7 +174,7 @@ class Worker:
         return any(lane.report_one() for lane in self._lanes)
 
     @property
-    def _lanes(self) -> list[Work]:
+    def _lanes(self) -> list[WorkerTask]:
         return [self._first] if self._second is None else [self._first, self._second]
 
     def _ends_soon(self) -> bool:
@@ -207,6 +207,6 @@ class Worker:
             lane.flush()
 
 
-def _go_on(lane: Work) -> bool:
+def _go_on(lane: WorkerTask) -> bool:
     """Do what is next for a lane without waiting; False if there is nothing at present."""
     return bool(lane.do_next()) or lane.finish_if_done()

@@ -91,7 +91,7 @@ class Health:
         self._changed = asyncio.Event()
 
     def _statuses(self) -> list[bool]:
-        """Of all services; runs no step."""
+        """Whether each service can serve; runs no step."""
         names = [(), *((model,) for model in self._engine.models)]
         return [self._engine.why_not_ready(*models) is None for models in names]
 

@@ -22,7 +22,7 @@ from expertd.service.inference.tensors import ELEMENT_BYTES, INPUT_DATATYPES, OU
 from expertd.service.inference.threads import INLINE_BYTES, Where
 from expertd.service.inference.versions import check_client
 from expertd.service.memory import Arena, Buffer, Span, host_view
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 from expertd.service.settings.parts import Limits
 from expertd.service.tracing.context import Headers
 from expertd.service.util.sentences import shown
@@ -88,14 +88,14 @@ class MessageHead(InferHead):
             received.release()
         return plan
 
-    def kept_answer(self, plan: RequestPlan, output: Output) -> bytes | None:
+    def kept_answer(self, plan: RequestPlan, output: OutputMemory) -> bytes | None:
         return None if plan.answer_head is None else with_outputs(plan.answer_head, [host_view(output)])
 
     def where_to_answer(self, plan: RequestPlan, spec: LayerSpec) -> Where:
         return Where.EVENT_LOOP
 
     def answer(
-        self, plan: RequestPlan, output: Output, spec: LayerSpec, pause: Callable[[], object]
+        self, plan: RequestPlan, output: OutputMemory, spec: LayerSpec, pause: Callable[[], object]
     ) -> bytes:
         """A serialized ModelInferResponse."""
         response = CLASSES["ModelInferResponse"](

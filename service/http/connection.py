@@ -19,7 +19,7 @@ from expertd.service.http.protocol import OipError
 from expertd.service.http.request_head import HeadReader, RequestHead
 from expertd.service.http.responses import Answer, Headers, RefusedError, header_lines
 from expertd.service.http.sender import Sender
-from expertd.service.http.server_context import ServerContext, ServerState
+from expertd.service.http.server_context import ServerContext, UvicornState
 from expertd.service.http.timer import Timer
 from expertd.service.inference.body import LARGE_BYTES, InferBody
 from expertd.service.inference.call import InferCall
@@ -64,7 +64,7 @@ class ConnectionState(Enum):
 _IDLE, _HEAD, _PENDING, _WRITING, _SENDING, _DROPPING, _ENDED = ConnectionState
 
 
-class Connection(asyncio.BufferedProtocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """Input that is not handled yet is `_data` from `_position` on.
 
     is_admitted  by TLS below, which has counted the connection
@@ -78,7 +78,11 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, context: ServerContext, state: ServerState, app_state: dict[str, Any], is_admitted: bool = False
+        self,
+        context: ServerContext,
+        state: UvicornState,
+        app_state: dict[str, Any],
+        is_admitted: bool = False,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self._context = context
@@ -121,7 +125,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._infer_body is not None:
             sentence = "the server is shutting down, and the body had not arrived"
             self._refuse_body(
-                OipError(503, sentence, reason="shutting_down", headers={"Connection": "close"})
+                OipError(503, sentence, reason="shutting_down", headers={"HttpConnection": "close"})
             )
 
     def stop(self, error: RefusedError) -> None:
@@ -403,7 +407,7 @@ class Connection(asyncio.BufferedProtocol):
         seconds = self._limits.body_timeout_seconds
         text = f"body: expected the whole body within {seconds:g} s, got a part of it"
         # Else the rest of the body would be parsed as a request.
-        self._refuse_body(OipError(408, text, headers={"Connection": "close"}))
+        self._refuse_body(OipError(408, text, headers={"HttpConnection": "close"}))
 
     def _forget_body(self) -> None:
         if self._body is not None:

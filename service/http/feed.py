@@ -13,7 +13,7 @@ SECONDS = 1.0  # between two snapshots
 _LIFE_SECONDS = 300.0
 _RETRY_AFTER = 5
 
-Take = Callable[[Collection[str]], Mapping[str, bytes]]
+TakeSnapshot = Callable[[Collection[str]], Mapping[str, bytes]]
 """Makes a snapshot on any thread: for each of these models, the event for those who look at it."""
 
 
@@ -23,15 +23,11 @@ class Feed:
     For the event loop.
     """
 
-    def __init__(self, take: Take, max_viewers: int) -> None:
+    def __init__(self, take: TakeSnapshot, max_viewers: int) -> None:
         self._take, self._max_viewers = take, max_viewers
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
-
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
 
     def open(self, model: str) -> "Viewer":
         """A viewer of the server, and of `model`'s experts. Raises OipError (503) if there are too many."""

@@ -16,7 +16,7 @@ from expertd.service.inference.regions import NewUses
 from expertd.service.inference.threads import INLINE_BYTES, Where, thread_from
 from expertd.service.inference.versions import check_client
 from expertd.service.memory import Arena, Buffer, Span, host_view
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 from expertd.service.settings.parts import Limits
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -102,7 +102,7 @@ class HttpHead(InferHead):
             received.release()
         return plan
 
-    def kept_answer(self, plan: RequestPlan, output: Output) -> Answer | None:
+    def kept_answer(self, plan: RequestPlan, output: OutputMemory) -> Answer | None:
         if plan.answer_head is None or self.accept_encoding:
             return None
         fields, header = plan.answer_head
@@ -116,7 +116,7 @@ class HttpHead(InferHead):
         return thread_from(8 * numbers if compressed else 0)
 
     def answer(
-        self, plan: RequestPlan, output: Output, spec: LayerSpec, pause: Callable[[], object]
+        self, plan: RequestPlan, output: OutputMemory, spec: LayerSpec, pause: Callable[[], object]
     ) -> Answer:
         return output_answer(plan, output, spec, self.accept_encoding, pause)
 

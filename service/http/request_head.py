@@ -259,7 +259,7 @@ def decoded(raw_path: bytes) -> str:
 
 
 def _path_and_query(target: bytes) -> tuple[bytes, bytes]:
-    """Of a path with a query, or of a URL. Raises RefusedError."""
+    """Path and query of a target, which may be a URL. Raises RefusedError."""
     try:
         url = httptools.parse_url(target)
         path = url.path or b"/"

@@ -8,7 +8,7 @@ from expertd.service.engine.errors import EngineError
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.http.protocol import OipError, build_response, compress, error_body, requested_encoding
 from expertd.service.inference.plan import RequestPlan
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 from expertd.service.statuses import status_of
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -69,7 +69,11 @@ class Answer:
 
 
 def output_answer(
-    plan: RequestPlan, output: Output, spec: LayerSpec, accept_encoding: str, pause: Callable[[], object]
+    plan: RequestPlan,
+    output: OutputMemory,
+    spec: LayerSpec,
+    accept_encoding: str,
+    pause: Callable[[], object],
 ) -> Answer:
     """The answer with `output`; in binary and uncompressed, its beginning is kept in `plan`.
 

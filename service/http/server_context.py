@@ -20,7 +20,7 @@ _SCRATCH_BYTES = 128 * 1024
 _WARN_EVERY_SECONDS = 60.0
 
 
-class ServerState(Protocol):
+class UvicornState(Protocol):
     """The part of `uvicorn.server.ServerState` that a protocol has to use."""
 
     connections: set[Any]

@@ -13,9 +13,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from expertd.service.http.certificates import Certificates
-from expertd.service.http.connection import Connection
+from expertd.service.http.connection import HttpConnection
 from expertd.service.http.responses import BROWSER_HEADERS, RefusedError
-from expertd.service.http.server_context import ServerContext, ServerState
+from expertd.service.http.server_context import ServerContext, UvicornState
 from expertd.service.http.tls import TlsProtocol
 
 logger = logging.getLogger(__name__)
@@ -92,17 +92,17 @@ class ConnectionServer(uvicorn.Server):
             logger.error("connections closed before their responses were read: %d", cut_off)
             self.exit_code = 1
 
-    def new_protocol(self, state: ServerState, app_state: dict[str, Any]) -> asyncio.BufferedProtocol:
+    def new_protocol(self, state: UvicornState, app_state: dict[str, Any]) -> asyncio.BufferedProtocol:
         """The protocol of a new connection."""
         if self._certificates is None:
-            return Connection(self._context, state, app_state)
-        make = partial(Connection, self._context, state, app_state, is_admitted=True)
+            return HttpConnection(self._context, state, app_state)
+        make = partial(HttpConnection, self._context, state, app_state, is_admitted=True)
         return TlsProtocol(self._context, state, self._certificates.context, make)
 
     def _protocol(
         self,
         config: uvicorn.Config,
-        server_state: ServerState,
+        server_state: UvicornState,
         app_state: dict[str, Any],
         _loop: object = None,
     ) -> asyncio.BufferedProtocol:
@@ -115,9 +115,11 @@ class ConnectionServer(uvicorn.Server):
         logger.error("connections with unsent or unread responses, closed now: %d", pending)
         self.end_now("the server is shutting down")
 
-    def _connections(self) -> list[Connection]:
+    def _connections(self) -> list[HttpConnection]:
         return [
-            connection for connection in self.server_state.connections if isinstance(connection, Connection)
+            connection
+            for connection in self.server_state.connections
+            if isinstance(connection, HttpConnection)
         ]
 
 

@@ -1,4 +1,5 @@
-"""TLS below a `Connection`: the handshake, decrypted input, and answers encrypted as fast as they are read.
+"""TLS below an `HttpConnection`: the handshake, decrypted input, and answers encrypted as fast as they are
+read.
 
 Not the event loop's own TLS: that one encrypts an answer as a whole before it sends any of it, and does not
 tell how much a client has read.
@@ -11,11 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
-from expertd.service.http.connection import Connection
+from expertd.service.http.connection import HttpConnection
 from expertd.service.http.connection_limits import Admission, shown_peer
 from expertd.service.http.paced_transport import YIELD_BYTES, PacedTransport
 from expertd.service.http.responses import RefusedError
-from expertd.service.http.server_context import ServerContext, ServerState
+from expertd.service.http.server_context import ServerContext, UvicornState
 from expertd.service.http.timer import Timer
 
 logger = logging.getLogger(__name__)
@@ -31,9 +32,9 @@ class TlsProtocol(asyncio.BufferedProtocol):
     def __init__(
         self,
         context: ServerContext,
-        state: ServerState,
+        state: UvicornState,
         ssl_context: ssl.SSLContext,
-        make: Callable[[], Connection],
+        make: Callable[[], HttpConnection],
     ) -> None:
         self._context = context
         self._state = state
@@ -43,7 +44,7 @@ class TlsProtocol(asyncio.BufferedProtocol):
         self._incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = ssl_context.wrap_bio(self._incoming, outgoing, server_side=True)
         self._outgoing = outgoing
-        self._inner: Connection | None = None
+        self._inner: HttpConnection | None = None
         self._admission: Admission | None = None
         self._is_reading = False
         self._is_at_end = False  # of the input
@@ -155,7 +156,7 @@ class TlsProtocol(asyncio.BufferedProtocol):
         finally:
             self._is_reading = False
 
-    def _end_input(self, inner: Connection) -> None:
+    def _end_input(self, inner: HttpConnection) -> None:
         """The client has sent its last byte; a missing close_notify is no matter: lengths tell."""
         self._is_at_end = True
         inner.eof_received()

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from expertd.service.engine.errors import EngineError, RegionsElsewhereError
-from expertd.service.engine.metrics.requests import Stages
+from expertd.service.engine.metrics.requests import StageSeconds
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import StepTimes, Submission
 from expertd.service.inference.body import LARGE_BYTES, InferBody, Received, take
-from expertd.service.inference.deadline import Deadline
+from expertd.service.inference.deadline import RequestDeadline
 from expertd.service.inference.endpoint import InferEndpoint
 from expertd.service.inference.errors import RequestError
 from expertd.service.inference.head import InferHead
@@ -35,7 +35,7 @@ from expertd.service.memory import (
     is_for_device_alone,
     is_on_gpu,
 )
-from expertd.service.moe.request import LayerRequest, Output, fp8_rows
+from expertd.service.moe.request import LayerRequest, OutputMemory, fp8_rows
 from expertd.service.moe.step.stages import TimedStep
 from expertd.service.tracing import Rpc, TraceContext, TracedRequest, Tracing, trace_context
 from expertd.service.tracing.context import Headers
@@ -119,14 +119,14 @@ class InferCall:
         self._plan: RequestPlan | None = None
         self._pending: Any = None  # what the engine's `submit` returned, until its answer
         self._rpc = rpc
-        self._stages: Stages | None = None
+        self._stages: StageSeconds | None = None
         self._times: StepTimes | None = None  # for spans and the log
         self._sampled: bool | None = None  # for spans, as the next two; None: not decided yet
         self._trace_context: TraceContext | None = None
         self._timed: list[TimedStep] | None = None
         self._forwarding: asyncio.Future[Any] | None = None
         self._life: Coroutine[Any, Any, Any] | None = None  # from the whole body on
-        self._deadline: Deadline | None = None  # of a request with a timeout, once that is known
+        self._deadline: RequestDeadline | None = None  # of a request with a timeout, once that is known
         self._left: RequestError | None = None
         self._refusal: RequestError | None = None
         self._working = False  # in a thread
@@ -202,7 +202,7 @@ class InferCall:
                 return await self._forward()
             plan = self._plan
             assert plan is not None
-        deadline: Deadline | None = None
+        deadline: RequestDeadline | None = None
         if plan.request.timeout_seconds is not None or call_seconds is not None:
             deadline = self._deadline = self._new_deadline(plan, received_at, call_seconds)
         output = plan.output
@@ -218,7 +218,7 @@ class InferCall:
         # Routing in a GPU's memory is not validated: an id outside the range names no expert.
         if layer.topk_ids is not None and not is_on_gpu(layer.topk_ids):
             await self._run(thread_from(16 * len(host_view(layer.topk_ids))), self._validate)
-        computed: Output = b""
+        computed: OutputMemory = b""
         if layer.num_tokens:  # expert-parallel callers send empty batches
             self._pending = self._endpoint.engine.submit(self._submission(plan))
             try:
@@ -251,13 +251,15 @@ class InferCall:
         self._plan = self._head.parse(self._received, self._spec, self._arena, engine.region_uses)
         self._regions = self._plan.request.regions
 
-    def _new_deadline(self, plan: RequestPlan, received_at: float, call_seconds: float | None) -> Deadline:
+    def _new_deadline(
+        self, plan: RequestPlan, received_at: float, call_seconds: float | None
+    ) -> RequestDeadline:
         """The earlier one of the request's own and the call's."""
         seconds, name = plan.request.timeout_seconds, "timeout"
         if call_seconds is not None and (seconds is None or call_seconds < seconds):
             seconds, name = call_seconds, "deadline"
         assert seconds is not None
-        return Deadline(seconds, received_at, self._caller.loop, self._expire, name)
+        return RequestDeadline(seconds, received_at, self._caller.loop, self._expire, name)
 
     @staticmethod
     def _joins_scales(layer: LayerRequest) -> bool:
@@ -304,7 +306,7 @@ class InferCall:
             waited = pending.began - pending.arrived
             self._stages = pending.arrived - self._started, waited, pending.compute_seconds
 
-    def _respond(self, output: Output, where: Where) -> Any:
+    def _respond(self, output: OutputMemory, where: Where) -> Any:
         assert self._plan is not None
         if self._regions is not None:
             self._regions.store(output)
@@ -348,7 +350,7 @@ class InferCall:
         """Whether the output is in a caller's region when it is computed: then it is of use even if late."""
         return self._plan is not None and self._plan.output is not None
 
-    def _check_late(self, deadline: Deadline) -> None:
+    def _check_late(self, deadline: RequestDeadline) -> None:
         """Refuse the request if its output comes after its deadline."""
         if deadline.left <= 0 and not self._device_writes_to_region:
             raise deadline.error(_BEFORE_ANSWER)
@@ -485,7 +487,7 @@ class InferCall:
         if self._pending is not None:
             self._times = self._pending.times(time.perf_counter())
 
-    def _remote_stages(self) -> Stages | None:
+    def _remote_stages(self) -> StageSeconds | None:
         """As `_stages`, of a request that was computed in the engine's process."""
         times = self._times
         if self._refusal is not None or times is None or times.began is None:

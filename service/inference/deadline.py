@@ -7,7 +7,7 @@ from collections.abc import Callable
 from expertd.service.engine.errors import QueueTimeoutError
 
 
-class Deadline:
+class RequestDeadline:
     """Calls `passed` `seconds` after `since`, by time.perf_counter, unless `cancel` is called before.
 
     name  what it is of the request, in errors

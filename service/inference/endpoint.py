@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from expertd.service.engine.metrics.requests import Stages
+from expertd.service.engine.metrics.requests import StageSeconds
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.spec import LayerSpec
 from expertd.service.engine.steps import Submission
@@ -69,7 +69,7 @@ class Counts(Protocol):
     """Where requests are counted; implemented by `RequestCounts` and `Metrics`."""
 
     def request_done(
-        self, model: str, reason: Reason | None, seconds: float, stages: Stages | None = None
+        self, model: str, reason: Reason | None, seconds: float, stages: StageSeconds | None = None
     ) -> None: ...
 
 

@@ -12,7 +12,7 @@ from expertd.service.inference.plan import RequestPlan
 from expertd.service.inference.regions import NewUses
 from expertd.service.inference.threads import Where
 from expertd.service.memory import Arena, Buffer, Span
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 from expertd.service.settings.keys import Keys
 from expertd.service.settings.parts import Limits
 from expertd.service.tracing.context import Headers
@@ -75,7 +75,7 @@ class InferHead(ABC):
         """Parse a body, and give it back unless tensors are its parts. Raises RequestError."""
 
     @abstractmethod
-    def kept_answer(self, plan: RequestPlan, output: Output) -> Any:
+    def kept_answer(self, plan: RequestPlan, output: OutputMemory) -> Any:
         """The answer to a request with a plan that had one like it; None without."""
 
     @abstractmethod
@@ -83,7 +83,9 @@ class InferHead(ABC):
         """Where its answer is written."""
 
     @abstractmethod
-    def answer(self, plan: RequestPlan, output: Output, spec: LayerSpec, pause: Callable[[], object]) -> Any:
+    def answer(
+        self, plan: RequestPlan, output: OutputMemory, spec: LayerSpec, pause: Callable[[], object]
+    ) -> Any:
         """The answer; `pause` is called while much text is written. Raises RequestError."""
 
     @abstractmethod

@@ -22,8 +22,8 @@ from expertd.service.inference.tensors import (
     FP8S,
     INPUT_DATATYPES,
     OUTPUT,
-    Output,
-    Tensor,
+    InputTensor,
+    OutputTensor,
     check_json_output,
     check_shape,
     check_shapes,
@@ -110,7 +110,7 @@ def infer_request(
     Raises RequestError, also for a large output as JSON, and without memory to copy a region to.
     """
     parameters = _parameters(given_parameters, "the request", "request")
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, InputTensor] = {}
     num_tokens: int | None = None
     for given in inputs:
         name = given.name
@@ -130,7 +130,7 @@ def infer_request(
         refuse(f"inputs: expected hidden_states, got {', '.join(tensors) or 'none'}")
     datatype = tensors["hidden_states"].datatype
     datatype = spec.datatype if datatype in FP8S else datatype
-    output = Output(datatype, _boolean(parameters, "binary_data_output", binary_output))
+    output = OutputTensor(datatype, _boolean(parameters, "binary_data_output", binary_output))
     if outputs:
         output = _output(outputs, output)
     timeout, priority = _timeout(parameters), _priority(parameters)
@@ -159,21 +159,21 @@ def refuse(message: str) -> NoReturn:
     raise RequestError(message)
 
 
-def _tensor(given: GivenInput, name: str, shape: list[int]) -> Tensor:
+def _tensor(given: GivenInput, name: str, shape: list[int]) -> InputTensor:
     where = f"input {name}"
     datatype = given.datatype
     if not isinstance(datatype, str) or datatype not in INPUT_DATATYPES[name]:
         refuse(f"datatype of {where}: expected {any_of(INPUT_DATATYPES[name])}, got {shown(datatype)}")
     place = place_of(_parameters(given.parameters, where, "input"), where)
     if place is None:
-        return Tensor(datatype, shape, given.data(where, shape, datatype))
+        return InputTensor(datatype, shape, given.data(where, shape, datatype))
     if given.source is not None:
         refuse(f"{where}: expected {REGION} alone, got {given.source} too")
     check_size(BYTE_SIZE, where, shape, datatype, place.num_bytes)
-    return Tensor(datatype, shape, place)
+    return InputTensor(datatype, shape, place)
 
 
-def _output(outputs: Sequence[GivenOutput], output: Output) -> Output:
+def _output(outputs: Sequence[GivenOutput], output: OutputTensor) -> OutputTensor:
     if len(outputs) > 1 and all(given.name == OUTPUT for given in outputs):
         refuse(f"output {OUTPUT}: expected once, got {len(outputs)} times")
     for given in outputs:
@@ -184,7 +184,7 @@ def _output(outputs: Sequence[GivenOutput], output: Output) -> Output:
         datatype = parameters.get("datatype", output.datatype)
         if datatype not in FLOATS:
             refuse(f"datatype of output {OUTPUT}: expected {any_of(FLOATS)}, got {shown(datatype)}")
-        output = Output(datatype, binary, place_of(parameters, f"output {OUTPUT}"))
+        output = OutputTensor(datatype, binary, place_of(parameters, f"output {OUTPUT}"))
     return output
 
 

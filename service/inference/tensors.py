@@ -27,7 +27,7 @@ _NUMBER_BYTES = 24  # of JSON: the longest value of any datatype, such as -1.175
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class InputTensor:
     """An input: its shape [tokens, columns], and its bytes or where they lie."""
 
     datatype: str
@@ -36,7 +36,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputTensor:
     """What the request says of its output; `place`: where it goes, None: into the response."""
 
     datatype: str
@@ -63,7 +63,7 @@ def check_tokens(num_tokens: int, spec: LayerSpec, at_least: str = "") -> None:
         raise RequestError(text, reason="too_many_tokens")
 
 
-def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
+def check_shapes(tensors: Mapping[str, InputTensor], spec: LayerSpec) -> None:
     """Raise RequestError if the inputs do not fit each other, the model or its limit on tokens."""
     num_tokens = tensors["hidden_states"].shape[0]
     for name, tensor in tensors.items():
@@ -81,7 +81,7 @@ def check_shapes(tensors: Mapping[str, Tensor], spec: LayerSpec) -> None:
         raise RequestError(f"inputs topk_ids and topk_weights: expected both or neither, got {given} alone")
 
 
-def check_json_output(output: Output, num_tokens: int, spec: LayerSpec) -> None:
+def check_json_output(output: OutputTensor, num_tokens: int, spec: LayerSpec) -> None:
     """Raise RequestError if the output is wanted as JSON and may be too large for that."""
     max_bytes = num_tokens * spec.hidden_size * _NUMBER_BYTES
     if output.binary or output.place is not None or max_bytes <= spec.max_json_bytes:
@@ -94,8 +94,8 @@ def check_json_output(output: Output, num_tokens: int, spec: LayerSpec) -> None:
 
 
 def layer_request(
-    tensors: Mapping[str, Tensor],
-    output: Output,
+    tensors: Mapping[str, InputTensor],
+    output: OutputTensor,
     spec: LayerSpec,
     uses: RegionUses | None,
     stored_later: bool = False,
@@ -123,7 +123,7 @@ def layer_request(
     )
 
 
-def _data(name: str, tensor: Tensor, uses: RegionUses | None) -> Buffer | Span:
+def _data(name: str, tensor: InputTensor, uses: RegionUses | None) -> Buffer | Span:
     if not isinstance(tensor.data, RegionSlice):
         return tensor.data
     assert uses is not None

@@ -1,4 +1,4 @@
-"""Where the work of infer requests is done: large JSON has one thread, in which nobody else gets to run."""
+"""Where the work of infer requests is done: large JSON is parsed on one thread, serialized."""
 
 import asyncio
 import time
@@ -80,7 +80,7 @@ class Threads:
         if where is not Where.JSON_THREAD:
             return loop.run_in_executor(None, work)
         self._length += 1
-        future = loop.run_in_executor(self._json, self._in_turn, work)
+        future = loop.run_in_executor(self._json, self._rested, work)
         future.add_done_callback(self._done)
         return future
 
@@ -92,7 +92,7 @@ class Threads:
         if not self._parsing[caller]:
             del self._parsing[caller]
 
-    def _in_turn(self, work: Callable[[], T]) -> T:
+    def _rested(self, work: Callable[[], T]) -> T:
         time.sleep(max(0.0, self._rests_until - time.perf_counter()))
         began = time.thread_time()
         try:

@@ -2,7 +2,7 @@
 
 from expertd.service.memory.arena import Arena, Block
 from expertd.service.memory.region_uses import NoBlockError, RegionSlice, RegionUses
-from expertd.service.memory.regions import Kind, Region, Regions
+from expertd.service.memory.regions import Region, RegionKind, Regions
 from expertd.service.memory.span import (
     HANDLE_BYTES,
     HIDDEN,
@@ -29,12 +29,12 @@ __all__ = [
     "Block",
     "Buffer",
     "DeviceMemory",
-    "Kind",
     "Mapped",
     "NoBlockError",
     "OpenCuda",
     "Region",
     "RegionError",
+    "RegionKind",
     "RegionSlice",
     "RegionUses",
     "Regions",

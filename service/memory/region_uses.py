@@ -8,7 +8,7 @@ from expertd.service.memory.regions import Region, Regions
 from expertd.service.memory.span import Buffer, Span, Write, host_view
 from expertd.service.memory.system import RegionError, SystemMemory
 
-Take = Callable[[int], Block | None]
+TakeBlock = Callable[[int], Block | None]
 
 _SMALL_BYTES = 64 * 1024  # copies of at most this size need no block
 
@@ -34,7 +34,7 @@ class RegionUses:
     `store` writes the output. Both may run in any thread, and raise RegionError if a file was shrunk.
     """
 
-    def __init__(self, regions: Regions, take: Take) -> None:
+    def __init__(self, regions: Regions, take: TakeBlock) -> None:
         self._regions = regions
         self._take = take
         self._held: list[Region] = []

@@ -11,7 +11,7 @@ from expertd.service.memory.system import RegionError, SystemMemory
 
 _MAX_NAME = 256
 
-Kind = Literal["system", "cuda"]
+RegionKind = Literal["system", "cuda"]
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +19,7 @@ class Region:
     """Memory registered under a name; `details` are what its caller said of it, besides the size."""
 
     name: str
-    kind: Kind
+    kind: RegionKind
     num_bytes: int
     memory: SystemMemory | DeviceMemory
     details: Mapping[str, str | int]
@@ -89,7 +89,7 @@ class Regions:
         with self._lock:
             del self._held[held]
 
-    def of_kind(self, kind: Kind) -> list[Region]:
+    def of_kind(self, kind: RegionKind) -> list[Region]:
         """All regions of a kind, in the order of their registration."""
         with self._lock:
             return [region for region in self._named.values() if region.kind == kind]
@@ -121,7 +121,7 @@ class Regions:
         if on_idle is not None:
             on_idle()
 
-    def totals(self, kind: Kind) -> tuple[int, int]:
+    def totals(self, kind: RegionKind) -> tuple[int, int]:
         """The number of regions of a kind that are held, and their bytes."""
         with self._lock:
             sizes = [

@@ -94,7 +94,7 @@ class DeviceMemory:
 
 
 HANDLE_BYTES = 64
-"""Of a CUDA IPC handle."""
+"""Bytes of a CUDA IPC handle."""
 
 
 def check_handle(handle: bytes) -> None:

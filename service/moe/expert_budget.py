@@ -52,21 +52,21 @@ def slots_within(budget: int, shapes: Mapping[str, LayerShape]) -> dict[str, int
     fixed += chunks_bytes(shapes.values())
     part = max(0, budget - fixed) / sum(routed.values())
     slots = {name: int(part * len(shape.held_experts)) for name, shape in shapes.items()}
-    least = {name: min(shape.top_k, len(shape.held_experts)) for name, shape in shapes.items()}
-    if any(slots[name] < least[name] for name in shapes):
-        needed = max(least[name] / len(shape.held_experts) for name, shape in shapes.items())
+    min_slots = {name: min(shape.top_k, len(shape.held_experts)) for name, shape in shapes.items()}
+    if any(slots[name] < min_slots[name] for name in shapes):
+        needed = max(min_slots[name] / len(shape.held_experts) for name, shape in shapes.items())
         num_bytes = fixed + needed * sum(routed.values())
         expected = f"at least {num_bytes / 1e6 + 0.1:.1f} MB, with which each layer has slots for its top_k"
         raise ValueError(f"weights_budget: expected {expected}, got {budget / 1e6:.1f} MB")
-    most = {name: _most_slots(shape) for name, shape in shapes.items()}
+    max_slots = {name: _max_slots(shape) for name, shape in shapes.items()}
     for name, shape in shapes.items():
-        if most[name] < least[name]:
+        if max_slots[name] < min_slots[name]:
             expected = f"layers of at most {MAX_GROUPS // 2} experts"
             raise ValueError(f"weights_budget: expected {expected}, got {shape.num_experts} of model {name}")
-    return {name: min(slots[name], most[name]) for name in shapes}
+    return {name: min(slots[name], max_slots[name]) for name in shapes}
 
 
-def _most_slots(shape: LayerShape) -> int:
+def _max_slots(shape: LayerShape) -> int:
     """With more, a step might have too many groups: the slots twice, and what does not fit by chunks."""
     chunk = chunk_experts(shape)
     return MAX_GROUPS - len(shape.held_experts) - 2 * shape.num_shared_experts - chunk
@@ -81,19 +81,19 @@ def lru_hit_rate(num_experts: int, num_slots: int, exponent: float) -> float:
     ranks = range(1, num_experts + 1)
     parts = [1 / rank**exponent for rank in ranks]
     shares = [part / sum(parts) for part in parts]
-    least, most = 0.0, 1.0
-    while sum(1 - exp(-share * most) for share in shares) < num_slots and most < _LONGEST:
-        most *= 2
+    low, high = 0.0, 1.0
+    while sum(1 - exp(-share * high) for share in shares) < num_slots and high < _LONGEST:
+        high *= 2
     for _ in range(_HALVINGS):
-        middle = (least + most) / 2
+        middle = (low + high) / 2
         if sum(1 - exp(-share * middle) for share in shares) < num_slots:
-            least = middle
+            low = middle
         else:
-            most = middle
-    return float(sum(share * (1 - exp(-share * most)) for share in shares))
+            high = middle
+    return float(sum(share * (1 - exp(-share * high)) for share in shares))
 
 
-class Copies(NamedTuple):
+class ExpectedCopies(NamedTuple):
     """What a token waits for in a step of its own.
 
     hits       the part of its experts that are in slots
@@ -104,11 +104,13 @@ class Copies(NamedTuple):
     num_bytes: float
 
 
-def copies_of_token(shapes: Mapping[str, LayerShape], slots: Mapping[str, int], exponent: float) -> Copies:
+def copies_of_token(
+    shapes: Mapping[str, LayerShape], slots: Mapping[str, int], exponent: float
+) -> ExpectedCopies:
     """What to expect of layers with these slots, by `lru_hit_rate`; `slots` has at least one layer."""
     layers = [(shapes[name], number) for name, number in slots.items()]
     rates = [lru_hit_rate(len(shape.held_experts), number, exponent) for shape, number in layers]
     missed = sum(
         (1 - rate) * shape.top_k * shape.expert_bytes for rate, (shape, _) in zip(rates, layers, strict=True)
     )
-    return Copies(sum(rates) / len(rates), missed)
+    return ExpectedCopies(sum(rates) / len(rates), missed)

@@ -148,7 +148,7 @@ class HostExperts:
         weakref.finalize(self, unregister).atexit = False
 
     def copies(self, experts: Sequence[int], to: ExpertPart, places: Sequence[int]) -> Copies:
-        """Those of each expert to its place in a part."""
+        """The copies of each expert to its place in a part."""
         copies = Copies()
         for (source, size), target in zip(self._sources, _tensors(to), strict=True):
             address = target.data_ptr()

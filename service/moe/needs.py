@@ -13,7 +13,7 @@ GROUPS_AT_ONCE = 4
 """Experts that are read at a time: one waits for small tensors, or is decoded, while others are read."""
 _BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 GRAPH_TOKENS = 256
-"""Of the largest captured step, on each rank."""
+"""Tokens of the largest captured step, on each rank."""
 _GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer
 _QUANTIZED_BYTES = 12  # a value of the one matrix that is being quantized: as stored, in fp32 and in FP8
 _STORED_BYTES = 4  # a value of the others that are being read

@@ -12,7 +12,7 @@ from expertd.limits import SCALE_BLOCK
 from expertd.service.memory.span import Buffer, Span, host_view
 from expertd.service.moe.step.stages import TimedStep
 
-Output = Buffer | Span
+OutputMemory = Buffer | Span
 
 FP8 = "FP8"
 _ELEMENT_BYTES = {"BF16": 2, "FP16": 2, "FP32": 4}
@@ -98,7 +98,7 @@ class StepResult:
     the layer is a part; in a whole one they are those that no expert has computed.
     """
 
-    outputs: list[Output]
+    outputs: list[OutputMemory]
     layout: Layout
     num_tokens: int
     count_tokens: Callable[[], NDArray[np.integer[Any]]]

@@ -191,5 +191,5 @@ class LayerRunner:
 
     @property
     def num_sms(self) -> int | None:
-        """Of this layer's steps; None: of the whole device."""
+        """The SMs of this layer's steps; None: those of the whole device."""
         return None if self._partitions is None else self._partitions.num_sms(self.partition)

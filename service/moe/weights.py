@@ -44,7 +44,7 @@ _DTYPES = {
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 MATRICES = ("gate_up", "down")
-"""Those of an expert, as `ExpertWeights` names them."""
+"""The matrices of an expert, as `ExpertWeights` names them."""
 
 
 @dataclass(frozen=True)

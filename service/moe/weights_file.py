@@ -45,7 +45,7 @@ def _shared_specs(shape: LayerShape) -> dict[str, TensorSpec]:
 
 
 def _matrix_specs(name: str, layout: WeightLayout, count: int, n: int, k: int) -> dict[str, TensorSpec]:
-    """Those of `count` matrices [n, k]."""
+    """The tensors of `count` matrices [n, k]."""
     is_fp8 = layout.format is WeightFormat.FP8
     data = TensorSpec((count, n, k), ("F8_E4M3",)) if is_fp8 else TensorSpec((count, n, k // 2), ("U8",))
     scales = TensorSpec((count, *layout.scale_shape(n, k)), (layout.scales,))

@@ -173,7 +173,7 @@ def end_bytes(max_experts: int) -> int:
     return _ENDED.size + ERROR_BYTES + 8 * max_experts
 
 
-class Kind(IntEnum):
+class MoveKind(IntEnum):
     """What ranks do with the experts of a round.
 
     FETCH    send and receive bytes `start` to `end` of each
@@ -195,7 +195,7 @@ class MoveCommand:
 
     number: int
     model: int
-    kind: Kind
+    kind: MoveKind
     fetches: Sequence[Fetch]
     start: int = 0
     end: int = 0
@@ -213,7 +213,7 @@ class MoveCommand:
         return cls(
             number,
             model,
-            Kind(kind),
+            MoveKind(kind),
             [Fetch(*_FETCH.unpack_from(data, at)) for at in starts],
             start,
             end,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.ranks.front.group import RankGroup
 from expertd.service.ranks.setup import PARTITIONS
 
@@ -20,7 +20,7 @@ class RankPartition(NamedTuple):
     num_sms: int
 
 
-def shown(loaded: Loaded) -> list[Any]:
+def shown(loaded: LoadedLayers) -> list[Any]:
     """What a rank says of its partitions, for JSON; empty if its device cannot be partitioned."""
     device = loaded.partitions
     if device is None:
@@ -29,7 +29,7 @@ def shown(loaded: Loaded) -> list[Any]:
     return [device.device_name, device.total_sms, device.granularity, named]
 
 
-def replace(loaded: Loaded, sizes: Mapping[str, int] | None) -> tuple[str, list[Any]]:
+def replace(loaded: LoadedLayers, sizes: Mapping[str, int] | None) -> tuple[str, list[Any]]:
     """On a rank, between two steps: an error, "" if there is none, and what the rank has then.
 
     sizes  None: they have been replaced on all ranks, which now prepare steps together. If that fails, the

@@ -14,7 +14,7 @@ from expertd.service.engine.errors import (
     StorageUnavailableError,
 )
 from expertd.service.engine.joint_trace import of_process
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.engine.recorder import Recorder, check_size, import_profiler, storage_error
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.front.group import RankGroup
@@ -35,7 +35,7 @@ class RankRecorder:
     def __init__(
         self,
         rank: int,
-        loaded: Loaded,
+        loaded: LoadedLayers,
         do_between_steps: Callable[[Callable[[], None]], None],
         say: Callable[[str], None],
     ) -> None:

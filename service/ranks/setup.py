@@ -118,7 +118,7 @@ class RingSizes(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """Of the file with both rings."""
+        """Bytes of the file with both rings."""
         return ring_bytes(NUM_SLOTS, self.command) + ring_bytes(NUM_SLOTS, self.end)
 
     def rings(self, descriptor: int, command_bell: Bell, end_bell: Bell) -> Rings:

@@ -50,7 +50,7 @@ class ExchangeSizes(NamedTuple):
 
 
 def max_rank_tokens(settings: Settings) -> int:
-    """Of a rank in a step, or in a graph, which pads it."""
+    """Tokens of a rank in a step, or in a graph, which pads it, at most."""
     return max(len(part_of(settings.limits.max_batch_tokens, 0, settings.num_ranks)), GRAPH_TOKENS)
 
 

@@ -74,11 +74,6 @@ def make_context(settings: TlsSettings, files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def load_tls(settings: TlsSettings) -> ssl.SSLContext:
-    """Read the files that `settings` name. Raises SettingsError."""
-    return make_context(settings, read_tls(settings))
-
-
 def validity(settings: TlsSettings) -> tuple[str, bool]:
     """A phrase for how long the certificate is valid, and whether it is for now. Raises SettingsError."""
     files = read_tls(settings)

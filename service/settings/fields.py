@@ -20,7 +20,7 @@ from expertd.service.settings.parts import (
     TlsSettings,
     TracingSettings,
 )
-from expertd.service.settings.rendezvous import Rendezvous
+from expertd.service.settings.rendezvous import RendezvousAddress
 from expertd.service.settings.served import CheckpointSettings, ModelSettings
 from expertd.service.settings.spans import Devices, numbers
 from expertd.service.settings.values import HostName, NumBytes
@@ -108,7 +108,7 @@ class Fields(BaseSettings):
         ge=0,
         description="number of this node; 0 has the front end, the others run its ranks",
     )
-    rendezvous: Rendezvous | None = Field(
+    rendezvous: RendezvousAddress | None = Field(
         default=None,
         description="`HOST:PORT` of node 0, where the nodes meet; beyond loopback only with `keys`, or "
         "`insecure`; keys do not protect it: anybody who reaches it can interfere",

@@ -24,4 +24,4 @@ def _checked(rendezvous: str) -> str:
     return rendezvous
 
 
-Rendezvous = Annotated[str, AfterValidator(_checked)]
+RendezvousAddress = Annotated[str, AfterValidator(_checked)]

@@ -20,7 +20,6 @@ from opentelemetry.trace import (
     Span,
     SpanContext,
     SpanKind,
-    Status,
     StatusCode,
     TraceFlags,
     TraceState,
@@ -38,7 +37,6 @@ _BATCH = 64  # spans: a batch is serialized in a few milliseconds, in which othe
 _STEP = "step"
 _ROUTE = "/v2/models/{model}/infer"
 _CLIENT_GONE = 499  # no answer was sent
-_OK = Status(StatusCode.UNSET)
 
 
 class Spans:

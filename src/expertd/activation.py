@@ -68,10 +68,10 @@ class ExpertRule(NamedTuple):
         return ", ".join(parts)
 
 
-def _clamped(text: str, least: float, most: float) -> str:
-    if most == math.inf:
+def _clamped(text: str, low: float, high: float) -> str:
+    if high == math.inf:
         return text
-    return f"min({text}, {most:g})" if least == -math.inf else f"clamp({text}, {most:g})"
+    return f"min({text}, {high:g})" if low == -math.inf else f"clamp({text}, {high:g})"
 
 
 def _activated(gate: str, alpha: float) -> str:

@@ -28,7 +28,7 @@ class Cpus:
 
 
 def cpus(proc: Path = PROC) -> Cpus:
-    """Those of this process."""
+    """The CPUs that this process may use."""
     quotas = [quota for group in groups("cpu", proc) if (quota := _quota(*group)) is not None]
     return Cpus(len(os.sched_getaffinity(0)), min(quotas, default=None))
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_SLOTS = 256
-"""Of all callers of a GPU; as many as requests of a step."""
+"""Slots of all callers of a GPU; as many as requests of a step."""
 FIELD_BITS = 12
 """Of num_tokens and of the model in a call's header, one word; the other bits above them are its sequence."""
 REFUSED = 1 << 63

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gemm import gemm_sweep, heat_map
 from benchmarks.gemm.gemm_sweep import Point, batches, parse_point
-from benchmarks.lib.timing import medians_of_turns
+from benchmarks.lib.timing import medians_of_rounds
 from expertd.layout import Layout
 
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ TURNS = [(A, 5.0), (A, 9.0), (A, 7.0), (B, 3.0), (B, 4.0), (B, 3.5), *[(A, 6.0)]
 
 
 def test_the_better_of_two_medians_counts() -> None:
-    assert medians_of_turns(launches(TURNS), [A, B], 3, 2) == [6.0, 3.5]
+    assert medians_of_rounds(launches(TURNS), [A, B], 3, 2) == [6.0, 3.5]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_better_of_two_medians_counts() -> None:
 )
 def test_other_launches_are_refused(times: list[tuple[str, float]], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        medians_of_turns(launches(times), [A, B], 3, 2)
+        medians_of_rounds(launches(times), [A, B], 3, 2)
 
 
 def test_the_numbered_cell_is_the_rows(tmp_path: Path) -> None:

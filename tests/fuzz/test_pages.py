@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from expertd.layout import Layout
-from expertd.service.channels.channel import Channel
+from expertd.service.channels.channel import ServerChannel
 from expertd.service.channels.layout import HEADER_BYTES, SLOT_BYTES
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, StepResult
@@ -57,15 +57,15 @@ class ZeroRunner(EchoRunner):
         return Computed(StepResult([*outputs], Layout.MASKED, num_tokens, lambda: counts, 1e-5))
 
 
-async def opened(server: Serving) -> tuple[Peer, Channel]:
+async def opened(server: Serving) -> tuple[Peer, ServerChannel]:
     """A channel, both sides of it."""
     peer = await claimed(server, num_slots=NUM_SLOTS)
     (entry,) = server.app.channels.entries.values()
-    assert isinstance(entry.channel, Channel)
+    assert isinstance(entry.channel, ServerChannel)
     return peer, entry.channel
 
 
-async def settled(channel: Channel) -> None:
+async def settled(channel: ServerChannel) -> None:
     while channel._in_flight and not channel._closed:
         await asyncio.sleep(0)
 

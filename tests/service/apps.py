@@ -17,10 +17,10 @@ import uvloop
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from expertd.service.engine.loading import Loaded, Loader, Partitions, load
+from expertd.service.engine.loading import LoadedLayers, Loader, Partitions, load
 from expertd.service.engine.steps import Runner
 from expertd.service.http.app import ExpertApp
-from expertd.service.http.connection import Connection
+from expertd.service.http.connection import HttpConnection
 from expertd.service.http.listening import listen_for_channels
 from expertd.service.http.server_context import ServerContext
 from expertd.service.http.tls import TlsProtocol
@@ -75,9 +75,9 @@ def serving_runner(
 ) -> Loader:
     """A loader that loads nothing and serves every model with `runner`."""
 
-    def load(settings: Settings, _: Callable[[], bool]) -> Loaded:
+    def load(settings: Settings, _: Callable[[], bool]) -> LoadedLayers:
         runners = {model.name: runner for model in settings.models}
-        return Loaded("reference", "test", runners, partitions, lambda: None, lambda _: prepare())
+        return LoadedLayers("reference", "test", runners, partitions, lambda: None, lambda _: prepare())
 
     return load
 
@@ -116,7 +116,7 @@ async def serving(
     settings: Settings,
     loader: Loader = load,
     other: ASGIApp | None = None,
-    connections: set[Connection] | None = None,
+    connections: set[HttpConnection] | None = None,
     send_buffer: int | None = None,
     tls: ssl.SSLContext | None = None,
     wait: bool = True,
@@ -140,8 +140,8 @@ async def serving(
 
     def protocol() -> asyncio.BufferedProtocol:
         if tls is None:
-            return Connection(context, state, {})
-        return TlsProtocol(context, state, tls, lambda: Connection(context, state, {}, is_admitted=True))
+            return HttpConnection(context, state, {})
+        return TlsProtocol(context, state, tls, lambda: HttpConnection(context, state, {}, is_admitted=True))
 
     async with app.router.lifespan_context(app):
         if wait:
@@ -156,7 +156,7 @@ async def serving(
         finally:
             listener.close()
             for connection in list(state.connections):
-                if isinstance(connection, Connection):
+                if isinstance(connection, HttpConnection):
                     connection.transport.abort()
                 else:
                     connection.shutdown()

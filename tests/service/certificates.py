@@ -3,11 +3,18 @@
 import ssl
 from pathlib import Path
 
+from expertd.service.settings.certificates import make_context, read_tls
+from expertd.service.settings.parts import TlsSettings
 from tests.paths import ROOT
 
 FOLDER = ROOT / "tests/certificates"
 CA = FOLDER / "ca.pem"
 TLS = {"certificate": str(FOLDER / "server.pem"), "key": str(FOLDER / "server.key")}
+
+
+def load_tls(settings: TlsSettings) -> ssl.SSLContext:
+    """A server's context with the files that `settings` name. Raises SettingsError."""
+    return make_context(settings, read_tls(settings))
 
 
 def client_context(certificate: str | None = None) -> ssl.SSLContext:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from expertd.service.engine.loading import Loaded, Loader
+from expertd.service.engine.loading import LoadedLayers, Loader
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.model import Settings
@@ -54,7 +54,7 @@ def holding(load: Loader) -> tuple[Loader, list[HeldRunner]]:
     """`load`, with a HeldRunner for each model; they are listed once it has loaded."""
     held: list[HeldRunner] = []
 
-    def loader(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+    def loader(settings: Settings, cancelled: Callable[[], bool]) -> LoadedLayers:
         loaded = load(settings, cancelled)
         held.extend(HeldRunner(runner) for runner in loaded.runners.values())
         return replace(loaded, runners=dict(zip(loaded.runners, held, strict=True)))

@@ -11,9 +11,9 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from expertd.service.engine.loading import Loaded, Loader
+from expertd.service.engine.loading import LoadedLayers, Loader
 from expertd.service.memory import Buffer, DeviceMemory, Mapped, Span, Unregister
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 from expertd.service.settings.model import Settings
 from tests.service.apps import HIDDEN, Serving, tiny_settings
 from tests.service.runners import EchoRunner
@@ -41,7 +41,7 @@ class AddressRunner(EchoRunner):
                 for request in requests
             ]
         )
-        outputs: list[Output] = []
+        outputs: list[OutputMemory] = []
         for request in requests:
             doubled = (2 * np.frombuffer(bytes_of(request.hidden_states), np.float32)).tobytes()
             if request.output is None:
@@ -82,7 +82,7 @@ class Device:
         return -(-ctypes.addressof(self.memory) // 256) * 256
 
     def register(self, memory: Mapped) -> Unregister:
-        """See `Loaded.register`; the first call is for the arena."""
+        """See `LoadedLayers.register`; the first call is for the arena."""
         if self.loading:
             self.loading = False
             return lambda: None
@@ -90,7 +90,7 @@ class Device:
         return lambda: self.registered.__delitem__(memory.address)
 
     def open_cuda(self, handle: bytes, num_bytes: int) -> DeviceMemory:
-        """See `Loaded.open_cuda`."""
+        """See `LoadedLayers.open_cuda`."""
         if handle != HANDLE:
             raise ValueError("raw_handle: expected a handle of another process's memory, got another text")
         self.opened.append((handle, num_bytes))
@@ -111,9 +111,9 @@ class Device:
     def loader(self) -> Loader:
         """A loader that serves every model with the runner."""
 
-        def load(settings: Settings, _: Any) -> Loaded:
+        def load(settings: Settings, _: Any) -> LoadedLayers:
             runners = {model.name: self.runner for model in settings.models}
-            return Loaded(
+            return LoadedLayers(
                 "fake",
                 "test",
                 runners,

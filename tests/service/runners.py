@@ -11,7 +11,7 @@ from expertd.layout import Layout
 from expertd.service.engine.executor import Executor
 from expertd.service.engine.steps import DEFAULT_PRIORITY, Submission
 from expertd.service.memory import host_view
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 
 
 class EchoRunner:
@@ -89,7 +89,7 @@ class Turnstile(threading.Event):
         return self._tickets.acquire(timeout=60)
 
 
-def _echo(request: LayerRequest) -> Output:
+def _echo(request: LayerRequest) -> OutputMemory:
     if request.output is None:
         return host_view(request.hidden_states)
     host_view(request.output)[:] = host_view(request.hidden_states)
@@ -142,13 +142,13 @@ class Submitted:
         priority: int = DEFAULT_PRIORITY,
         timeout: float | None = None,
     ) -> None:
-        self.answer: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[OutputMemory] = asyncio.get_running_loop().create_future()
         self.pending: Submission = executor.submit(
             Submission(model, request, self._done, alone=alone, priority=priority, timeout=timeout)
         )
         self.model = model
 
-    def _done(self, output: Output | Exception) -> None:
+    def _done(self, output: OutputMemory | Exception) -> None:
         if self.answer.cancelled():
             return
         if isinstance(output, Exception):

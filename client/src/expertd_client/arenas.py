@@ -31,7 +31,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of an arena."""
+    """The sizes of an arena."""
 
     max_tokens: int
     place_bytes: int
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def num_bytes(self) -> int:
-        """Of all places."""
+        """The bytes of all places."""
         return self.place_bytes * self.num_places
 
 
@@ -52,14 +52,14 @@ def min_sizes(need: Need, num_places: int = 1) -> Sizes:
     return Sizes(max(1, need.tokens), aligned(max(1, need.num_bytes), _PLACE_ALIGNMENT), num_places)
 
 
-class Opening(NamedTuple):
+class ArenaOpening(NamedTuple):
     """An arena that a call must open, of the first of `sizes` that the server does not refuse."""
 
     sizes: tuple[Sizes, ...]
     is_needed: bool = True  # False: the current one would do, with more waiting
 
 
-class Arena(ABC):
+class CallArena(ABC):
     """Places that calls take in turn. `Holder` guards all of its attributes and calls all of its methods."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -89,7 +89,7 @@ class Arena(ABC):
         """Give it up; no call uses it."""
 
 
-A = TypeVar("A", bound=Arena)
+A = TypeVar("A", bound=CallArena)
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class Holder(Generic[A]):
         self._granted: tuple[int, float] | None = None  # the most places for a while, and until when
         self._lock = threading.Lock()
         self._arena: A | None = None
-        self._opening: Opening | None = None
+        self._opening: ArenaOpening | None = None
         self._closed = False
         self._callers = 0
         self._waiting: deque[Callable[[], None]] = deque()
@@ -130,7 +130,7 @@ class Holder(Generic[A]):
         with self._lock:
             self._callers -= 1
 
-    def take(self, need: Need, wake: Callable[[], None]) -> Lease[A] | Opening | Later:
+    def take(self, need: Need, wake: Callable[[], None]) -> Lease[A] | ArenaOpening | Later:
         """A place; or an arena that the caller must open; or Later, and `wake` is called.
 
         Raises NotThisCallError for a while after a server has refused such an arena, and
@@ -299,7 +299,7 @@ def _pause(error: ExpertError) -> float:
     return min(_PAUSE_SECONDS, error.retry_after or _BUSY_SECONDS)
 
 
-def _opening(need: Need, sizes: Sizes, old: Sizes | None) -> Opening:
+def _opening(need: Need, sizes: Sizes, old: Sizes | None) -> ArenaOpening:
     """One of `sizes`, or else with fewer and fewer places, each as large as the call needs.
 
     They are never smaller than those of the current arena, `old`, nor fewer, unless `sizes` has fewer.
@@ -310,11 +310,11 @@ def _opening(need: Need, sizes: Sizes, old: Sizes | None) -> Opening:
     halves = [sizes.num_places >> shift for shift in range(sizes.num_places.bit_length())]
     more = [number for number in halves if number > old.num_places]
     if not is_needed:
-        return Opening(tuple(replace(sizes, num_places=number) for number in more), is_needed)
+        return ArenaOpening(tuple(replace(sizes, num_places=number) for number in more), is_needed)
     exact = Need(max(need.tokens, old.max_tokens), max(need.num_bytes, old.place_bytes))
     numbers = [*more, min(sizes.num_places, old.num_places)]
     tries = dict.fromkeys([sizes, *(min_sizes(exact, number) for number in numbers)])
-    return Opening(tuple(tries), is_needed)
+    return ArenaOpening(tuple(tries), is_needed)
 
 
 def _power(number: int) -> int:

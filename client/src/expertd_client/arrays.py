@@ -124,5 +124,5 @@ def _on_host(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 def _any_of(names: dict[str, str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} or {last}" if most else last
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

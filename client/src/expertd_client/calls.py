@@ -23,7 +23,7 @@ class LayerCall:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of hidden_states and of the output."""
+        """The shape of hidden_states and of the output."""
         return self.inputs[0].shape
 
     def parts(self, max_tokens: int) -> "list[LayerCall]":

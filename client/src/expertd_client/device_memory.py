@@ -25,7 +25,7 @@ class DeviceMemoryError(TransportUnavailableError):
     """The driver gives no memory that can be shared."""
 
 
-class DeviceMemory:
+class GpuAllocation:
     """`num_bytes` on the GPU `index`, freed when neither this object nor a tensor of it exists any more.
 
     Raises DeviceMemoryError if the driver refuses.

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from expertd_client.arenas import A, Holder, Lease, Need, Opening, Sizes
+from expertd_client.arenas import A, ArenaOpening, Holder, Lease, Need, Sizes
 from expertd_client.calls import LayerCall
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
@@ -38,7 +38,7 @@ class Wanted:
 
     model: str
     need: Need
-    opening: Opening
+    opening: ArenaOpening
     gpu: int | None
     deadline: Deadline
 
@@ -48,7 +48,7 @@ Exchange = Callable[[LayerCall, Deadline, Lease[A], list[int]], Steps[bool]]
 request's number in the list: the server may still use the place."""
 
 
-class RefusedError(Exception):
+class ArenaRefusedError(Exception):
     """The server refuses an arena, for now or in this size; `error` says why."""
 
     def __init__(self, error: ExpertError) -> None:
@@ -100,7 +100,7 @@ class Directory(Generic[A]):
         return gpu
 
     def holder(self, model: str, gpu: int | None) -> Holder[A]:
-        """Of the arena for a model's calls."""
+        """The holder of the arena for a model's calls."""
         holder = self._holders.get((model, gpu))
         if holder is None:
             with self._lock:
@@ -117,8 +117,8 @@ class Directory(Generic[A]):
         holder = self.holder(wanted.model, wanted.gpu)
         try:
             arena = yield from self._make(wanted, holder)
-        except (RefusedError, ExpertError) as error:
-            reason = error.error if isinstance(error, RefusedError) else error
+        except (ArenaRefusedError, ExpertError) as error:
+            reason = error.error if isinstance(error, ArenaRefusedError) else error
             if not wanted.opening.is_needed:
                 holder.failed(wanted.need, reason)
                 return None
@@ -129,7 +129,7 @@ class Directory(Generic[A]):
             if isinstance(reason, InvalidRequestError) and str(reason).startswith(_TOKENS):
                 holder.failed(wanted.need, None)
                 raise reason from error
-            if not isinstance(error, RefusedError):
+            if not isinstance(error, ArenaRefusedError):
                 holder.failed(wanted.need, None)
                 raise
             holder.failed(wanted.need, reason)
@@ -189,7 +189,7 @@ class Directory(Generic[A]):
         for holder in holders:
             holder.close()
 
-    def _opening_deadline(self, opening: Opening, deadline: Deadline) -> Deadline:
+    def _opening_deadline(self, opening: ArenaOpening, deadline: Deadline) -> Deadline:
         """The time to open an arena for a call, which may get a place of the current one if that fails."""
         if opening.is_needed:
             return deadline
@@ -207,7 +207,7 @@ def largest(wanted: Wanted, make: Callable[[Sizes], Steps[T]]) -> Steps[T]:
     """What `make` makes with the first of the sizes that are not refused. Raises RefusedError."""
     *larger, smallest = wanted.opening.sizes
     for sizes in larger:
-        with suppress(RefusedError, DeviceMemoryError):
+        with suppress(ArenaRefusedError, DeviceMemoryError):
             return (yield from make(sizes))
     return (yield from make(smallest))
 

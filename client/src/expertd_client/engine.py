@@ -38,7 +38,7 @@ _SLOTS = 2  # of a batch, which may be larger than a request: one is copied whil
 
 
 @dataclass(frozen=True)
-class Settings:
+class PluginSettings:
     """Of a plugin.
 
     url            of the server, or of a pool: dns:NAME:PORT or file:/PATH
@@ -73,12 +73,12 @@ class Settings:
         expect(self.check_weights in ("on", "off"), "check_weights", "on or off", self.check_weights)
 
 
-def make_settings(given: Mapping[str, Any], model: str) -> Settings:
+def make_settings(given: Mapping[str, Any], model: str) -> PluginSettings:
     """Those that an engine was given, which serves `model`, a directory or a name. Raises ValueError."""
-    names = [field.name for field in fields(Settings)]
+    names = [field.name for field in fields(PluginSettings)]
     for key in given:
         expect(key in names, "expertd's settings", " or ".join(names), key)
-    return Settings(**{"name": _served_name(model), **given})
+    return PluginSettings(**{"name": _served_name(model), **given})
 
 
 def expect(is_good: bool, name: str, expected: object, got: object) -> None:
@@ -88,7 +88,7 @@ def expect(is_good: bool, name: str, expected: object, got: object) -> None:
 
 
 @cache
-def server_of(settings: Settings) -> "RemoteServer":
+def server_of(settings: PluginSettings) -> "RemoteServer":
     """The one of this process."""
     return RemoteServer(settings)
 
@@ -96,7 +96,7 @@ def server_of(settings: Settings) -> "RemoteServer":
 class RemoteServer:
     """A client of it, or of a pool, and the channel that is opened for all layers at the first call."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PluginSettings) -> None:
         seconds = settings.retry_seconds
         self.client = ExpertClient(
             settings.url, transport="http", timeout=60 + seconds, retry_seconds=seconds
@@ -141,12 +141,12 @@ class RemoteServer:
     def channel(self, x: Tensor, num_slots: int) -> Any:
         """The channel; None if this process has none, so that calls go over HTTP."""
         if self._channel is None and self._has_channels:
-            most = self.settings.max_tokens
+            max_tokens = self.settings.max_tokens
             limits = [layer.metadata.max_request_tokens for layer in self._layers.values()]
             try:
                 self._channel = self.client.open_channel(
                     list(self._layers),
-                    max_tokens=min(most, *(limit or most for limit in limits)),
+                    max_tokens=min(max_tokens, *(limit or max_tokens for limit in limits)),
                     num_slots=num_slots,
                     datatype=_DATATYPES[x.dtype],
                     device="cpu" if self.is_over_nixl else str(x.device),
@@ -204,7 +204,7 @@ class RemoteLayer:
         if channel is None:
             return HttpCall(self.server.client.submit(self.name, x, topk_ids, topk_weights.float()))
         slots = channel.slots[_SLOTS * part : _SLOTS * (part + 1)]
-        kind = StreamCall if x.is_cuda and not self.server.is_over_nixl else ChannelCall
+        kind = EnqueuedCall if x.is_cuda and not self.server.is_over_nixl else ChannelCall
         return kind(self.name, channel, slots, (x, topk_ids, topk_weights))
 
 
@@ -241,9 +241,9 @@ class ChannelCall:
 
     def _send(self, slot: Any) -> None:
         if self._begins:
-            begin, most, rows = self._begins.popleft(), self._channel.max_tokens, self._inputs
-            if len(rows[0]) > most:
-                x, ids, weights = (tensor[begin : begin + most] for tensor in rows)
+            begin, max_tokens, rows = self._begins.popleft(), self._channel.max_tokens, self._inputs
+            if len(rows[0]) > max_tokens:
+                x, ids, weights = (tensor[begin : begin + max_tokens] for tensor in rows)
                 rows = x, ids, weights
             num_tokens = len(rows[0])
             for target, source in zip(slot.first(num_tokens), rows, strict=False):
@@ -257,7 +257,7 @@ class ChannelCall:
         return self._channel.wait(ticket)
 
 
-class StreamCall(ChannelCall):
+class EnqueuedCall(ChannelCall):
     """A ChannelCall of a GPU, whose stream waits: the thread only enqueues. `last`: its last request."""
 
     last: Any = None

@@ -7,7 +7,7 @@ import numpy as np
 from expertd_client.arrays import FLOATS
 from expertd_client.calls import LayerCall
 from expertd_client.outputs import TorchOutput
-from expertd_client.places import Layout, narrow_ids
+from expertd_client.places import CallLayout, narrow_ids
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ class GpuPlaces:
         self.data = data
         self._copied: dict[int, torch.cuda.Event] = {}  # start of a place -> its last output has been copied
 
-    def copy_in(self, start: int, call: LayerCall, where: Layout) -> None:
+    def copy_in(self, start: int, call: LayerCall, where: CallLayout) -> None:
         """Copy a call's inputs to the place at `start`, and wait for it. Raises InvalidRequestError."""
         import torch
 
@@ -37,7 +37,7 @@ class GpuPlaces:
                 self._copy_routing(start, call, where)
             stream.synchronize()
 
-    def copy_out(self, start: int, call: LayerCall, where: Layout) -> None:
+    def copy_out(self, start: int, call: LayerCall, where: CallLayout) -> None:
         """Copy a call's output from the place at `start`; on a GPU, the current stream has it."""
         import torch
 
@@ -51,7 +51,7 @@ class GpuPlaces:
                 stream.synchronize()
             self._copied[start] = stream.record_event(self._copied.get(start))
 
-    def _copy_routing(self, start: int, call: LayerCall, where: Layout) -> None:
+    def _copy_routing(self, start: int, call: LayerCall, where: CallLayout) -> None:
         import torch
 
         _, ids, weights = call.inputs

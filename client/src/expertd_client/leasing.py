@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from expertd_client.arenas import A, Holder, Lease, Need, Opening
+from expertd_client.arenas import A, ArenaOpening, Holder, Lease, Need
 from expertd_client.deadline import Deadline
-from expertd_client.semaphore import Signal, Until
+from expertd_client.semaphore import Until, Waker
 from expertd_client.steps import Steps
 
 
 def take_place(
-    holder: Holder[A], need: Need, deadline: Deadline, open_arena: Callable[[Opening], Steps[object]]
+    holder: Holder[A], need: Need, deadline: Deadline, open_arena: Callable[[ArenaOpening], Steps[object]]
 ) -> Steps[Lease[A] | None]:
     """A place; None if `open_arena` returned None: then another holder may be the right one.
 
@@ -17,11 +17,11 @@ def take_place(
     """
     while True:
         deadline.check()
-        signal = Signal()
+        signal = Waker()
         found = holder.take(need, signal.set)
         if isinstance(found, Lease):
             return found
-        if isinstance(found, Opening):
+        if isinstance(found, ArenaOpening):
             if (yield from open_arena(found)) is None:
                 return None
             continue

@@ -25,7 +25,7 @@ Values = dict[tuple[str, ...], float]
 
 
 @dataclass(frozen=True)
-class Family:
+class PoolMetric:
     """A metric.
 
     name    without `expertd_pool_`, and for a counter without `_total`
@@ -54,19 +54,19 @@ class Family:
         return made
 
 
-SERVERS = Family(
+SERVERS = PoolMetric(
     "gauge", "servers", ("server", "state"), "pools of the caller in which a server is up, draining or down"
 )
-CALLS = Family("counter", "calls", ("server", "outcome"), "calls to a server, by how they ended")
-IN_FLIGHT = Family("gauge", "calls_in_flight", ("server",), "calls to a server that have no answer yet")
-EXPECTED = Family(
+CALLS = PoolMetric("counter", "calls", ("server", "outcome"), "calls to a server, by how they ended")
+IN_FLIGHT = PoolMetric("gauge", "calls_in_flight", ("server",), "calls to a server that have no answer yet")
+EXPECTED = PoolMetric(
     "gauge",
     "expected_seconds",
     ("server",),
     "time that a further call is expected to take at a server; 0 while that is unknown",
     "max",
 )
-FAILED = Family(
+FAILED = PoolMetric(
     "counter", "failed_calls", ("reason",), "calls that no server has answered, by the last outcome"
 )
 FAMILIES = (SERVERS, CALLS, IN_FLIGHT, EXPECTED, FAILED)
@@ -134,9 +134,9 @@ def write_files(directory: Path, pid: int) -> None:
         new.replace(directory / f"{name}.db")
 
 
-def _values() -> dict[Family, Values]:
+def _values() -> dict[PoolMetric, Values]:
     """Of all families, by the values of their labels, in which pools with the same server are added up."""
-    found: dict[Family, Values] = {family: defaultdict(float) for family in FAMILIES}
+    found: dict[PoolMetric, Values] = {family: defaultdict(float) for family in FAMILIES}
     for pool in pools():
         for server in pool.states():
             url = server.url

@@ -16,7 +16,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 def outcome_of(error: ExpertError) -> Outcome:
-    """Of a call that has raised this."""
+    """How a call has ended that raised this error."""
     if isinstance(error, ServerUnreachableError):
         return "unreachable"
     if isinstance(error, UnknownModelError):

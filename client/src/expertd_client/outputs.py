@@ -52,7 +52,7 @@ class NumpyOutput:
         self._array = np.empty(shape, dtype) if out is None else out
 
     def memory(self) -> memoryview:
-        """Of the array itself."""
+        """The memory of the array itself."""
         return bytes_of(self._array)
 
     def store(self, data: "npt.NDArray[np.uint8]") -> None:
@@ -64,7 +64,7 @@ class NumpyOutput:
         return self._array
 
     def rows(self, start: int, stop: int) -> "NumpyOutput":
-        """Of the array itself."""
+        """These rows of the array itself."""
         part = self._array[start:stop]
         return NumpyOutput(part.shape, part.dtype, part)
 
@@ -112,7 +112,7 @@ class TorchOutput:
         return self._result
 
     def rows(self, start: int, stop: int) -> "TorchOutput":
-        """Of the tensor itself."""
+        """These rows of the tensor itself."""
         part = self.tensor()[start:stop]
         return TorchOutput(part, self._dtype, part)
 

@@ -14,7 +14,7 @@ from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, InvalidRequestError, ServerBusyError
 from expertd_client.http.requests import model_path
 from expertd_client.server import Server, ServerOptions
-from expertd_client.sources import Fixed, Source, source_of
+from expertd_client.sources import Fixed, UrlSource, source_of
 from expertd_client.steps import run_async
 from expertd_client.tls import File
 
@@ -54,7 +54,7 @@ class Seen:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the command."""
+    """Add the command's arguments."""
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help="of each server, or dns:NAME:PORT, or file:/PATH"
     )
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _look(source: Source, arguments: argparse.Namespace) -> None:
+async def _look(source: UrlSource, arguments: argparse.Namespace) -> None:
     servers: dict[str, Server] = {}
     before: dict[str, Seen] = {}
     urls: list[str] = []

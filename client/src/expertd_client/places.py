@@ -19,7 +19,7 @@ class WideIdsError(InvalidRequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CallLayout:
     """Offsets of a call's tensors, each a multiple of ALIGNMENT, and the bytes of all."""
 
     hidden_states: int
@@ -29,16 +29,18 @@ class Layout:
     num_bytes: int
 
 
-def layout(shape: tuple[int, int], top_k: int, in_datatype: str, out_datatype: str) -> Layout:
+def layout(shape: tuple[int, int], top_k: int, in_datatype: str, out_datatype: str) -> CallLayout:
     """For hidden_states and the output of `shape`, and routing of `top_k` experts (0: none)."""
     rows, columns = shape
     routing = aligned(rows * top_k * 4)
     ids = aligned(rows * columns * ITEM_BYTES[in_datatype])
     output = ids + 2 * routing
-    return Layout(0, ids, ids + routing, output, output + aligned(rows * columns * ITEM_BYTES[out_datatype]))
+    return CallLayout(
+        0, ids, ids + routing, output, output + aligned(rows * columns * ITEM_BYTES[out_datatype])
+    )
 
 
-def layout_of(call: LayerCall) -> Layout:
+def layout_of(call: LayerCall) -> CallLayout:
     """Where the tensors of a call lie in its place."""
     top_k = call.inputs[1].shape[1] if len(call.inputs) > 1 else 0
     return layout(call.shape, top_k, call.inputs[0].datatype, call.output.datatype)
@@ -49,7 +51,7 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-num_bytes // alignment) * alignment
 
 
-def copy_in(memory: "npt.NDArray[np.uint8]", call: LayerCall, where: Layout) -> None:
+def copy_in(memory: "npt.NDArray[np.uint8]", call: LayerCall, where: CallLayout) -> None:
     """Copy a call's inputs to its place in host memory. Raises WideIdsError."""
     hidden_states = call.inputs[0]
     part = memory[where.hidden_states : where.hidden_states + hidden_states.num_bytes]
@@ -69,7 +71,7 @@ def copy_in(memory: "npt.NDArray[np.uint8]", call: LayerCall, where: Layout) -> 
         np.copyto(weights_part.reshape(weights.shape), _on_host(weights))
 
 
-def copy_out(memory: "npt.NDArray[np.uint8]", call: LayerCall, where: Layout) -> None:
+def copy_out(memory: "npt.NDArray[np.uint8]", call: LayerCall, where: CallLayout) -> None:
     """Copy a call's output from its place in host memory."""
     size = call.shape[0] * call.shape[1] * ITEM_BYTES[call.output.datatype]
     call.output.store(memory[where.output : where.output + size])

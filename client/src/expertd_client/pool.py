@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from expertd_client.calls import LayerCall
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     AccessDeniedError,
@@ -34,8 +34,8 @@ from expertd_client.metadata import ModelMetadata, ServerState
 from expertd_client.outcomes import Outcome, outcome_of
 from expertd_client.retries import is_late, with_retries
 from expertd_client.server import Server
-from expertd_client.sources import Source
-from expertd_client.splitting import Owner, check_same, owners_of, split
+from expertd_client.sources import UrlSource
+from expertd_client.splitting import ExpertOwner, check_same, owners_of, split
 from expertd_client.steps import Steps, run
 from expertd_client.transport import TransportName
 
@@ -68,7 +68,7 @@ class Member:
     ended: Counter[str] = field(default_factory=Counter)  # infer calls, but for those that were given up
     opened: object = None  # the channel that was opened last
     # Open ones, by the first request without an answer, and since when it is that.
-    links: "weakref.WeakKeyDictionary[Link, tuple[int, float]]" = field(
+    links: "weakref.WeakKeyDictionary[ChannelClient, tuple[int, float]]" = field(
         default_factory=weakref.WeakKeyDictionary
     )
     layers: dict[str, tuple[ModelMetadata | None, float]] = field(default_factory=dict)  # and when it said so
@@ -125,7 +125,7 @@ class ServerPool:
 
     def __init__(
         self,
-        source: Source,
+        source: UrlSource,
         make: Callable[[str], Server],
         failover_seconds: float,
         max_retries: int = 0,
@@ -170,7 +170,7 @@ class ServerPool:
 
     @property
     def transport(self) -> TransportName:
-        """Of the first server."""
+        """The transport of the first server."""
         return self.members[0].server.transport
 
     @property
@@ -180,7 +180,7 @@ class ServerPool:
 
     @property
     def members(self) -> list[Member]:
-        """Those of now."""
+        """The members at present."""
         return list(self._members.values())
 
     def states(self) -> list[ServerState]:
@@ -267,7 +267,7 @@ class ServerPool:
 
         return with_retries(ask, self._max_retries, deadline)
 
-    def channel_opened(self, opened: Any, link: Link) -> None:
+    def channel_opened(self, opened: Any, link: ChannelClient) -> None:
         """See `Asker.channel_opened`: it ends when its server hangs."""
         with self._lock:
             for member in self._members.values():
@@ -368,7 +368,7 @@ class ServerPool:
         yield from split(
             call,
             [
-                Owner(
+                ExpertOwner(
                     experts or frozenset(),
                     known[members[0]].shared_experts == "included",
                     partial(self._by_one, experts=experts, members=members, deadline=deadline),
@@ -380,7 +380,7 @@ class ServerPool:
     def _by_one(
         self, call: LayerCall, experts: frozenset[int] | None, members: Sequence[Member], deadline: Deadline
     ) -> Steps[None]:
-        """Of members that have the same, the best that answers."""
+        """Have the best of the members that have the same experts answer, and others if it does not."""
         size = call.shape[0].bit_length()
         self._repeats = min(_FIRST_REPEATS, self._repeats + _REPEATS)
         left, failed = list(members), None
@@ -530,7 +530,7 @@ _all_lock = threading.RLock()  # of both; for its kind, see ServerPool
 
 
 def pools() -> list[ServerPool]:
-    """Those of this process that are open."""
+    """The open pools of this process."""
     with _all_lock:
         return [pool for pool in _pools if not pool.is_closed]
 

@@ -12,7 +12,7 @@ from expertd_client.deadline import Deadline
 from expertd_client.steps import Steps, settle, settled
 
 
-class Signal:
+class Waker:
     """Wakes the one call that waits for it. Set once, from any thread or from the event loop that waits."""
 
     __slots__ = ("is_set", "lock", "ready")
@@ -38,7 +38,7 @@ class Until:
     Raises DeadlineError if that has passed before.
     """
 
-    signal: Signal
+    signal: Waker
     deadline: Deadline
     seconds: float | None = None
 
@@ -67,7 +67,7 @@ class Semaphore:
 
     _left: int
     _lock: threading.Lock
-    _waiting: deque[Signal]
+    _waiting: deque[Waker]
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -80,7 +80,7 @@ class Semaphore:
             if self._left:
                 self._left -= 1
                 return
-            signal = Signal()
+            signal = Waker()
             self._waiting.append(signal)
         has_it = False
         try:
@@ -105,7 +105,7 @@ class Semaphore:
         self._lock = threading.Lock()
         self._waiting = deque()
 
-    def _forget(self, signal: Signal) -> None:
+    def _forget(self, signal: Waker) -> None:
         """A call does not wait any more; it may have been let through at the last moment."""
         with self._lock:
             if not signal.is_set:

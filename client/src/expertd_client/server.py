@@ -5,7 +5,7 @@ from typing import Any
 
 from expertd_client.address import parse_address
 from expertd_client.calls import LayerCall
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 from expertd_client.channel.transport import ChannelTransport
 from expertd_client.deadline import Deadline
 from expertd_client.errors import InvalidRequestError, TransportUnavailableError
@@ -49,14 +49,14 @@ class Server:
 
     @property
     def transport(self) -> TransportName:
-        """That infer calls take now."""
+        """The transport that infer calls take now."""
         return self._choice.current.name
 
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """See `Asker.request`."""
         return self._http.request(method, path, deadline, body)
 
-    def channel_opened(self, opened: Any, link: Link) -> None:
+    def channel_opened(self, opened: Any, link: ChannelClient) -> None:
         """See `Asker.channel_opened`."""
         self._http.channel_opened(opened, link)
 
@@ -77,7 +77,7 @@ class Server:
         yield from self._http.request("GET", f"{model_path(model)}/ready", deadline)
 
     def metadata(self, model: str, deadline: Deadline) -> Steps[ModelMetadata]:
-        """Of a layer."""
+        """The metadata of a layer."""
         return read_metadata((yield from self._http.request("GET", model_path(model), deadline)))
 
     def each(self, method: str, path: str, deadline: Deadline) -> Steps[list[Any]]:

@@ -13,7 +13,7 @@ from expertd_client.errors import InvalidRequestError
 _DNS = re.compile(r"dns:(?P<host>[^:/?#\[\]\s]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})")
 
 
-class Source(Protocol):
+class UrlSource(Protocol):
     """Knows the URLs of a pool's servers, which may change."""
 
     def urls(self) -> list[str]:
@@ -29,7 +29,7 @@ class Fixed:
             raise InvalidRequestError(f"url: expected {URL}, or several, got none")
 
     def urls(self) -> list[str]:
-        """See `Source`."""
+        """See `UrlSource`."""
         return self._urls
 
 
@@ -40,7 +40,7 @@ class Resolved:
         self._host, self._port = host.strip("[]"), port
 
     def urls(self) -> list[str]:
-        """See `Source`."""
+        """See `UrlSource`."""
         found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         addresses = dict.fromkeys(str(place[0]) for *_, place in found)
         return [f"http://{_in_url(address)}:{self._port}" for address in addresses]
@@ -53,7 +53,7 @@ class Listed:
         self._path = path
 
     def urls(self) -> list[str]:
-        """See `Source`."""
+        """See `UrlSource`."""
         lines = (line.strip() for line in self._path.read_text().splitlines())
         urls = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
         if not urls:
@@ -61,7 +61,7 @@ class Listed:
         return urls
 
 
-def source_of(given: str | Sequence[str]) -> Source | None:
+def source_of(given: str | Sequence[str]) -> UrlSource | None:
     """What a client's `url` names; None: a single server. Raises InvalidRequestError."""
     if not isinstance(given, str):
         if not isinstance(given, Sequence) or not all(isinstance(url, str) for url in given):

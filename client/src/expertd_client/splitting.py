@@ -80,7 +80,7 @@ def _cover(total: int, parts: Iterable[frozenset[int]]) -> list[frozenset[int]] 
     return extend(frozenset(), [])
 
 
-class Owner(NamedTuple):
+class ExpertOwner(NamedTuple):
     """Servers that hold some experts.
 
     takes_all  they add something of every token, its shared experts
@@ -91,7 +91,7 @@ class Owner(NamedTuple):
     infer: Callable[[LayerCall], Steps[None]]
 
 
-def split(call: LayerCall, owners: Sequence[Owner]) -> Steps[None]:
+def split(call: LayerCall, owners: Sequence[ExpertOwner]) -> Steps[None]:
     """Have a call answered by all owners at once; the sum is in float32, in their order.
 
     Each gets the tokens with experts of its own: all of them where its server routes. The first also gets
@@ -116,7 +116,7 @@ def split(call: LayerCall, owners: Sequence[Owner]) -> Steps[None]:
     _add_up([(rows, part.output.result()) for rows, part, _ in parts], call)
 
 
-def _rows_of(call: LayerCall, owners: Sequence[Owner]) -> "list[npt.NDArray[np.intp] | None]":
+def _rows_of(call: LayerCall, owners: Sequence[ExpertOwner]) -> "list[npt.NDArray[np.intp] | None]":
     """The tokens of each owner; None: all, or nobody knows yet."""
     if len(call.inputs) < 2:
         return [None for _ in owners]

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from expertd_client.address import Address
 from expertd_client.calls import LayerCall
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, InvalidRequestError, TransportUnavailableError
 from expertd_client.steps import Steps
@@ -38,7 +38,7 @@ class Asker(Protocol):
     def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
         """A call without tensors, with `body` as JSON: the answer's JSON, or None."""
 
-    def channel_opened(self, opened: Any, link: Link) -> None:
+    def channel_opened(self, opened: Any, link: ChannelClient) -> None:
         """The channel that a request has `opened` is in use, in memory that comes from its server."""
 
 

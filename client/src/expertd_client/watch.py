@@ -13,7 +13,7 @@ from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, ServerBusyError
 from expertd_client.pool import Member, ServerPool, State
 from expertd_client.server import Server, ServerOptions
-from expertd_client.sources import Source
+from expertd_client.sources import UrlSource
 from expertd_client.steps import run
 
 _LOOKS = 10  # within `failover_seconds`
@@ -24,7 +24,7 @@ _BACK_SECONDS = 0.25  # until a server that is not up is asked again
 _UPDATE_SECONDS = 1.0  # between two looks at the list of servers
 
 
-def watched(source: Source, settings: ServerOptions, failover_seconds: float) -> ServerPool:
+def watched(source: UrlSource, settings: ServerOptions, failover_seconds: float) -> ServerPool:
     """A pool, which is looked after from its first call on."""
     # A server that is full is not waited for: another one may have room.
     of_server = replace(settings, max_retries=0, connect_seconds=failover_seconds)

@@ -29,7 +29,7 @@ _PIECE = 1024
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     """A tensor: its bytes in the file are those from `begin` to `end`."""
 
     dtype: str
@@ -79,7 +79,7 @@ def _digest(files: Mapping[str, Path], start: str, names: list[str]) -> str:
     return digest.hexdigest()
 
 
-def _pieces(entry: _Entry) -> Iterator[tuple[int, int]]:
+def _pieces(entry: _TensorEntry) -> Iterator[tuple[int, int]]:
     """Places and lengths of the bytes that count in the file: of each matrix, if a tensor has several."""
     count = entry.shape[0] if len(entry.shape) > 2 else 1
     size = (entry.end - entry.begin) // count if count else 0
@@ -102,7 +102,7 @@ def _files(directory: Path) -> Mapping[str, Path]:
     return {name: directory / Path(file).name for name, file in names.items()}
 
 
-def _entry(files: Mapping[str, Path], name: str) -> _Entry:
+def _entry(files: Mapping[str, Path], name: str) -> _TensorEntry:
     path = files[name]
     found = _header(path, path.stat().st_mtime_ns).get(name)
     if found is None:
@@ -119,14 +119,14 @@ def _weight_map(path: Path, changed: int) -> dict[str, str]:
 
 
 @lru_cache(maxsize=4)
-def _header(path: Path, changed: int) -> dict[str, _Entry]:
+def _header(path: Path, changed: int) -> dict[str, _TensorEntry]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(_read(file, 8), "little")
             header = json.loads(_read(file, min(length, _MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
         return {
-            name: _Entry(
+            name: _TensorEntry(
                 str(entry["dtype"]),
                 tuple(map(int, entry["shape"])),
                 *(8 + length + int(offset) for offset in entry["data_offsets"]),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertd_client.engine import RemoteServer, Settings
-from expertd_sglang.experts import ExpertdMoEMethod
+from expertd_client.engine import PluginSettings, RemoteServer
+from expertd_sglang.experts import ExpertdFusedMoEMethod
 from tests import stubs
 
 TOKENS, HIDDEN, NUM_EXPERTS, TOP_K = 23, 16, 8, 3
@@ -47,7 +47,7 @@ def batch(num_tokens: int) -> tuple[Tensor, stubs.StandardTopKOutput]:
 def run(
     x: Tensor, topk: Any, remote: Any, *, rank: int = 0, ranks: int = 1, factor: float | None = None
 ) -> Tensor:
-    method: Any = ExpertdMoEMethod(remote)
+    method: Any = ExpertdFusedMoEMethod(remote)
     layer = SimpleNamespace(moe_tp_rank=rank, moe_tp_size=ranks)
     method.create_moe_runner(layer, SimpleNamespace(routed_scaling_factor=factor))
     combined = method.apply(layer, stubs.StandardDispatchOutput(x, None, topk))
@@ -114,8 +114,10 @@ def test_a_graph_has_only_calls_that_the_gpu_makes(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_device_calls_need_a_gpu() -> None:
-    remote: Any = SimpleNamespace(server=RemoteServer(Settings("http://127.0.0.1:9", transport="device")))
+    remote: Any = SimpleNamespace(
+        server=RemoteServer(PluginSettings("http://127.0.0.1:9", transport="device"))
+    )
     with pytest.raises(
         ValueError, match="transport: expected auto, channel, nixl or http without a GPU, got device"
     ):
-        ExpertdMoEMethod(remote).process_weights_after_loading(None)
+        ExpertdFusedMoEMethod(remote).process_weights_after_loading(None)

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from expertd_client import ModelMetadata
-from expertd_client.engine import RemoteLayer, Settings
+from expertd_client.engine import PluginSettings, RemoteLayer
 from expertd_sglang import register
-from expertd_sglang.experts import ExpertdMoEMethod
+from expertd_sglang.experts import ExpertdFusedMoEMethod
 from tests import stubs
 from tests.conftest import URL, use
 
@@ -25,7 +25,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     said, asked = dict(METADATA), []
 
     class Server:
-        def __init__(self, settings: Settings) -> None:
+        def __init__(self, settings: PluginSettings) -> None:
             self.settings = settings
 
         def layer(self, number: int) -> RemoteLayer:
@@ -73,9 +73,9 @@ def test_another_sglang_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_a_layer_has_no_weights(prefix: str) -> None:
     layer = stubs.FusedMoE(**(ARGUMENTS | {"prefix": prefix}))
-    assert isinstance(layer.quant_method, ExpertdMoEMethod)
+    assert isinstance(layer.quant_method, ExpertdFusedMoEMethod)
     assert (layer.quant_method.remote.name, layer.quant_method.remote.number) == ("small.layers.3", 3)
-    assert layer.quant_method.remote.server.settings == Settings(URL, "small")
+    assert layer.quant_method.remote.server.settings == PluginSettings(URL, "small")
     assert list(layer.parameters()) == []
     assert layer.runner_backend is None  # so that the router says ids and weights
 
@@ -125,7 +125,7 @@ def test_answers_with_shared_experts_are_refused(metadata: dict[str, Any]) -> No
 
 @pytest.mark.usefixtures("plugin", "metadata")
 def test_a_method_around_the_servers_is_refused() -> None:
-    stubs.state.wrap = lambda method: type("KTEPWrapperMethod", (ExpertdMoEMethod,), {})(method.remote)
+    stubs.state.wrap = lambda method: type("KTEPWrapperMethod", (ExpertdFusedMoEMethod,), {})(method.remote)
     try:
         with pytest.raises(ValueError, match="quant_method: expected the server's, got KTEPWrapperMethod"):
             stubs.FusedMoE(**ARGUMENTS)

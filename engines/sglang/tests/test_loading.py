@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from expertd_client import ModelMetadata, weights_id
-from expertd_client.engine import RemoteLayer, Settings
-from expertd_sglang.experts import ExpertdMoEMethod
+from expertd_client.engine import PluginSettings, RemoteLayer
+from expertd_sglang.experts import ExpertdFusedMoEMethod
 from tests import stubs
 
 EXPERT, NORM = "model.layers.3.mlp.experts.0.up_proj.weight", "model.norm.weight"
@@ -23,13 +23,13 @@ def load(directory: Path, model: torch.nn.Module, file: str = "model.safetensors
 
 def model_with(remote: Any) -> torch.nn.Module:
     model, layer = torch.nn.Module(), torch.nn.Module()
-    layer.quant_method = ExpertdMoEMethod(remote)
+    layer.quant_method = ExpertdFusedMoEMethod(remote)
     model.add_module("experts", layer)
     return model
 
 
 def remote_with(identity: str) -> RemoteLayer:
-    server: Any = SimpleNamespace(settings=Settings("http://a"))
+    server: Any = SimpleNamespace(settings=PluginSettings("http://a"))
     return RemoteLayer(server, "layer", 3, ModelMetadata("layer", 8, 2, "BF16", weights_id=identity))
 
 

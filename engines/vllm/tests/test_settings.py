@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.config import CUDAGraphMode
 
-from expertd_client.engine import Settings
+from expertd_client.engine import PluginSettings
 from expertd_vllm.settings import check_config, read_settings
 
 
@@ -29,7 +29,7 @@ def config(additional: Any = None, model: str = "Qwen/Qwen3-30B-A3B", **changed:
 
 
 def test_layers_are_named_as_the_model() -> None:
-    assert read_settings(config({"expertd": {"url": "http://a"}}, "Qwen/small")) == Settings(
+    assert read_settings(config({"expertd": {"url": "http://a"}}, "Qwen/small")) == PluginSettings(
         "http://a", "small"
     )
 
@@ -39,7 +39,7 @@ def test_all_settings_are_read() -> None:
         "url": "http://a", "name": "b", "transport": "http", "max_tokens": 3, "retry_seconds": 0,
         "check_weights": "off",
     }  # fmt: skip
-    assert read_settings(config({"expertd": given})) == Settings(**given)
+    assert read_settings(config({"expertd": given})) == PluginSettings(**given)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Code:
         return self.function.args[0]
 
     def pointer(self, address: Value) -> Value:
-        """Of a number."""
+        """A pointer to this address."""
         return self.build.inttoptr(address, POINTER)
 
     def at(self, place: Value, offset: Value | int) -> Value:

@@ -10,11 +10,11 @@ from expertd.kernels.backends.cpu.code import F32, I8, I32, I64, Code, Value, co
 from expertd.kernels.backends.cpu.instructions import COLUMNS, Instructions
 
 BLOCK = 128
-"""Of K, and of columns, that have one scale."""
+"""Elements of K, and columns, that share one scale."""
 STEP_BYTES = 4 * COLUMNS
-"""Of decoded weights: of one or two numbers of K."""
+"""Bytes of decoded weights for one or two elements of K."""
 DECODED_BYTES, REST_BYTES, PLACES_BYTES = BLOCK * STEP_BYTES, BLOCK * COLUMNS, 8 * COLUMNS
-"""Of `Weights.decoded`, `rest` and `places`."""
+"""Bytes of `Weights.decoded`, `rest` and `places`."""
 BF16_NAN = 0x7FC0
 _SQUARE = 16  # columns, and words of K, that are transposed at a time
 _WORD = 4  # numbers of K
@@ -24,7 +24,7 @@ _FIRST_NORMAL = 8  # magnitudes below are multiples of 2^-9
 
 
 class Weights(NamedTuple):
-    """Those of COLUMNS; addresses, and numbers of 64 bits."""
+    """The weights of COLUMNS; addresses, and numbers of 64 bits."""
 
     first: Value  # column's
     to_next: Value  # bytes from there to what the thread reads next

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 COLUMNS = 32
-"""Of an item, see `kernel`."""
+"""Columns of an item, see `kernel`."""
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_STATE = 158, 0x1023, 18  # of Linux on x86-64
 
 
@@ -33,14 +33,14 @@ class Instructions:
 
     @property
     def vectors(self) -> int:
-        """Of decoded weights in a step."""
+        """Vectors of decoded weights in a step."""
         return COLUMNS // self.lanes
 
     @property
     def heights(self) -> Sequence[int]:
         """Rows multiplied at once: as many as there are registers for, then fewer, for the rest."""
-        most = (self.registers - 4) // self.vectors
-        return [most, *(height for height in (8, 4, 2, 1) if height < most)]
+        tallest = (self.registers - 4) // self.vectors
+        return [tallest, *(height for height in (8, 4, 2, 1) if height < tallest)]
 
 
 def instructions_of(features: Any) -> Instructions:

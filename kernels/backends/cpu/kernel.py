@@ -46,9 +46,9 @@ from expertd.kernels.backends.cpu.decode import (
 from expertd.kernels.backends.cpu.instructions import COLUMNS, Instructions
 
 MAX_ROWS = 512
-"""Of a piece."""
+"""Rows of a piece, at most."""
 PADDING_ROWS = 31
-"""That may be read behind the last row of a launch."""
+"""Rows that may be read behind the last one of a launch."""
 PIECE = ("weights", "scales", "bias", "first_row", "num_rows")
 """Numbers of 64 bits of a piece: three addresses (bias 0: none), and rows of the launch."""
 JOB = ("rows", "row_bytes", "out", "out_bytes", "columns", "k", "pieces", "num_pieces", "next", "scratch")
@@ -61,7 +61,7 @@ _SUM_BYTES = 4 * COLUMNS  # of a row
 _PRODUCT_BYTES = 2 * _TILE * _SUM_BYTES
 _PARTS = (DECODED_BYTES, REST_BYTES, PLACES_BYTES, _PRODUCT_BYTES)  # of a thread's scratch, then the sums
 SCRATCH_BYTES = sum(_PARTS) + (MAX_ROWS + PADDING_ROWS + 1) * _SUM_BYTES
-"""Of each thread, at a multiple of 64 bytes."""
+"""Bytes of each thread's scratch, which begins at a multiple of 64 bytes."""
 
 
 class _Item(NamedTuple):

@@ -57,7 +57,7 @@ class Program:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows."""
+        """The dtype of rows."""
         return torch.bfloat16 if self.has.has_bf16 else torch.float32
 
     def launch(self, rows: Tensor, k: int, out: Tensor, pieces: Sequence[Piece]) -> None:

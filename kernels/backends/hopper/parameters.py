@@ -11,7 +11,7 @@ TensorMapWords = c_uint64 * 16  # opaque
 _ALIGNMENT = 64  # of a tensor map, and so of the struct
 
 
-class Scales(Structure):
+class ScalesStruct(Structure):
     """The scales of both operands."""
 
     _fields_ = (
@@ -35,7 +35,7 @@ class Columns(Structure):
     _fields_ = (("first", c_int32), ("count", c_int32))
 
 
-class Groups(Structure):
+class GroupsStruct(Structure):
     """The groups of a launch, and what it computes of them; csrc/scheduler.cuh."""
 
     _fields_ = (
@@ -51,18 +51,18 @@ class Groups(Structure):
 
 
 class Bf16Output(Structure):
-    """Of Bf16Epilogue and SwapAbEpilogue."""
+    """The output of Bf16Epilogue and SwapAbEpilogue."""
 
     _fields_ = (("out", c_void_p),)
 
 
-class Swiglu(Structure):
+class SwigluStruct(Structure):
     """Arguments of an activation: csrc/activation_swiglu.cuh."""
 
     _fields_ = (("alpha", c_float), ("limit", c_float))
 
 
-class OtherGlu(Structure):
+class OtherGluStruct(Structure):
     """The same, of csrc/activation_other_glu.cuh."""
 
     _fields_ = (
@@ -75,24 +75,24 @@ class OtherGlu(Structure):
 
 
 class SwigluOutput(Structure):
-    """Of GluEpilogue<Swiglu>."""
+    """The output of GluEpilogue<Swiglu>."""
 
     _fields_ = (
         ("out", c_void_p),
         ("scales", c_void_p),
         ("scale_stride", c_uint32),
-        ("activation", Swiglu),
+        ("activation", SwigluStruct),
     )
 
 
 class OtherGluOutput(Structure):
-    """Of GluEpilogue<OtherGlu>."""
+    """The output of GluEpilogue<OtherGlu>."""
 
     _fields_ = (
         ("out", c_void_p),
         ("scales", c_void_p),
         ("scale_stride", c_uint32),
-        ("activation", OtherGlu),
+        ("activation", OtherGluStruct),
     )
 
 
@@ -101,8 +101,8 @@ def _fields(output: type[Structure]) -> tuple[tuple[str, type], ...]:
         ("a_map", TensorMapWords),
         ("b_map", TensorMapWords),
         ("out_map", TensorMapWords),
-        ("scales", Scales),
-        ("groups", Groups),
+        ("scales", ScalesStruct),
+        ("groups", GroupsStruct),
         ("output", output),
         ("extents_ready", c_int32),
         ("tile_counter", c_void_p),
@@ -142,8 +142,8 @@ def _packer(kind: type[Structure]) -> struct.Struct:
 PARAMETERS: dict[str, type[Structure]] = {
     "Bf16Epilogue": _parameters(Bf16Output),
     "SwapAbEpilogue": _parameters(Bf16Output),
-    "GluEpilogue<Swiglu>": _parameters(SwigluOutput),
-    "GluEpilogue<OtherGlu>": _parameters(OtherGluOutput),
+    "GluEpilogue<SwigluStruct>": _parameters(SwigluOutput),
+    "GluEpilogue<OtherGluStruct>": _parameters(OtherGluOutput),
 }
 """A launch's struct, by the type of its epilogue."""
 

@@ -20,9 +20,9 @@ from expertd.kernels.rank_memory import MAX_SEGMENTS, RankMemory, RankTokens
 from expertd.limits import MAX_GROUPS
 
 _MANY_PAIRS = 8192
-"""Of all ranks; with more, `dispatch_rows` begins after a rank's own are sent, and runs on other SMs."""
+"""Pairs of all ranks; with more, `dispatch_rows` begins after those of a rank are sent, on other SMs."""
 _ONE_CTA_PAIRS = 1024
-"""Of all ranks; up to this many, one CTA is faster than a cluster."""
+"""Pairs of all ranks; up to this many, one CTA is faster than a cluster."""
 _FEWEST_SEGMENTS = 4  # of a rank: the kernel reads the counts of four at once
 _WARPS = 32  # of a CTA
 _SM_BYTES = 225 * 1024  # of shared memory: no other CTA fits beside

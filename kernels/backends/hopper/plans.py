@@ -143,8 +143,8 @@ def _candidates(few: bool, num_groups: int, rows: int, part: bool, tall_first: b
         if num_groups == 1:
             steps = math.ceil(rows / config.step)
             min_steps = math.ceil(steps / config.steps)
-            most = min(min_steps + _CUTS, steps + 1)
-            cuts += [math.ceil(16 * steps / tiles) for tiles in range(min_steps + 1, most)]
+            end = min(min_steps + _CUTS, steps + 1)
+            cuts += [math.ceil(16 * steps / tiles) for tiles in range(min_steps + 1, end)]
         elif num_groups == 2 and not config.swap_ab:
             # The two deviate from what is expected, each in its way, so no number of tiles is special. More
             # groups differ too much from it.

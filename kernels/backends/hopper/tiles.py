@@ -6,7 +6,6 @@ from expertd.limits import SCALE_BLOCK
 
 BLOCK_N = SCALE_BLOCK  # unless configured otherwise: a K block then needs one scale of b
 BLOCK_K = SCALE_BLOCK
-SHARED_BYTES_LIMIT = 232_448  # the most a Hopper CTA can have
 
 
 @dataclass(frozen=True, eq=False)  # one instance per configuration, used as a dictionary key by every launch

@@ -10,7 +10,7 @@ from expertd.backends import BACKENDS
 from expertd.kernels.backends.base import Backend, Progress
 from expertd.kernels.backends.triton import plans
 from expertd.kernels.backends.triton.build import build_all
-from expertd.kernels.backends.triton.launch import Kernels
+from expertd.kernels.backends.triton.launch import LoadedTritonKernels
 from expertd.kernels.backends.triton.targets import Target, target_of
 from expertd.kernels.backends.triton.variants import (
     EXPERT_COUNTS,
@@ -50,7 +50,7 @@ class TritonBackend(Backend):
     def __init__(self, target: Target | None = None) -> None:
         target = target or target_of(torch.cuda.get_device_capability())
         assert target is not None  # see `why_not`
-        self._kernels = Kernels(target)
+        self._kernels = LoadedTritonKernels(target)
         self._variants = variants_for(target)
 
     def warm_up(self, progress: Progress | None = None) -> None:

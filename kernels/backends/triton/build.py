@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from expertd.cpus import cpus
 from expertd.kernels.backends.triton.targets import Target
-from expertd.kernels.backends.triton.variants import Variant
+from expertd.kernels.backends.triton.variants import TritonVariant
 from expertd.kernels.jit import CompileError, CompilerMissingError, cache, cache_directory
 from expertd.kernels.jit.cache import DiskCache, scratch_directory
 from expertd.kernels.jit.statistics import record_compilation, record_hit
@@ -28,7 +28,7 @@ _DEVICE = Path(__file__).parent / "device"
 _MISSING = "Triton: expected it to be installed (it comes with torch's CUDA build), got"
 
 
-class Binary(NamedTuple):
+class TritonBinary(NamedTuple):
     """A compiled variant.
 
     shared_bytes  dynamic shared memory of a CTA
@@ -53,31 +53,31 @@ class Binary(NamedTuple):
         return self.cubin + about + len(about).to_bytes(_LENGTH_BYTES, "little")
 
     @staticmethod
-    def unpack(packed: bytes) -> "Binary":
+    def unpack(packed: bytes) -> "TritonBinary":
         """The binary that `pack` packed, marked as cached."""
         end = len(packed) - _LENGTH_BYTES - int.from_bytes(packed[-_LENGTH_BYTES:], "little")
         about = json.loads(packed[end:-_LENGTH_BYTES])
-        return Binary(packed[:end], *about)._replace(cached=True)
+        return TritonBinary(packed[:end], *about)._replace(cached=True)
 
 
-def function_of(variant: Variant) -> Any:
+def function_of(variant: TritonVariant) -> Any:
     """The kernel's function, as Triton has it."""
     module, name = variant.place
     return getattr(import_module(f"expertd.kernels.backends.triton.device.{module}"), name)
 
 
-def source_of(variant: Variant) -> str:
+def source_of(variant: TritonVariant) -> str:
     """The text of the module that has the kernel."""
     return (_DEVICE / f"{variant.place[0]}.py").read_text()
 
 
-def find(variant: Variant, target: Target) -> Binary | None:
+def find(variant: TritonVariant, target: Target) -> TritonBinary | None:
     """The variant, if the cache or the bundle has it; never compiles. Raises CompilerMissingError."""
     entry = _cache().get(_key(variant, target))
-    return None if entry is None else Binary.unpack(entry)
+    return None if entry is None else TritonBinary.unpack(entry)
 
 
-def build(variant: Variant, target: Target, directory: Path | None = None) -> Binary:
+def build(variant: TritonVariant, target: Target, directory: Path | None = None) -> TritonBinary:
     """The variant from the cache or the bundle, else compiled and stored. Thread- and process-safe.
 
     With `directory`, from there alone, else compiled and stored there.
@@ -95,12 +95,12 @@ def build(variant: Variant, target: Target, directory: Path | None = None) -> Bi
                 entries.put(key, binary.pack())
                 return binary
     record_hit()
-    return Binary.unpack(entry)
+    return TritonBinary.unpack(entry)
 
 
 def build_all(
-    variants: Sequence[Variant], target: Target, directory: Path | None = None
-) -> Iterator[tuple[Variant, Binary]]:
+    variants: Sequence[TritonVariant], target: Target, directory: Path | None = None
+) -> Iterator[tuple[TritonVariant, TritonBinary]]:
     """`build` all, by a thread for each CPU that may be used; yields each as soon as it is ready."""
     pool = ThreadPoolExecutor(cpus().count, thread_name_prefix="triton")
     try:
@@ -111,7 +111,7 @@ def build_all(
         pool.shutdown(cancel_futures=True)
 
 
-def compile_variant(variant: Variant, target: Target) -> Binary:
+def compile_variant(variant: TritonVariant, target: Target) -> TritonBinary:
     """Compile, without the cache. Raises CompileError with Triton's message, CompilerMissingError."""
     start = time.perf_counter()
     compiled = run_compiler(variant, target)
@@ -121,10 +121,12 @@ def compile_variant(variant: Variant, target: Target) -> Binary:
     unused = entry[1].count(".param") - len(variant.types)
     (cubin,) = (path for name, path in compiled.metadata_group.items() if name.endswith(".cubin"))
     registers, stack_bytes = _usage(cubin)
-    return Binary(compiled.asm["cubin"], compiled.metadata.shared, unused, registers, stack_bytes, seconds)
+    return TritonBinary(
+        compiled.asm["cubin"], compiled.metadata.shared, unused, registers, stack_bytes, seconds
+    )
 
 
-def run_compiler(variant: Variant, target: Target) -> Any:
+def run_compiler(variant: TritonVariant, target: Target) -> Any:
     """What Triton makes of a variant, with its intermediate code. Raises as `compile_variant`."""
     triton = _triton()
     from triton.backends.compiler import GPUTarget
@@ -153,13 +155,13 @@ def _cache() -> DiskCache:
     return DiskCache(cache_directory(), cache.BUNDLE)
 
 
-def _key(variant: Variant, target: Target) -> str:
+def _key(variant: TritonVariant, target: Target) -> str:
     parts = (_FORMAT, _version(), _device_text(), repr(variant), repr(target))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _version() -> str:
-    """Of Triton's package, which an image keeps the metadata of."""
+    """The version of Triton's package, whose metadata an image keeps."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError as error:
@@ -168,7 +170,7 @@ def _version() -> str:
 
 @functools.cache
 def _device_text() -> str:
-    """Of all kernels, as they call each other's functions."""
+    """The text of all kernels, as they call each other's functions."""
     return "\0".join(path.read_text() for path in sorted(_DEVICE.glob("*.py")))
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.backends.streams import cuda_core, current_stream
-from expertd.kernels.backends.triton.build import Binary, build, function_of
+from expertd.kernels.backends.triton.build import TritonBinary, build, function_of
 from expertd.kernels.backends.triton.targets import Target
-from expertd.kernels.backends.triton.variants import Variant
+from expertd.kernels.backends.triton.variants import TritonVariant
 
 Argument = Tensor | int | float
 _INTERPRETED_SMS = 2  # programs of a grid that a GPU would size by its SMs
@@ -19,15 +19,17 @@ _INTERPRETED_SMS = 2  # programs of a grid that a GPU would size by its SMs
 _SCALARS: dict[str, Any] = {"i32": np.int32, "i64": np.int64, "fp32": np.float32}
 
 
-class Kernels:
+class LoadedTritonKernels:
     """The kernels of one process, each loaded on the devices where it is used."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self._lock = threading.Lock()
-        self._loaded: dict[tuple[int, str], tuple[Any, Binary]] = {}
+        self._loaded: dict[tuple[int, str], tuple[Any, TritonBinary]] = {}
 
-    def launch(self, variant: Variant, device: torch.device, grid: tuple[int, ...], *given: Argument) -> None:
+    def launch(
+        self, variant: TritonVariant, device: torch.device, grid: tuple[int, ...], *given: Argument
+    ) -> None:
         """Launch a kernel by torch's current stream, or interpret it; `given` in the order of its types."""
         if device.type == "cpu":
             function_of(variant)[grid](*given, **dict(variant.constants))
@@ -41,13 +43,13 @@ class Kernels:
         config = _config(grid, 32 * variant.warps, binary.shared_bytes)
         cuda_core().launch(on.stream, config, kernel, *arguments, *(0,) * binary.unused)
 
-    def load(self, device: int, variant: Variant, binary: Binary) -> None:
+    def load(self, device: int, variant: TritonVariant, binary: TritonBinary) -> None:
         """Load a kernel unless it is loaded already."""
         with self._lock:
             if (device, variant.name) not in self._loaded:  # one that is may be running
                 self._loaded[device, variant.name] = _load(device, variant, binary), binary
 
-    def programs(self, variant: Variant, device: torch.device, num_sms: int | None) -> int:
+    def programs(self, variant: TritonVariant, device: torch.device, num_sms: int | None) -> int:
         """How many of a variant's CTAs num_sms SMs run at once; None: those of the device."""
         if device.type == "cpu":
             return num_sms or _INTERPRETED_SMS
@@ -55,7 +57,7 @@ class Kernels:
         sms = every if num_sms is None else min(num_sms, every)
         return sms * self._ctas(device.index, variant)
 
-    def _get(self, device: int, variant: Variant) -> tuple[Any, Binary]:
+    def _get(self, device: int, variant: TritonVariant) -> tuple[Any, TritonBinary]:
         """The kernel on the device; on first use it is compiled (or fetched from the cache) and loaded."""
         key = device, variant.name
         if key not in self._loaded:
@@ -63,13 +65,13 @@ class Kernels:
         return self._loaded[key]
 
     @functools.cache  # noqa: B019  (as long as the process)
-    def _ctas(self, device: int, variant: Variant) -> int:
+    def _ctas(self, device: int, variant: TritonVariant) -> int:
         kernel, binary = self._get(device, variant)
         of = kernel.occupancy
         return int(of.max_active_blocks_per_multiprocessor(32 * variant.warps, binary.shared_bytes))
 
 
-def _load(device: int, variant: Variant, binary: Binary) -> Any:
+def _load(device: int, variant: TritonVariant, binary: TritonBinary) -> Any:
     from cuda.bindings import driver
 
     core = cuda_core()

@@ -50,5 +50,5 @@ class TritonKernels(KernelList):
         return str(build.run_compiler(self._variants[name], self._target).asm["ptx"])
 
 
-def _compiled(binary: build.Binary) -> Compiled:
+def _compiled(binary: build.TritonBinary) -> Compiled:
     return Compiled(binary.cubin, binary.registers, binary.stack_bytes, None, binary.seconds, binary.cached)

@@ -18,7 +18,7 @@ COLUMNS = 128  # of a tile: one scale of the weights for each block of K, and on
 
 
 @dataclass(frozen=True)
-class Variant:
+class TritonVariant:
     """How to compile a kernel.
 
     name       unique for a target
@@ -55,17 +55,17 @@ SLOTS = 32
 class Variants:
     """All that are compiled for a target; of GEMMs by the tile's height, of routing by EXPERT_COUNTS."""
 
-    multiply: dict[tuple[Layout, int], Variant]
-    multiply_gated: dict[int, Variant]
-    permutation: Variant
-    permute: dict[torch.dtype, Variant]
-    combine: dict[torch.dtype, Variant]
-    gather_rows: Variant
-    scatter_rows: Variant
-    router_logits: Variant
-    route_tokens: dict[int, Variant]
+    multiply: dict[tuple[Layout, int], TritonVariant]
+    multiply_gated: dict[int, TritonVariant]
+    permutation: TritonVariant
+    permute: dict[torch.dtype, TritonVariant]
+    combine: dict[torch.dtype, TritonVariant]
+    gather_rows: TritonVariant
+    scatter_rows: TritonVariant
+    router_logits: TritonVariant
+    route_tokens: dict[int, TritonVariant]
 
-    def __iter__(self) -> Iterator[Variant]:
+    def __iter__(self) -> Iterator[TritonVariant]:
         yield from self.multiply.values()
         yield from self.multiply_gated.values()
         yield self.permutation
@@ -119,7 +119,7 @@ def _of_tile(target: Target, height: int, stages: int) -> tuple[tuple[str, Const
     )
 
 
-def _multiply(target: Target, layout: Layout, height: int) -> Variant:
+def _multiply(target: Target, layout: Layout, height: int) -> TritonVariant:
     stages = 4 if target.large else 3
     types = {
         "a": _codes(target), "a_scales": "*fp32", "b": _codes(target), "b_scales": "*fp32",
@@ -128,7 +128,7 @@ def _multiply(target: Target, layout: Layout, height: int) -> Variant:
         "scale_group_stride": "i64", "scale_row_stride": "i64", "scale_column_stride": "i64",
         "has_bias": "i32",
     }  # fmt: skip
-    return Variant(
+    return TritonVariant(
         f"{layout.value}_m{height}",
         ("gemm", "multiply"),
         tuple(types.items()),
@@ -139,7 +139,7 @@ def _multiply(target: Target, layout: Layout, height: int) -> Variant:
     )
 
 
-def _multiply_gated(target: Target, height: int) -> Variant:
+def _multiply_gated(target: Target, height: int) -> TritonVariant:
     stages = 4 if target.wide and height == 64 else 3
     types = {
         "a": _codes(target), "a_scales": "*fp32", "b": _codes(target), "b_scales": "*fp32",
@@ -148,7 +148,7 @@ def _multiply_gated(target: Target, height: int) -> Variant:
         "scale_row_stride": "i64", "scale_column_stride": "i64", "has_bias": "i32",
         "alpha": "fp32", "limit": "fp32", "up_offset": "fp32", "clamp_after": "i32",
     }  # fmt: skip
-    return Variant(
+    return TritonVariant(
         f"gated_m{height}",
         ("gemm", "multiply_gated"),
         tuple(types.items()),
@@ -159,13 +159,13 @@ def _multiply_gated(target: Target, height: int) -> Variant:
     )
 
 
-def _permutation() -> Variant:
+def _permutation() -> TritonVariant:
     types = {"ids": "*i32", "inverse": "*i32", "offsets": "*i32", "num_pairs": "i32", "num_groups": "i32"}
     constants = (("BLOCK", 2048),)
-    return Variant("permutation", ("rows", "permutation"), tuple(types.items()), constants, (), 4)
+    return TritonVariant("permutation", ("rows", "permutation"), tuple(types.items()), constants, (), 4)
 
 
-def _permute(name: str, tokens: str, quantized: bool) -> Variant:
+def _permute(name: str, tokens: str, quantized: bool) -> TritonVariant:
     types = {
         "tokens": tokens, "token_scales": "*fp32", "inverse": "*i32", "data": "*u8", "scales": "*fp32",
         "top_k": "i32", "k": "i32", "num_rows": "i32",
@@ -173,34 +173,42 @@ def _permute(name: str, tokens: str, quantized: bool) -> Variant:
     }  # fmt: skip
     constants = (("QUANTIZED", quantized), ("BLOCKS", 8))
     multiples = (("tokens", 16), ("data", 16), ("token_stride", 16), ("k", 16))
-    return Variant(f"permute_{name}", ("rows", "permute"), tuple(types.items()), constants, multiples, 4)
+    return TritonVariant(
+        f"permute_{name}", ("rows", "permute"), tuple(types.items()), constants, multiples, 4
+    )
 
 
-def _combine(name: str) -> Variant:
+def _combine(name: str) -> TritonVariant:
     types = {
         "rows": "*bf16", "inverse": "*i32", "weights": "*fp32", "out": f"*{name}", "top_k": "i32", "n": "i32",
     }  # fmt: skip
     multiples = (("rows", 16), ("out", 16), ("n", 16))
     constants = (("BLOCK", 1024),)
-    return Variant(f"combine_{name}", ("rows", "combine"), tuple(types.items()), constants, multiples, 4)
+    return TritonVariant(
+        f"combine_{name}", ("rows", "combine"), tuple(types.items()), constants, multiples, 4
+    )
 
 
-def _gather_rows() -> Variant:
+def _gather_rows() -> TritonVariant:
     types = {
         "table": "i64", "hidden_states": "*bf16", "topk_ids": "*i32", "topk_weights": "*fp32",
         "h": "i32", "top_k": "i32", "num_experts": "i32",
     }  # fmt: skip
     constants, multiples = (("BLOCK", 2048), ("SLOTS", MAX_GIVEN_TOP_K)), (("hidden_states", 16), ("h", 16))
-    return Variant("gather_rows", ("table", "gather_rows"), tuple(types.items()), constants, multiples, 4)
+    return TritonVariant(
+        "gather_rows", ("table", "gather_rows"), tuple(types.items()), constants, multiples, 4
+    )
 
 
-def _scatter_rows() -> Variant:
+def _scatter_rows() -> TritonVariant:
     types = {"table": "i64", "rows": "*fp32", "h": "i32"}
     constants, multiples = (("BLOCK", 2048),), (("rows", 16), ("h", 16))
-    return Variant("scatter_rows", ("table", "scatter_rows"), tuple(types.items()), constants, multiples, 4)
+    return TritonVariant(
+        "scatter_rows", ("table", "scatter_rows"), tuple(types.items()), constants, multiples, 4
+    )
 
 
-def _router_logits() -> Variant:
+def _router_logits() -> TritonVariant:
     types = {
         "tokens": "*bf16", "router": "*bf16", "logits": "*fp32",
         "num_tokens": "i32", "num_experts": "i32", "k": "i32",
@@ -211,10 +219,10 @@ def _router_logits() -> Variant:
     )  # fmt: skip
     multiples = (("tokens", 16), ("router", 16), ("k", 16))
     place = "router", "router_logits"
-    return Variant("router_logits", place, tuple(types.items()), constants, multiples, 4, stages)
+    return TritonVariant("router_logits", place, tuple(types.items()), constants, multiples, 4, stages)
 
 
-def _route_tokens(count: int) -> Variant:
+def _route_tokens(count: int) -> TritonVariant:
     types = {
         "logits": "*fp32", "bias": "*fp32", "end_token": "*i32", "topk_ids": "*i32", "topk_weights": "*fp32",
         "parts": "i32", "num_experts": "i32", "top_k": "i32", "is_softmax": "i32", "is_bias_on_logits": "i32",
@@ -223,4 +231,4 @@ def _route_tokens(count: int) -> Variant:
     }  # fmt: skip
     constants, warps = (("EXPERTS", count), ("SLOTS", SLOTS)), count // 256
     place = "router", "route_tokens"
-    return Variant(f"route_tokens_{count}", place, tuple(types.items()), constants, (), warps)
+    return TritonVariant(f"route_tokens_{count}", place, tuple(types.items()), constants, (), warps)

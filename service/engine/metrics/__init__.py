@@ -13,7 +13,7 @@ from expertd.service.engine.metrics.requests import (
     KeyCounts,
     RequestCounts,
     RequestTotals,
-    Stages,
+    StageSeconds,
     StatusOf,
     key_metrics,
     request_metrics,
@@ -123,7 +123,7 @@ class Metrics:
         self._build = {**self._build, "backend": backend, "device": device}
 
     def request_done(
-        self, model: str, reason: Reason | None, seconds: float, stages: Stages | None = None
+        self, model: str, reason: Reason | None, seconds: float, stages: StageSeconds | None = None
     ) -> None:
         """Count an answered infer request; see `RequestCounts.request_done`."""
         self.requests.request_done(model, reason, seconds, stages)

@@ -101,7 +101,7 @@ def use_metrics(models: Sequence[str], use: StepUse) -> Iterator[Metric]:
 
 
 def memory_metrics(memory: tuple[int, int] | None) -> Iterator[Metric]:
-    """Those of (used, total) bytes of the device; nothing without a GPU."""
+    """Metrics of (used, total) bytes of the device; none without a GPU."""
     if memory is not None:
         yield MEMORY_USED.gauge(memory[0])
         yield MEMORY_TOTAL.gauge(memory[1])

@@ -20,7 +20,7 @@ from expertd.service.engine.refusals import CONNECTION_REASONS, REASONS, Connect
 
 # Where the time of a request with an output went: its body and checks, its queue, its steps, its answer.
 STAGES = ("receive", "queue", "compute", "send")
-Stages = tuple[float, float, float]
+StageSeconds = tuple[float, float, float]
 """Seconds of a request until its acceptance, in its queue, and in its steps."""
 
 REQUESTS = MetricFamily(
@@ -79,7 +79,9 @@ class RequestTotals(NamedTuple):
 
 CELL_BYTES = 8  # a float64
 _MAX_KEPT = 16  # requests, before they are counted: that takes 10 µs, for which other threads may wait
-_Kept = tuple[int, Reason | None, float, Stages | None]  # where the model's cells begin, and what is counted
+_Kept = tuple[
+    int, Reason | None, float, StageSeconds | None
+]  # where the model's cells begin, and what is counted
 StatusOf = Callable[[Reason | ConnectionReason | None], object]
 """What metrics call requests and input that were refused for a reason, or requests with an output (None)."""
 # Of one model: requests with an output, refusals by reason, the seconds of those with an output, of all
@@ -123,7 +125,7 @@ class RequestCounts:
             return memoryview(self._cells.tobytes()).cast("d")
 
     def request_done(
-        self, model: str, reason: Reason | None, seconds: float, stages: Stages | None = None
+        self, model: str, reason: Reason | None, seconds: float, stages: StageSeconds | None = None
     ) -> None:
         """Count an answered infer request; `model` is "" if it is not served.
 

@@ -18,7 +18,14 @@ from expertd.service.inference.request import (
     infer_request,
     refuse,
 )
-from expertd.service.inference.tensors import ELEMENT_BYTES, FP8S, Output, Tensor, check_shapes, layer_request
+from expertd.service.inference.tensors import (
+    ELEMENT_BYTES,
+    FP8S,
+    InputTensor,
+    OutputTensor,
+    check_shapes,
+    layer_request,
+)
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.util.sentences import shown
 
@@ -66,9 +73,9 @@ def _parse_raw(body: Buffer | Span, spec: LayerSpec) -> InferRequest:
             f"without a JSON header, got {size} bytes"
         )
     data = _Binary(body, 0, size).take(size)
-    tensors = {"hidden_states": Tensor(spec.datatype, [size // row_bytes, spec.hidden_size], data)}
+    tensors = {"hidden_states": InputTensor(spec.datatype, [size // row_bytes, spec.hidden_size], data)}
     check_shapes(tensors, spec)
-    layer = layer_request(tensors, Output(spec.datatype, True), spec, None)
+    layer = layer_request(tensors, OutputTensor(spec.datatype, True), spec, None)
     return InferRequest(None, layer, binary_output=True, timeout_seconds=None)
 
 

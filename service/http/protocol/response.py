@@ -9,7 +9,7 @@ from expertd.service.http.protocol.datatypes import bytes_to_numbers
 from expertd.service.inference.request import InferRequest
 from expertd.service.inference.tensors import OUTPUT
 from expertd.service.memory import host_view
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 
 _PIECE = 1024  # numbers: about half a millisecond
 
@@ -23,7 +23,7 @@ class InferResponse:
 
 
 def build_response(
-    request: InferRequest, output: Output, spec: LayerSpec, pause: Callable[[], object] = lambda: None
+    request: InferRequest, output: OutputMemory, spec: LayerSpec, pause: Callable[[], object] = lambda: None
 ) -> InferResponse:
     """The response to `request`; `output` holds [num_tokens, hidden_size] values of its output datatype.
 

@@ -12,10 +12,10 @@ from expertd.service.engine.spec import MODEL_VERSION, LayerSpec
 from expertd.service.http.routes.documentation import INFER_REQUEST, INFER_RESPONSE, errors
 from expertd.service.http.routes.schemas import (
     LiveResponse,
-    ModelMetadata,
+    ModelMetadataResponse,
     ModelReadyResponse,
     ReadyResponse,
-    ServerMetadata,
+    ServerMetadataResponse,
     TensorMetadata,
 )
 from expertd.service.inference.tensors import FP8S, INPUT_DATATYPES, OUTPUT, SCALE
@@ -32,7 +32,7 @@ def protocol_router(engine: Engine) -> APIRouter:
     """Routes under /v2. Those of infer are only documented here: the application answers them itself."""
     router = APIRouter(prefix="/v2", tags=["Open Inference Protocol"])
 
-    @router.get("", response_model=ServerMetadata)
+    @router.get("", response_model=ServerMetadataResponse)
     async def server_metadata() -> dict[str, Any]:
         """Name, version and protocol extensions of this server, and of its process the identity."""
         return {
@@ -55,7 +55,7 @@ def protocol_router(engine: Engine) -> APIRouter:
 
     @router.get(
         "/models/{model}",
-        response_model=ModelMetadata,
+        response_model=ModelMetadataResponse,
         response_model_exclude_none=True,
         responses=errors(404, 503),
     )
@@ -65,7 +65,7 @@ def protocol_router(engine: Engine) -> APIRouter:
 
     @router.get(
         "/models/{model}/versions/{version}",
-        response_model=ModelMetadata,
+        response_model=ModelMetadataResponse,
         response_model_exclude_none=True,
         responses=errors(404, 503),
     )

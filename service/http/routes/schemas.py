@@ -14,7 +14,7 @@ class ErrorResponse(BaseModel):
     error: str = Field(description="what was expected and what was received; and the request id, if any")
 
 
-class ServerMetadata(BaseModel):
+class ServerMetadataResponse(BaseModel):
     name: str
     version: str
     extensions: list[str]
@@ -46,7 +46,7 @@ class TensorMetadata(BaseModel):
     )
 
 
-class ModelMetadata(BaseModel):
+class ModelMetadataResponse(BaseModel):
     name: str
     versions: list[str]
     platform: str

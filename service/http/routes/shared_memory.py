@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel
 
-from expertd.service.engine.shared_memory import SharedMemory
+from expertd.service.engine.shared_memory import RegisteredRegions
 from expertd.service.http.bodies import BodyReader, control_body
 from expertd.service.http.protocol import OipError
 from expertd.service.http.routes.documentation import REF, errors
@@ -18,12 +18,12 @@ from expertd.service.http.routes.schemas import (
     SystemRegion,
     SystemRegionRequest,
 )
-from expertd.service.memory import Kind
+from expertd.service.memory import RegionKind
 
 RegionName = Annotated[str, Path(description="name of a region")]
 
 
-def shared_memory_router(shared_memory: SharedMemory, bodies: BodyReader) -> APIRouter:
+def shared_memory_router(shared_memory: RegisteredRegions, bodies: BodyReader) -> APIRouter:
     """Status, register and unregister of both kinds of regions."""
     router = APIRouter(prefix="/v2", tags=["Shared memory"])
     _add_common(router, "system", SystemRegion, shared_memory)
@@ -64,7 +64,9 @@ def shared_memory_router(shared_memory: SharedMemory, bodies: BodyReader) -> API
     return router
 
 
-def _add_common(router: APIRouter, kind: Kind, schema: type[BaseModel], shared_memory: SharedMemory) -> None:
+def _add_common(
+    router: APIRouter, kind: RegionKind, schema: type[BaseModel], shared_memory: RegisteredRegions
+) -> None:
     path = f"/{kind}sharedmemory"
 
     @router.get(f"{path}/status", response_model=list[schema], responses=errors(403, 503))  # type: ignore[valid-type]
@@ -94,7 +96,7 @@ def _add_common(router: APIRouter, kind: Kind, schema: type[BaseModel], shared_m
         return Response()
 
 
-def _shown(shared_memory: SharedMemory, kind: Kind, name: str | None) -> list[dict[str, Any]]:
+def _shown(shared_memory: RegisteredRegions, kind: RegionKind, name: str | None) -> list[dict[str, Any]]:
     return [
         {"name": region.name, **region.details, "byte_size": region.num_bytes}
         for region in shared_memory.status(kind, name)

@@ -149,7 +149,7 @@ class CallSteps:
         return {name: self._table.counts_of(number) for number, name in enumerate(list(self._graphs))}
 
     def num_calls(self, index: int) -> int:
-        """That the caller of a slot has made; on any thread."""
+        """The number of calls that a slot's caller has made; on any thread."""
         return self._table.num_calls(index)
 
     def has_fault(self, indices: Sequence[int]) -> bool:

@@ -21,7 +21,7 @@ from expertd.kernels import HiddenStates, Quantized, as_floats, values_of
 from expertd.service.device import Copies, Device, Graph, Stream
 from expertd.service.memory import HIDDEN, Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.request import FP8, LayerRequest, Output, StepPlan, StepResult, row_bytes
+from expertd.service.moe.request import FP8, LayerRequest, OutputMemory, StepPlan, StepResult, row_bytes
 from expertd.service.moe.step.batch import FLOATS, Batch, count_named, empty_slots, joined, rows_of
 from expertd.service.moe.step.recurring import RecurringSteps
 from expertd.service.moe.step.running import RunningStep
@@ -42,7 +42,7 @@ class _Repeat(NamedTuple):
     stream: Stream
     copies_in: Copies
     copies_out: Copies
-    outputs: list[Output | Tensor]
+    outputs: list[OutputMemory | Tensor]
 
 
 class DeviceSteps:
@@ -97,7 +97,7 @@ class DeviceSteps:
         return self._running(plan.batch, buffers, plan.outputs, began)
 
     def _running(
-        self, batch: Batch, buffers: StepBuffers, outputs: list[Output | Tensor], began: float
+        self, batch: Batch, buffers: StepBuffers, outputs: list[OutputMemory | Tensor], began: float
     ) -> RunningStep:
         return RunningStep(
             buffers.copied_out,
@@ -119,7 +119,7 @@ class DeviceSteps:
         stream: Stream,
         num_sms: int | None,
         stages: GpuStages | None,
-    ) -> list[Output | Tensor]:
+    ) -> list[OutputMemory | Tensor]:
         """Start everything; each request's own output, or a pinned tensor of its bytes."""
         copies_in, copies_out = Copies(), Copies()
         parts = self._hidden_states(batch, buffers, copies_in)
@@ -219,7 +219,7 @@ class DeviceSteps:
         return self._staging.seconds_since(began)
 
     def _result(
-        self, batch: Batch, outputs: list[Output | Tensor], offsets: NDArray[np.int32], seconds: float
+        self, batch: Batch, outputs: list[OutputMemory | Tensor], offsets: NDArray[np.int32], seconds: float
     ) -> StepResult:
         return StepResult(
             outputs=[self._bytes_of(output) if isinstance(output, Tensor) else output for output in outputs],
@@ -324,8 +324,8 @@ class DeviceSteps:
 
     def _outputs(
         self, batch: Batch, buffers: StepBuffers, out: Tensor, copies: Copies
-    ) -> list[Output | Tensor]:
-        outputs: list[Output | Tensor] = []
+    ) -> list[OutputMemory | Tensor]:
+        outputs: list[OutputMemory | Tensor] = []
         h = out.shape[1]
         sizes = [
             0 if request.output is not None else request.num_tokens * row_bytes(request.output_datatype, h)

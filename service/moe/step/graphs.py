@@ -18,7 +18,7 @@ from expertd.limits import MAX_GROUPS
 from expertd.service.device import Device, Graph, GraphPool, Stream
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
-from expertd.service.moe.request import LayerRequest, Output, StepPlan, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepPlan, StepResult
 from expertd.service.moe.step.batch import FLOATS, Batch, count_named, empty_slots
 from expertd.service.moe.step.running import RunningStep
 from expertd.service.moe.step.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
@@ -140,14 +140,14 @@ class StepGraphs:
         key, table = planned
         self._tensors.table.restore(table)
         assert request.output is not None
-        outputs: list[Output] = [request.output]
+        outputs: list[OutputMemory] = [request.output]
         return self._replay(key, (request,), lambda: outputs, began)
 
     def _replay(
         self,
         key: tuple[int, bool],
         requests: Sequence[LayerRequest],
-        outputs: Callable[[], list[Output]],
+        outputs: Callable[[], list[OutputMemory]],
         began: float,
     ) -> RunningStep:
         self._tensors.are_free = False
@@ -193,7 +193,7 @@ class StepGraphs:
         self,
         num_tokens: int,
         routed: bool,
-        outputs: Callable[[], list[Output]],
+        outputs: Callable[[], list[OutputMemory]],
         offsets: NDArray[np.int32],
         seconds: float,
     ) -> StepResult:
@@ -206,12 +206,12 @@ class StepGraphs:
             empty_slots=empty_slots(self._layer.shape, num_tokens, routed, offsets),
         )
 
-    def _outputs(self, batch: Batch) -> list[Output]:
+    def _outputs(self, batch: Batch) -> list[OutputMemory]:
         return [
             self._output(request, part) for request, part in zip(batch.requests, batch.parts, strict=True)
         ]
 
-    def _output(self, request: LayerRequest, part: slice) -> Output:
+    def _output(self, request: LayerRequest, part: slice) -> OutputMemory:
         if request.output is not None and is_aligned(request.output):
             return request.output
         size = request.num_tokens * self._layer.shape.hidden_size * FLOATS[request.output_datatype].itemsize

@@ -13,7 +13,7 @@ from torch import Tensor
 from expertd.kernels import as_floats
 from expertd.service.memory import Buffer, Span, host_view
 from expertd.service.moe.base import Layer
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 from expertd.service.moe.step.batch import FLOATS, Batch, rows_of
 from expertd.service.moe.step.stages import HostStages
 from expertd.service.moe.step.step_counts import HostCopies
@@ -99,10 +99,10 @@ class HostSteps:
         return torch.frombuffer(host_view(wanted), dtype=batch.out_dtype).view(-1, h)
 
 
-def _outputs(batch: Batch, out: Tensor, copies: HostCopies) -> list[Output]:
+def _outputs(batch: Batch, out: Tensor, copies: HostCopies) -> list[OutputMemory]:
     by_datatype = {request.output_datatype: out for request in batch.requests}
     by_datatype = {datatype: rows.to(FLOATS[datatype]) for datatype, rows in by_datatype.items()}
-    outputs: list[Output] = []
+    outputs: list[OutputMemory] = []
     for request, part in zip(batch.requests, batch.parts, strict=True):
         rows = _bytes(by_datatype[request.output_datatype][part])
         if request.output is None:

@@ -22,7 +22,7 @@ from expertd.service.moe.weights import MATRICES
 from expertd.service.ranks.front.group import RankGroup
 from expertd.service.ranks.front.staging import StagingRegion
 from expertd.service.ranks.front.supervisor import Supervisor
-from expertd.service.ranks.messages import Kind, MoveCommand
+from expertd.service.ranks.messages import MoveCommand, MoveKind
 from expertd.service.ranks.placement import LoadWindow, PlacementStore
 from expertd.service.ranks.setup import largest_expert
 from expertd.service.ranks.worker.transport import spaced
@@ -234,8 +234,8 @@ class Carrier:
             began = time.perf_counter()
             self._fetch(group, model, shape, each)
             for matrix in range(len(MATRICES)):  # each of them may take as long as a slice
-                self._command(group, model, Kind.PREPARE, each, matrix)
-            self._command(group, model, Kind.SWITCH, each)
+                self._command(group, model, MoveKind.PREPARE, each, matrix)
+            self._command(group, model, MoveKind.SWITCH, each)
             self._placements.set(group.generation, model, each.placement)
             self.moves[model] += len(each.fetches)
             self.seconds[model] += time.perf_counter() - began
@@ -244,12 +244,12 @@ class Carrier:
         done = 0
         while done < shape.expert_bytes:
             end = min(done + self._slice.num_bytes, shape.expert_bytes)
-            seconds = self._command(group, model, Kind.FETCH, each, done, end)
+            seconds = self._command(group, model, MoveKind.FETCH, each, done, end)
             self._slice.note(end - done, seconds)
             done = end
 
     def _command(
-        self, group: RankGroup, model: int, kind: Kind, each: Round, start: int = 0, end: int = 0
+        self, group: RankGroup, model: int, kind: MoveKind, each: Round, start: int = 0, end: int = 0
     ) -> float:
         if self._stopped():
             raise ExecutorClosedError("the server is shutting down")

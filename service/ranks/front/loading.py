@@ -4,7 +4,7 @@ import logging
 from contextlib import ExitStack
 
 from expertd.service.engine.layers import Cancelled, LoadCancelledError
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.ranks.front.balancer import Balancer
 from expertd.service.ranks.front.runner import RankRunner, Steps
 from expertd.service.ranks.front.staging import StagingRegion, staging_bytes
@@ -19,7 +19,7 @@ from expertd.service.settings.model import Settings
 logger = logging.getLogger(__name__)
 
 
-def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
+def load_ranks(settings: Settings, cancelled: Cancelled) -> LoadedLayers:
     """Start the ranks of `settings`, and wait until each has loaded its part of every model.
 
     Raises ValueError for what a rank finds wrong with settings or files, RuntimeError if it fails otherwise,
@@ -62,7 +62,7 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> Loaded:
             memory.close()
         supervisor.stop()
 
-    return Loaded(
+    return LoadedLayers(
         backend,
         f"{settings.num_ranks} x {device}",
         {

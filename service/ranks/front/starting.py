@@ -72,7 +72,7 @@ def check_loading(ranks: Sequence[Rank], inbox: Inbox, seconds: float) -> None:
 
 
 def map_seconds(regions: Sequence[SharedRegion]) -> float:
-    """That ranks have to map or to close these."""
+    """Seconds that ranks have to map or to close these."""
     return _MAP_SECONDS + _MAP_SECONDS_PER_BYTE * sum(region.memory.num_bytes for region in regions)
 
 

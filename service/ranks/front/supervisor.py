@@ -241,7 +241,7 @@ class Supervisor(PresentRanks):
         return self._generation
 
     def _setups(self) -> list[RankSetup]:
-        """Of all ranks, those of other nodes with a proxy."""
+        """The setups of all ranks, those of other nodes with a proxy."""
         settings = self._settings.model_copy(update={"partitions": self.partitions})
         setups = []
         for number in range(settings.num_ranks):

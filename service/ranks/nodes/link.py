@@ -47,7 +47,7 @@ class MessageKind(IntEnum):
     TRACE = 4
 
 
-class Head(NamedTuple):
+class LinkMessage(NamedTuple):
     """A message whose payload, of `num_bytes`, has to be taken next."""
 
     kind: MessageKind
@@ -61,7 +61,7 @@ class Head(NamedTuple):
         return words
 
 
-class Link:
+class NodeLink:
     """One end. Any thread sends, one receives. Both raise RuntimeError once the other end is gone.
 
     end  0: the proxy; 1: the rank
@@ -95,7 +95,7 @@ class Link:
         """Send a CONTROL message."""
         self.send(MessageKind.CONTROL, json.dumps(words).encode())
 
-    def receive(self) -> Head:
+    def receive(self) -> LinkMessage:
         """The next message, whose payload `take` takes."""
         first = np.empty(_FIRST_BYTES, np.uint8)
         self._receive(torch.from_numpy(first))
@@ -105,7 +105,7 @@ class Link:
             rest = np.empty(text_bytes - len(text), np.uint8)
             self._receive(torch.from_numpy(rest))
             text += rest.tobytes()
-        return Head(MessageKind(kind), text, num_bytes)
+        return LinkMessage(MessageKind(kind), text, num_bytes)
 
     def take(self, payload: Tensor) -> None:
         """Take a payload into uint8 [num_bytes]."""

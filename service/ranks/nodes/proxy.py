@@ -16,7 +16,7 @@ from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.messages import NO_STEP, StepCommand, StepEnd
 from expertd.service.ranks.nodes.board import Board
-from expertd.service.ranks.nodes.link import Link, MessageKind, PackedStep, pack, unpack
+from expertd.service.ranks.nodes.link import MessageKind, NodeLink, PackedStep, pack, unpack
 from expertd.service.ranks.nodes.remote import region_of
 from expertd.service.ranks.recording import said
 from expertd.service.ranks.regions import MappedRegions
@@ -39,7 +39,7 @@ class Proxy:
         self._is_stopped: Callable[[], bool] = lambda: False
         self._trace_file: IO[bytes] | None = None  # the front end's
         self._trace_error = ""  # why it could not be written
-        self._link = Link(setup.rendezvous, setup.generation, setup.rank, 0)
+        self._link = NodeLink(setup.rendezvous, setup.generation, setup.rank, 0)
         self._receiver = threading.Thread(target=self._receive, name="expertd-link", daemon=True)
         self._receiver.start()
 

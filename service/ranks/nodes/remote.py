@@ -13,7 +13,7 @@ from expertd.service.moe.split import part_of
 from expertd.service.ranks import setup as words
 from expertd.service.ranks.front.staging import staging_bytes
 from expertd.service.ranks.messages import StepCommand, StepEnd
-from expertd.service.ranks.nodes.link import Link, MessageKind, outputs_of
+from expertd.service.ranks.nodes.link import MessageKind, NodeLink, outputs_of
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import MAX_SENT, SPIN_SECONDS, RankSetup, Rings
 
@@ -46,7 +46,7 @@ class RemoteSteps:
     ) -> None:
         self._setup, self._regions, self._rings, self._control = setup, regions, rings, control
         self._steps: dict[int, StepCommand] = {}
-        self._link = Link(setup.rendezvous, setup.generation, setup.rank, 1)
+        self._link = NodeLink(setup.rendezvous, setup.generation, setup.rank, 1)
         for work in (self._receive, self._send):
             threading.Thread(target=self._run, args=(work,), name="expertd-link", daemon=True).start()
 

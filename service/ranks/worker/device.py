@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 
 from expertd.kernels.jit import stats
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.engine.metrics.ranks import RankDevice
 
 _SECONDS = 2.0  # between two looks
 
 
-def tell_changes(loaded: Loaded, tell: Callable[..., None]) -> None:
+def tell_changes(loaded: LoadedLayers, tell: Callable[..., None]) -> None:
     """Tell the fields of `RankDevice` now, and whenever they have changed."""
     known: RankDevice | None = None
 

@@ -13,17 +13,17 @@ from expertd.service.device import device_of
 from expertd.service.moe.parallel import PlacedExperts
 from expertd.service.moe.split import experts_of_rank, part_of
 from expertd.service.moe.weights import ExpertWeights
-from expertd.service.ranks.messages import ERROR_BYTES, Kind, MoveCommand
+from expertd.service.ranks.messages import ERROR_BYTES, MoveCommand, MoveKind
 from expertd.service.ranks.placement import read_placements
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import RankSetup, largest_expert
 from expertd.service.ranks.worker.transport import (
     PeerTransport,
+    RankTransport,
     Receive,
     Send,
     SharedTransport,
     TorchTransport,
-    Transport,
 )
 from expertd.service.settings.served import ModelSettings
 
@@ -60,7 +60,7 @@ class RankPlacements:
         transport.connect()
         self._mover = Mover(self._setup.rank, self._layers, transport)
 
-    def _transport(self, device: torch.device) -> Transport:
+    def _transport(self, device: torch.device) -> RankTransport:
         num_bytes = largest_expert(self._setup.settings)
         if self._setup.settings.nnodes > 1:
             return TorchTransport(num_bytes, device)
@@ -98,7 +98,7 @@ class Mover:
     The expert that is fetched lies in the transport's memory until its round ends.
     """
 
-    def __init__(self, rank: int, layers: Sequence[PlacedExperts], transport: Transport) -> None:
+    def __init__(self, rank: int, layers: Sequence[PlacedExperts], transport: RankTransport) -> None:
         self._rank, self._layers, self._transport = rank, layers, transport
         self._sizes = [[part.numel() for part in layer.expert_bytes(layer.slots.start)] for layer in layers]
 
@@ -107,11 +107,11 @@ class Mover:
         began = time.perf_counter()
         layer = self._layers[command.model]
         match command.kind:
-            case Kind.FETCH:
+            case MoveKind.FETCH:
                 self._exchange(layer, command)
-            case Kind.PREPARE:
+            case MoveKind.PREPARE:
                 self._prepare(layer, command)
-            case Kind.SWITCH:
+            case MoveKind.SWITCH:
                 self._switch(layer, command)
         # Other ranks go on, and so do this one's steps, on whichever stream.
         device_of(layer.tables.places.device).synchronize()

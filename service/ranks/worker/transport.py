@@ -30,7 +30,7 @@ class Receive(NamedTuple):
     end: int
 
 
-class Transport(Protocol):
+class RankTransport(Protocol):
     """Moves bytes between the ranks."""
 
     def connect(self) -> None:
@@ -56,14 +56,14 @@ class SharedTransport:
         self._rank, self._num_bytes, self._span_of = rank, num_bytes, span_of
 
     def connect(self) -> None:
-        """See `Transport.connect`."""
+        """See `RankTransport.connect`."""
 
     def fetched(self, region: int) -> Tensor:
-        """See `Transport.fetched`."""
+        """See `RankTransport.fetched`."""
         return self._memory(region, self._rank)
 
     def exchange(self, region: int, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See `Transport.exchange`."""
+        """See `RankTransport.exchange`."""
         for memory, rank, offset in sends:
             self._memory(region, rank)[offset : offset + len(memory)].copy_(memory)
 
@@ -79,18 +79,18 @@ class TorchTransport:
         self._fetched = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     def connect(self) -> None:
-        """See `Transport.connect`: NCCL connects two ranks when they first exchange anything."""
+        """See `RankTransport.connect`: NCCL connects two ranks when they first exchange anything."""
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         others = [other for other in range(num_ranks) if other != rank]
         sent = torch.zeros(1, dtype=torch.uint8, device=self._fetched.device)
         self.exchange(0, [Send(sent, to, 0) for to in others], [Receive(other, 0, 1) for other in others])
 
     def fetched(self, region: int) -> Tensor:
-        """See `Transport.fetched`."""
+        """See `RankTransport.fetched`."""
         return self._fetched
 
     def exchange(self, region: int, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See `Transport.exchange`. What one rank sends to another arrives in the same order."""
+        """See `RankTransport.exchange`. What one rank sends to another arrives in the same order."""
         operations = [
             *(dist.P2POp(dist.isend, send.memory, send.rank) for send in sends),
             *(dist.P2POp(dist.irecv, self._fetched[part.offset : part.end], part.rank) for part in receives),
@@ -103,7 +103,7 @@ class TorchTransport:
 
 
 class PeerTransport:
-    """For ranks of the default group whose GPUs reach each other's memory; see `Transport`. Collective.
+    """For ranks of the default group whose GPUs reach each other's memory; see `RankTransport`. Collective.
 
     Who sends writes to where it is fetched, which every rank has mapped.
 
@@ -120,14 +120,14 @@ class PeerTransport:
         self._of_ranks = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
 
     def connect(self) -> None:
-        """See `Transport.connect`: the memory is mapped already."""
+        """See `RankTransport.connect`: the memory is mapped already."""
 
     def fetched(self, region: int) -> Tensor:
-        """See `Transport.fetched`."""
+        """See `RankTransport.fetched`."""
         return self._fetched
 
     def exchange(self, region: int, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """See `Transport.exchange`; the caller waits for the GPU."""
+        """See `RankTransport.exchange`; the caller waits for the GPU."""
         for memory, rank, offset in sends:
             self._of_ranks[rank][offset : offset + len(memory)].copy_(memory, non_blocking=True)
 

@@ -14,7 +14,7 @@ from expertd.kernels import Backend, Overlap, RankMemory, overlaps
 from expertd.service.device import Device, device_of
 from expertd.service.device.cuda import use_gpu
 from expertd.service.engine.layers import Cancelled, rule_of, weights_of
-from expertd.service.engine.loading import Loaded, load
+from expertd.service.engine.loading import LoadedLayers, load
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
 from expertd.service.moe.parallel import (
@@ -81,7 +81,7 @@ class RankWorker:
         self._overlap: Overlap | None = None  # one for all layers: their steps run one after another
         self._placements = RankPlacements(setup, store, regions)
         self._placed: list[PlacedExperts] = []  # of the models, in their order
-        self.loaded: Loaded = load(
+        self.loaded: LoadedLayers = load(
             setup.settings, lambda: False, self._layer, self._barrier, self._placements.held
         )
         self._placements.set_layers(self._placed)

@@ -180,7 +180,7 @@ def test_a_caller_on_the_servers_own_gpu_is_warned_of_turns(
     gpu: str, own_gpu: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer = ModelMetadata("tiny", 128, 2, "BF16", device_calls="GPU-1", device_calls_own_gpu=own_gpu)
-    making._warn_of_turns(layer, gpu)
+    making._warn_of_shared_gpu(layer, gpu)
     text = (
         "channel: device calls of tiny: expected a server on another GPU, or CUDA MPS, got the caller's own"
     )

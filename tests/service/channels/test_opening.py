@@ -20,7 +20,7 @@ import pytest
 
 from expertd.service.channels.listener import ChannelListener
 from expertd.service.channels.open_channel import OpenChannel
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.http.server import num_files
 from expertd.service.memory import DeviceMemory, Span
 from expertd.service.settings.model import Settings
@@ -424,9 +424,9 @@ async def test_users_of_the_group_have_channels_and_others_none() -> None:
 def with_gpu_memory(opener: Callable[[bytes, int], DeviceMemory], runner: EchoRunner) -> Any:
     """A loader with a GPU's function, which a CPU has not."""
 
-    def load(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+    def load(settings: Settings, cancelled: Callable[[], bool]) -> LoadedLayers:
         loaded = serving_runner(runner)(settings, cancelled)
-        return Loaded(**{**vars(loaded), "open_cuda": opener})
+        return LoadedLayers(**{**vars(loaded), "open_cuda": opener})
 
     return load
 

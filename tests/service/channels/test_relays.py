@@ -57,8 +57,8 @@ class End:
         memory = {"nixl": self.agent.described() | changes}
         return await server.http.post("/v1/channels", json=body | {"memory": memory}, timeout=60)
 
-    async def meet(self, server: Serving, **changes: Any) -> str:
-        """Open a channel, and meet its other end; the channel's id."""
+    async def connect(self, server: Serving, **changes: Any) -> str:
+        """Open a channel, and connect to its other end; the channel's id."""
         response = await self.opened(server, **changes)
         assert response.status_code == 201, response.text
         self.agent.connect(response.json()["nixl"])
@@ -118,9 +118,9 @@ async def test_an_end_that_lies_ends_its_own_channel(
 ) -> None:
     async with channel_server(tmp_path, EchoRunner(), channels=NIXL) as server:
         honest, liar = End(), End()
-        number = await honest.meet(server)
+        number = await honest.connect(server)
         await check_works(server, honest, 1)
-        lies = await liar.meet(server)
+        lies = await liar.connect(server)
         liar.agent.send(message)
         await until(lambda: lies not in server.app.channels.entries)
         assert text in caplog.text
@@ -134,7 +134,7 @@ async def test_a_slot_that_is_used_twice(tmp_path: Path, caplog: pytest.LogCaptu
     runner = EchoRunner()
     async with channel_server(tmp_path, runner, channels=NIXL) as server:
         end = End()
-        number = await end.meet(server)
+        number = await end.connect(server)
         runner.gate.clear()
         for sequence in (1, 2, 3):
             end.agent.send(request(sequence))
@@ -149,7 +149,7 @@ async def test_what_a_line_says_is_refused_by_the_server(tmp_path: Path) -> None
     """The channel goes on."""
     async with channel_server(tmp_path, EchoRunner(), channels=NIXL) as server:
         end = End()
-        await end.meet(server)
+        await end.connect(server)
         end.agent.send(request(1, MAX_TOKENS + 1, rows=b""))
         status, text = await end.answer(1)
         assert (status, text) == (400, f"num_tokens: expected at most {MAX_TOKENS}, got 65".encode())
@@ -165,7 +165,7 @@ async def test_what_a_line_says_is_refused_by_the_server(tmp_path: Path) -> None
 async def test_large_tensors_are_written_to_their_places(tmp_path: Path) -> None:
     async with channel_server(tmp_path, EchoRunner(), channels=NIXL) as server:
         end = End()
-        await end.meet(server)
+        await end.connect(server)
         for sequence in (1, 2, 3):
             rows = ROWS * sequence
             end.memory[: rows.nbytes] = rows.tobytes()
@@ -180,7 +180,7 @@ async def test_cancelling_timeouts_and_the_end_of_a_channel(tmp_path: Path) -> N
     runner = EchoRunner()
     async with channel_server(tmp_path, runner, {"max_batch_tokens": 64}, channels=NIXL) as server:
         end = End()
-        number = await end.meet(server)
+        number = await end.connect(server)
         runner.gate.clear()
         end.agent.send(request(1, timeout_us=300_000))
         await runner.begun()
@@ -202,7 +202,7 @@ async def test_cancelling_timeouts_and_the_end_of_a_channel(tmp_path: Path) -> N
 async def test_a_caller_that_says_goodbye(tmp_path: Path) -> None:
     async with channel_server(tmp_path, EchoRunner(), channels=NIXL) as server:
         end = End()
-        number = await end.meet(server)
+        number = await end.connect(server)
         assert server.metric("channel_bytes") == SIZE
         end.agent.send(bytes((BYE,)))
         await until(lambda: number not in server.app.channels.entries)
@@ -234,8 +234,8 @@ async def test_an_end_that_lies_about_its_memory(tmp_path: Path, caplog: pytest.
     """Its outputs have no place: its own channel ends."""
     async with channel_server(tmp_path, EchoRunner(), channels=NIXL) as server:
         honest, liar = End(), End()
-        await honest.meet(server)
-        number = await liar.meet(server, address=4096)
+        await honest.connect(server)
+        number = await liar.connect(server, address=4096)
         liar.agent.send(request(1, MAX_TOKENS))
         await until(lambda: number not in server.app.channels.entries)
         assert "nixl: expected a peer, got NIXL_ERR_NOT_FOUND" in caplog.text

@@ -27,7 +27,7 @@ from expertd.service.engine.queue_counts import QueueCounts, num_cells
 from expertd.service.engine.repository import ModelState
 from expertd.service.engine.steps import Submission
 from expertd.service.memory import host_view
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, OutputMemory
 from tests.service.apps import HIDDEN, NUM_EXPERTS, Serving, rows, tiny_settings
 from tests.service.channels.servers import channel_server, mapped
 from tests.service.runners import EchoRunner, Turnstile
@@ -77,14 +77,14 @@ class Asked:
         caller: int = 0,
         timeout: float | None = None,
     ) -> None:
-        self.answers: list[Output | Exception] = []
+        self.answers: list[OutputMemory | Exception] = []
         self.pending = engine.submit(
             Submission(
                 "tiny", request, self.answers.append, priority=priority, caller=caller, timeout=timeout
             )
         )
 
-    async def answer(self) -> Output | Exception:
+    async def answer(self) -> OutputMemory | Exception:
         await until(lambda: bool(self.answers))
         assert len(self.answers) == 1
         return self.answers[0]

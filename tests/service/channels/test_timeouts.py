@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertd.service.channels.channel import Channel
+from expertd.service.channels.channel import ServerChannel
 from tests.service.apps import HIDDEN, Serving, hidden_request, output_of, rows
 from tests.service.channels.peer import Peer
 from tests.service.channels.servers import answer_of, answer_to, channel, channel_server, claimed, mapped
@@ -166,7 +166,7 @@ async def test_a_channel_has_one_timer_and_none_when_it_is_closed(tmp_path: Path
         before = mapped()
         peer = await claimed(server, num_slots=64)
         scheduled = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
-        expire = Channel.expire
+        expire = ServerChannel.expire
 
         def timers() -> int:
             return sum(getattr(timer._callback, "__func__", None) is expire for timer in scheduled)

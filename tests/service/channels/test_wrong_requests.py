@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from expertd.service.channels.layout import REQUEST, Geometry
 from expertd.service.channels.memory import SealedMemory
-from expertd.service.channels.requests import ChannelModel, InvalidRequestError, RequestReader
+from expertd.service.channels.requests import ChannelModel, ChannelRequestError, RequestReader
 from expertd.service.moe.request import Signal
 from tests.service.apps import HIDDEN, TOP_K, hidden_request, output_of, rows
 from tests.service.channels.peer import ChannelClosedError, Peer
@@ -161,7 +161,7 @@ def test_any_line_is_refused_or_stays_inside_the_region(data: bytes) -> None:
                     assert part.address >= written.stop or part.address + part.num_bytes <= written.start
             if read.num_tokens:
                 reader.request(read, Signal(0))
-        except InvalidRequestError:
+        except ChannelRequestError:
             pass  # refused
 
 

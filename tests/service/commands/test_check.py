@@ -183,6 +183,8 @@ def test_only_what_differs_from_the_defaults_is_printed(
     assert capsys.readouterr().out.startswith("the server would start\n\nsetting ")
     assert main(["check", "--changed", *map(str, arguments), "--uds", "/no/such"]) == 2
     assert capsys.readouterr().out.startswith("the server would not start: address\n\nsetting ")
+    assert main(["check", "--changed", "--set", "prot=1", "--set", "hots=x"]) == 2
+    assert capsys.readouterr().out.startswith("the server would not start: settings\n\ncheck "), "once"
 
 
 @pytest.mark.parametrize("kind", REASONS)

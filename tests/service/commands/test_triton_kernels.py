@@ -16,7 +16,7 @@ from expertd.kernels.backends import triton as of_triton
 from expertd.kernels.backends import why_not
 from expertd.kernels.backends.triton import build
 from expertd.kernels.backends.triton.backend import TritonBackend
-from expertd.kernels.backends.triton.build import Binary
+from expertd.kernels.backends.triton.build import TritonBinary
 from expertd.kernels.backends.triton.targets import TARGETS
 from expertd.kernels.backends.triton.variants import variants_for
 from expertd.service.cli import main
@@ -34,7 +34,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(jit, "BUNDLE", tmp_path / "built")
     monkeypatch.setattr("expertd.kernels.jit.cache.BUNDLE", tmp_path / "built")
     monkeypatch.setattr(
-        build, "compile_variant", lambda variant, target: Binary(b"\x7fELF", 1024, 1, 80, 16, 0.25)
+        build, "compile_variant", lambda variant, target: TritonBinary(b"\x7fELF", 1024, 1, 80, 16, 0.25)
     )
     return tmp_path / "built"
 

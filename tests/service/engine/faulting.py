@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from expertd.service.engine.loading import Loaded, load
+from expertd.service.engine.loading import LoadedLayers, load
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.http.server import serve
 from expertd.service.moe.request import LayerRequest
@@ -65,7 +65,7 @@ class FaultingRunner:
         return self._runner.begin(requests)
 
 
-def loader(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+def loader(settings: Settings, cancelled: Callable[[], bool]) -> LoadedLayers:
     """As `load`, with runners that fault."""
     loaded = load(settings, cancelled)
     return replace(loaded, runners={name: FaultingRunner(runner) for name, runner in loaded.runners.items()})

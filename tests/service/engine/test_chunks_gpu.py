@@ -9,7 +9,7 @@ import torch
 from expertd.service.engine.queues import Queues
 from expertd.service.engine.steps import Submission
 from expertd.service.memory import Span, host_view
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.settings.parts import Limits
 from tests.kernels.helpers import fresh_generator
@@ -56,7 +56,7 @@ def test_bits(runner: LayerRunner, source: str, target: str, ids: torch.dtype | 
     assert _bytes(answer) == expected
 
 
-def _bytes(output: Output) -> bytes:
+def _bytes(output: OutputMemory) -> bytes:
     if isinstance(output, Span) and output.device is not None:
         assert isinstance(output.owner, torch.Tensor)
         return bytes(output.owner.cpu().numpy())

@@ -21,7 +21,7 @@ from expertd.service.engine.errors import (
 from expertd.service.engine.executor import Executor
 from expertd.service.engine.lane import StepLane
 from expertd.service.memory import Span, host_view
-from expertd.service.moe.request import LayerRequest, Output, Signal, StepPlan, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, Signal, StepPlan, StepResult
 from expertd.service.settings.parts import Limits
 from tests.service.runners import Computed, EchoRunner, Submitted, Turnstile, layer_request
 from tests.service.waiting import until
@@ -76,7 +76,7 @@ async def soon(answer: Awaitable[T]) -> T:
     return result
 
 
-def values(answer: Output) -> list[float]:
+def values(answer: OutputMemory) -> list[float]:
     numbers: list[float] = np.frombuffer(host_view(answer), np.float32).tolist()
     return numbers
 
@@ -396,7 +396,7 @@ async def test_calls_of_gpus_are_answered_in_turns_while_they_are_held() -> None
     is_held, may_end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with executor.calls_in_turns():
+        with executor.pausing_calls():
             assert not calls.is_started
             is_held.set()
             assert may_end.wait(60)

@@ -13,7 +13,7 @@ import pytest
 
 from expertd.service.engine import idle_memory
 from expertd.service.engine.engine import Phase
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.memory import Arena, Mapped
 from expertd.service.settings.model import Settings
 from tests.service.apps import error_of, serving, serving_runner, tiny_settings
@@ -31,7 +31,7 @@ async def test_it_is_logged_and_what_is_loaded_is_closed(
 ) -> None:
     closed = threading.Semaphore(0)
 
-    def loader(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+    def loader(settings: Settings, cancelled: Callable[[], bool]) -> LoadedLayers:
         loaded = replace(serving_runner(EchoRunner())(settings, cancelled), close=closed.release)
         changes: dict[str, Any] = {} if late == "metrics" else {late: failing}
         return replace(loaded, **changes)

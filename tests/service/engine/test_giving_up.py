@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from expertd.service.engine.completions import Answer
+from expertd.service.engine.completions import Completion
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.executor import Executor
 from expertd.service.engine.steps import Submission
@@ -150,7 +150,7 @@ async def test_a_refused_request_is_answered_once_if_the_event_loop_gives_up_the
         completions = executor.lanes[0].completions
         deliver_soon = completions.deliver_soon
 
-        def slowly(pairs: Sequence[Answer]) -> None:
+        def slowly(pairs: Sequence[Completion]) -> None:
             deliver_soon(pairs)
             completions.loop.call_soon_threadsafe(give_up)
             assert given_up.wait(60)

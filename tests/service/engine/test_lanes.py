@@ -24,7 +24,7 @@ from expertd.service.engine.executor import Executor, executor_of
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.steps import Submission
 from expertd.service.memory import host_view
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 from tests.service.apps import tiny_settings
 from tests.service.engine.test_wakeup import Bell
 from tests.service.runners import DeviceRunner, EchoRunner, Submitted, layer_request
@@ -380,7 +380,7 @@ class Sender:
         self._lanes = lanes
         self._numbers = count(1)  # from any thread
         self.sizes: dict[int, int] = {}
-        self.answers: defaultdict[int, list[Output | Exception]] = defaultdict(list)
+        self.answers: defaultdict[int, list[OutputMemory | Exception]] = defaultdict(list)
 
     def send(self, on_worker: bool = False) -> int:
         """The number of a new request."""

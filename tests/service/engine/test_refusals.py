@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.refusals import REASONS
-from expertd.service.http.connection import Connection
+from expertd.service.http.connection import HttpConnection
 from expertd.service.statuses import STATUSES
 from tests.service.apps import (
     HIDDEN,
@@ -110,7 +110,7 @@ async def test_refusals_while_busy_and_while_shutting_down() -> None:
 async def test_an_incomplete_body_is_counted_by_the_reason_it_was_refused(
     seconds: float, status: int, reason: str
 ) -> None:
-    connections: set[Connection] = set()
+    connections: set[HttpConnection] = set()
     async with serving(tiny_settings({"body_timeout_seconds": seconds}), connections=connections) as server:
         with connect(server.port) as sock:
             sock.sendall(head(f"POST {INFER} HTTP/1.1", "Content-Length: 9"))

@@ -14,7 +14,7 @@ from expertd.service.engine.executor import Executor
 from expertd.service.engine.lane import StepLane
 from expertd.service.engine.steps import Submission
 from expertd.service.engine.wakeup import RequestSource, Wakeup
-from expertd.service.moe.request import LayerRequest, Output, StepResult
+from expertd.service.moe.request import LayerRequest, OutputMemory, StepResult
 from expertd.service.settings.parts import Limits
 from tests.service.engine.test_executor import Observed
 from tests.service.runners import DeviceRunner, EchoRunner, layer_request
@@ -68,11 +68,11 @@ class Bell:
 @asynccontextmanager
 async def belled(
     runner: EchoRunner, observer: Observed, spin_seconds: float = 0.0
-) -> AsyncIterator[tuple[Executor, Bell, list[Output | Exception]]]:
+) -> AsyncIterator[tuple[Executor, Bell, list[OutputMemory | Exception]]]:
     """An executor with one source, and the answers to its requests."""
     executor = Executor(StepLane(Limits(), observer, spin_seconds))
     executor.set_runners({"0": runner})
-    answers: list[Output | Exception] = []
+    answers: list[OutputMemory | Exception] = []
     bell = Bell(
         lambda value: executor.submit(Submission("0", layer_request([value]), answers.append, on_worker=True))
     )
@@ -118,7 +118,7 @@ async def test_a_source_and_the_event_loop_share_a_step() -> None:
         bell.ring()
         assert await asyncio.to_thread(runner.entered.acquire, True, 60)
         bell.ring()
-        others: list[Output | Exception] = []
+        others: list[OutputMemory | Exception] = []
         executor.submit(Submission("0", layer_request([0.0] * 2), others.append))
         runner.gate.set()
         await until(lambda: len(answers) == 2 and len(others) == 1)
@@ -153,7 +153,7 @@ class Slow(EchoRunner):
         return replace(super()._run(requests), compute_seconds=1e6)
 
 
-async def two_in_a_step(bell: Bell, answers: list[Output | Exception]) -> None:
+async def two_in_a_step(bell: Bell, answers: list[OutputMemory | Exception]) -> None:
     """Run a step with one request, and then one with two.
 
     They come after the first answer: a request that is seen during a step is nobody's who returns.

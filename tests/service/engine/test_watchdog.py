@@ -15,7 +15,7 @@ import pytest
 
 from expertd.service.engine.engine import Phase
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.engine.step_time import StepTime
 from expertd.service.engine.watchdog import limit_of
 from expertd.service.settings.model import Settings
@@ -83,7 +83,7 @@ async def test_a_device_that_has_failed_ends_the_server() -> None:
     """The step that fails first may not be the one to blame: every request gets 503."""
     runner, why = EchoRunner(poison=13.0), "CUDA error: an illegal memory access was encountered"
 
-    def loader(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+    def loader(settings: Settings, cancelled: Callable[[], bool]) -> LoadedLayers:
         loaded = serving_runner(runner)(settings, cancelled)
         return replace(loaded, failure=lambda: why)
 

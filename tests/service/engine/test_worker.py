@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from expertd.service.engine.worker import Worker
+from expertd.service.engine.worker import WorkerThread
 from tests.service.engine.test_wakeup import Bell
 from tests.service.waiting import wait_for
 
@@ -70,8 +70,8 @@ class FakeLane:
 
 
 @contextmanager
-def working(first: FakeLane, second: FakeLane, spin_seconds: float) -> Iterator[Worker]:
-    worker, bell = Worker(first, "both", True, spin_seconds), Bell()
+def working(first: FakeLane, second: FakeLane, spin_seconds: float) -> Iterator[WorkerThread]:
+    worker, bell = WorkerThread(first, "both", True, spin_seconds), Bell()
     worker.wakeup.add(bell)
     worker.take(second)
     worker.thread.start()

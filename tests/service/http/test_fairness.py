@@ -13,7 +13,6 @@ from expertd.service.http import connection
 from expertd.service.http.framing import ChunkedBody
 from expertd.service.http.paced_transport import YIELD_BYTES, PacedTransport
 from expertd.service.http.request_head import HeadReader, RequestHead
-from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
 from tests.service.apps import (
     HIDDEN,
@@ -25,7 +24,7 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
-from tests.service.certificates import TLS, client_context
+from tests.service.certificates import TLS, client_context, load_tls
 from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, Answer, answers, connect, head, infer, read_to_end
 from tests.service.waiting import until
@@ -134,7 +133,7 @@ def test_large_bodies_do_not_starve_others(
     size = 4 * tokens * HIDDEN
     moved = 0
 
-    def update(seen: connection.Connection, nbytes: int) -> None:
+    def update(seen: connection.HttpConnection, nbytes: int) -> None:
         nonlocal moved
         moved += nbytes
         buffer_updated(seen, nbytes)
@@ -144,9 +143,9 @@ def test_large_bodies_do_not_starve_others(
         moved += count
         take_bytes(seen, view, count)
 
-    buffer_updated, take_bytes = connection.Connection.buffer_updated, PacedTransport._take
+    buffer_updated, take_bytes = connection.HttpConnection.buffer_updated, PacedTransport._take
     if direction == "received":
-        monkeypatch.setattr(connection.Connection, "buffer_updated", update)
+        monkeypatch.setattr(connection.HttpConnection, "buffer_updated", update)
     else:
         monkeypatch.setattr(PacedTransport, "_take", take)
 
@@ -220,7 +219,7 @@ def test_input_that_waits_is_bounded() -> None:
     runner = EchoRunner()
 
     async def run() -> None:
-        connections: set[connection.Connection] = set()
+        connections: set[connection.HttpConnection] = set()
         async with serving(tiny_settings(), serving_runner(runner), connections=connections) as server:
             runner.gate.clear()
             data = 400 * head("GET /v2/health/live HTTP/1.1", f"X-Padding: {1000 * 'x'}")

@@ -14,7 +14,7 @@ import torch
 
 from expertd.kernels import expand_rows, quantize_rows
 from expertd.service.channels.layout import REQUEST, Geometry
-from expertd.service.channels.requests import ChannelModel, InvalidRequestError, RequestReader
+from expertd.service.channels.requests import ChannelModel, ChannelRequestError, RequestReader
 from expertd.service.checkpoints import models_of
 from expertd.service.engine.loading import load
 from expertd.service.engine.spec import specs_of
@@ -227,7 +227,7 @@ def test_a_hidden_size_without_whole_blocks_takes_no_fp8(tmp_path: Path) -> None
     model = ChannelModel("gpt-oss", 144, 2, lambda _: None, True, spec.takes_fp8)
     geometry = Geometry.for_slots(1, 16, 144, 2, 4)
     reader = RequestReader(geometry, Span(0, 1 << 16, None, memoryview(bytearray(1 << 16)), None), [model])
-    with pytest.raises(InvalidRequestError, match=r"datatype: expected 1, 2 or 3 .*, got 4"):
+    with pytest.raises(ChannelRequestError, match=r"datatype: expected 1, 2 or 3 .*, got 4"):
         reader.line(REQUEST.pack(1, 4, 3, 0, 0, 0, 0, 0, 4096, 0, 0))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.errors import QueueFullError, TooManyRequestsError
-from expertd.service.http.connection import Connection
+from expertd.service.http.connection import HttpConnection
 from expertd.service.http.infer_head import HttpHead
 from expertd.service.http.protocol import compress, decompress
 from expertd.service.http.protocol.datatypes import bytes_to_numbers
@@ -234,7 +234,7 @@ async def test_a_full_line_is_known_from_the_headers(is_packed: bool) -> None:
 
 async def test_json_of_a_caller_that_left_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[Any] = []
-    connections: set[Connection] = set()
+    connections: set[HttpConnection] = set()
     monkeypatch.setattr(HttpHead, "parse", lambda *arguments: parsed.append(arguments))
     body = json_request(json_input(rows(40)), id="x")
     assert len(body) > 64 * 1024

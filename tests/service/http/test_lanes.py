@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.engine.loading import Loaded, Loader, load
+from expertd.service.engine.loading import LoadedLayers, Loader, load
 from expertd.service.settings.model import Settings
 from tests.service.apps import (
     Serving,
@@ -37,7 +37,7 @@ def two_runners(decode: EchoRunner, prefill: EchoRunner, device: Device | None =
     """A loader that serves every model with these, one for each lane."""
     loader = serving_runner(decode, device)
 
-    def load_two(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+    def load_two(settings: Settings, cancelled: Callable[[], bool]) -> LoadedLayers:
         loaded = loader(settings, cancelled)
         return replace(loaded, prefill_runners=dict.fromkeys(loaded.runners, prefill))
 
@@ -235,7 +235,7 @@ async def test_each_thread_is_prepared_before_its_first_step() -> None:
     prepared: list[str] = []
     loader = two_runners(EchoRunner(), EchoRunner())
 
-    def load_two(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+    def load_two(settings: Settings, cancelled: Callable[[], bool]) -> LoadedLayers:
         thread = lambda: prepared.append(threading.current_thread().name)  # noqa: E731
         return replace(loader(settings, cancelled), prepare_thread=thread)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import numpy as np
 import pytest
 
-from expertd.service.http.connection import Connection, ConnectionState
+from expertd.service.http.connection import ConnectionState, HttpConnection
 from expertd.service.memory import Span
 from expertd.service.moe.request import LayerRequest, StepResult
 from tests.service.apps import (
@@ -53,7 +53,7 @@ class Recording(EchoRunner):
 
 @asynccontextmanager
 async def large(
-    limits: dict[str, float] = LIMITS, connections: set[Connection] | None = None
+    limits: dict[str, float] = LIMITS, connections: set[HttpConnection] | None = None
 ) -> AsyncIterator[tuple[Serving, Recording]]:
     """A server for large requests; afterwards all memory must be free."""
     runner = Recording()
@@ -226,7 +226,7 @@ def suppressed(call: Callable[..., object], *arguments: object) -> None:
 
 @on_uvloop
 async def test_stopping_refuses_a_body_that_has_not_arrived() -> None:
-    connections: set[Connection] = set()
+    connections: set[HttpConnection] = set()
     async with large(connections=connections) as (server, _):
         with connect(server.port) as sock:
             await asyncio.to_thread(sock.sendall, request("plain", 1.0)[:-1])
@@ -241,7 +241,7 @@ async def test_stopping_refuses_a_body_that_has_not_arrived() -> None:
 
 @on_uvloop
 async def test_an_answer_before_the_end_of_its_body_outlives_a_shutdown() -> None:
-    connections: set[Connection] = set()
+    connections: set[HttpConnection] = set()
     wrong = request("plain", 1.0).replace(b"/tiny/", b"/none/")
     async with large(connections=connections) as (server, _):
         with connect(server.port) as sock:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from expertd.service.engine.layers import Cancelled, LoadCancelledError
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.http.app import ExpertApp
-from expertd.service.http.connection import Connection
+from expertd.service.http.connection import HttpConnection
 from expertd.service.settings.model import Settings
 from tests.service.apps import (
     HIDDEN,
@@ -94,7 +94,7 @@ async def test_not_ready_while_loading_and_after_a_failure(caplog: pytest.LogCap
     release = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def failing(_: Settings, cancelled: Cancelled) -> Loaded:
+    def failing(_: Settings, cancelled: Cancelled) -> LoadedLayers:
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result(60)
         raise ValueError("no such weights")
 
@@ -142,7 +142,7 @@ async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("expertd.service.http.connection._LAST_INPUT_SECONDS", 0.5)  # this client may be late
-    connections: set[Connection] = set()
+    connections: set[HttpConnection] = set()
     async with serving(tiny_settings(), connections=connections) as server:
         request, control = infer(*GOOD), head("PUT /v1/partitions HTTP/1.1", "Content-Length: 2") + b"{"
         server.app.stop_reading()
@@ -168,7 +168,7 @@ async def test_a_request_that_the_socket_holds_when_the_server_ends_is_answered(
 async def test_stopping_during_loading_cancels_it(caplog: pytest.LogCaptureFixture) -> None:
     started = threading.Event()
 
-    def endless(_: Settings, cancelled: Cancelled) -> Loaded:
+    def endless(_: Settings, cancelled: Cancelled) -> LoadedLayers:
         started.set()
         while not cancelled():
             time.sleep(0.001)

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from expertd.service.http.connection import Connection
+from expertd.service.http.connection import HttpConnection
 from expertd.service.http.sender import Sender
 from tests.service.apps import (
     HIDDEN,
@@ -180,7 +180,7 @@ async def test_a_refusal_that_waits_for_its_client_is_the_only_answer() -> None:
     wrong = head(f"POST {INFER} HTTP/1.1", "Transfer-Encoding: chunked")
     wrong += b"%x\r\n%s\r\n0\r\n\r\n" % (len(chunk), chunk)
     settings = tiny_settings({"max_json_bytes": 4096, "body_timeout_seconds": 0.3})
-    connections: set[Connection] = set()
+    connections: set[HttpConnection] = set()
     async with serving(
         settings, serving_runner(EchoRunner()), connections=connections, send_buffer=1
     ) as server:

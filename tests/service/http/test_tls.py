@@ -17,7 +17,7 @@ import uvloop
 
 from expertd.service.http import certificates, connection
 from expertd.service.http.certificates import Certificates
-from expertd.service.settings.certificates import TlsFiles, load_tls
+from expertd.service.settings.certificates import TlsFiles
 from expertd.service.settings.parts import TlsSettings
 from tests.service.apps import (
     HIDDEN,
@@ -29,7 +29,7 @@ from tests.service.apps import (
     serving_runner,
     tiny_settings,
 )
-from tests.service.certificates import CA, FOLDER, TLS, client_context, install
+from tests.service.certificates import CA, FOLDER, TLS, client_context, install, load_tls
 from tests.service.runners import EchoRunner
 from tests.service.sockets import Answer, answers, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import until, wait_for

@@ -8,9 +8,8 @@ import pytest
 
 from expertd.service.http.paced_transport import YIELD_BYTES, PacedTransport, PlainTransport
 from expertd.service.http.tls import TlsTransport
-from expertd.service.settings.certificates import load_tls
 from expertd.service.settings.parts import TlsSettings
-from tests.service.certificates import TLS, client_context
+from tests.service.certificates import TLS, client_context, load_tls
 
 ANSWER = bytes(range(256)) * 40_000  # 10 MB
 

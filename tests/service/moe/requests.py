@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertd.service.memory import Buffer, Span, host_view
-from expertd.service.moe.request import LayerRequest, Output
+from expertd.service.moe.request import LayerRequest, OutputMemory
 
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 Place = Callable[[Tensor], Buffer | Span]
@@ -59,7 +59,7 @@ def layer_request(
     )
 
 
-def rows_of(output: Output, datatype: str, hidden_size: int) -> Tensor:
+def rows_of(output: OutputMemory, datatype: str, hidden_size: int) -> Tensor:
     """An output's rows [T, H], on the host."""
     if isinstance(output, Span) and output.device is not None:
         assert isinstance(output.owner, Tensor)

@@ -11,7 +11,7 @@ from expertd.kernels import resolve_backend
 from expertd.kernels.partitions import SMPartitions
 from expertd.service.device import device_of
 from expertd.service.engine.local_models import capture_graphs
-from expertd.service.engine.runner_sets import RunnerSet
+from expertd.service.engine.runner_sets import LaneRunners
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
@@ -46,7 +46,7 @@ class Lanes:
         self.layer = MoELayer(SHAPE, weights, resolve_backend("hopper"))
         self.partitions = SMPartitions(0)
         self.partitions.apply(split)
-        sets = [RunnerSet(lane, device_of(DEVICE), self.partitions) for lane in lanes_of(settings)]
+        sets = [LaneRunners(lane, device_of(DEVICE), self.partitions) for lane in lanes_of(settings)]
         self.decode, self.prefill = (each.add(settings.models[0], self.layer) for each in sets)
         self.capture()
 

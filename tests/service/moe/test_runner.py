@@ -15,7 +15,7 @@ from expertd.kernels import resolve_backend
 from expertd.service.device import device_of
 from expertd.service.memory import host_view
 from expertd.service.moe.layer import MoELayer
-from expertd.service.moe.request import Output
+from expertd.service.moe.request import OutputMemory
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.device_step import without_outside
@@ -48,7 +48,7 @@ def _routing(num_tokens: int) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(num_tokens, SHAPE.top_k, generator=generator)
 
 
-def _output(output: Output, datatype: str = "FP32") -> Tensor:
+def _output(output: OutputMemory, datatype: str = "FP32") -> Tensor:
     return rows_of(output, datatype, SHAPE.hidden_size)
 
 

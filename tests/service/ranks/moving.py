@@ -16,9 +16,9 @@ from expertd.service.moe.placement.rounds import rounds
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import experts_of_rank
 from expertd.service.moe.weights import ExpertWeights
-from expertd.service.ranks.messages import Kind, MoveCommand
+from expertd.service.ranks.messages import MoveCommand, MoveKind
 from expertd.service.ranks.worker.mover import Mover
-from expertd.service.ranks.worker.transport import PeerTransport, TorchTransport, Transport
+from expertd.service.ranks.worker.transport import PeerTransport, RankTransport, TorchTransport
 from tests.service.moe.parallel.cases import part_of, weights_of
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=10, top_k=3)
@@ -38,11 +38,13 @@ def run_moves(
     made = rounds(old, new)
     for each in made:
         commands = [
-            MoveCommand(1, 0, Kind.FETCH, each.fetches, start, min(start + slice_bytes, SHAPE.expert_bytes))
+            MoveCommand(
+                1, 0, MoveKind.FETCH, each.fetches, start, min(start + slice_bytes, SHAPE.expert_bytes)
+            )
             for start in range(0, SHAPE.expert_bytes, slice_bytes)
         ]
-        commands += [MoveCommand(2, 0, Kind.PREPARE, each.fetches, matrix) for matrix in range(2)]
-        for command in (*commands, MoveCommand(3, 0, Kind.SWITCH, each.fetches)):
+        commands += [MoveCommand(2, 0, MoveKind.PREPARE, each.fetches, matrix) for matrix in range(2)]
+        for command in (*commands, MoveCommand(3, 0, MoveKind.SWITCH, each.fetches)):
             mover.run(command)
             dist.barrier()  # the front end waits for all ranks after each command
     physical = experts.tables.physical
@@ -54,7 +56,7 @@ def run_moves(
     return len(made), wrong
 
 
-def _means(rank: int, on_gpus: bool) -> tuple[torch.device, Transport]:
+def _means(rank: int, on_gpus: bool) -> tuple[torch.device, RankTransport]:
     if not on_gpus:
         device = torch.device("cpu")
         return device, TorchTransport(SHAPE.expert_bytes, device)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from expertd.service.engine.loading import Loaded, load
+from expertd.service.engine.loading import LoadedLayers, load
 from expertd.service.engine.steps import Runner
 from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.front.group import RankGroup
@@ -104,7 +104,7 @@ def computed_by_all(settings: Settings) -> dict[str, NDArray[np.float32]]:
 
 
 @contextmanager
-def _loaded(settings: Settings) -> Iterator[Loaded]:
+def _loaded(settings: Settings) -> Iterator[LoadedLayers]:
     loaded = (load if settings.num_ranks == 1 else load_ranks)(settings, lambda: False)
     try:
         yield loaded

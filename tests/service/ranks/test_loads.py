@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from expertd.kernels.jit.statistics import JitStats
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.ranks import RankDevice, RankState
 from expertd.service.moe.placement.rounds import Fetch
 from expertd.service.ranks.front.balancer import SliceSize
-from expertd.service.ranks.messages import NO_STEP, Kind, MoveCommand, StepCommand, move_bytes
+from expertd.service.ranks.messages import NO_STEP, MoveCommand, MoveKind, StepCommand, move_bytes
 from expertd.service.ranks.placement import LoadWindow
 from expertd.service.ranks.worker import device
 from tests.service.waiting import wait_for
@@ -50,7 +50,7 @@ def test_slices_take_half_a_millisecond() -> None:
 
 def test_commands_arrive_as_they_were_sent() -> None:
     command = MoveCommand(
-        7, 3, Kind.FETCH, [Fetch(1, 200, 9), Fetch(12, 0, 4)], 1 << 33, (1 << 33) + 5, 1 << 40
+        7, 3, MoveKind.FETCH, [Fetch(1, 200, 9), Fetch(12, 0, 4)], 1 << 33, (1 << 33) + 5, 1 << 40
     )
     packed = command.packed()
     assert MoveCommand.unpacked(packed) == command
@@ -65,7 +65,7 @@ def test_changes_are_told_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
     used: Iterator[int] = iter([5, 5, 5, 7])
     last = 7
     told: list[tuple[Any, ...]] = []
-    loaded = Loaded(
+    loaded = LoadedLayers(
         "fake", "fake", {}, None, lambda: (next(used, last), 9), lambda _: None, gpus=lambda: ["GPU-a"]
     )
     device.tell_changes(loaded, lambda *fields: told.append(fields))

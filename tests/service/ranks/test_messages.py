@@ -22,7 +22,7 @@ import torch.distributed as dist
 from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import LayerRequest
 from expertd.service.ranks.messages import NOWHERE, receive, send
-from expertd.service.ranks.nodes.link import Link, MessageKind, outputs_of, pack, unpack
+from expertd.service.ranks.nodes.link import MessageKind, NodeLink, outputs_of, pack, unpack
 from expertd.service.ranks.rendezvous import on_this_machine
 from expertd.service.ranks.ring import Bell, Ring, RingFullError, ring_bytes
 from expertd.service.ranks.worker.own_steps import BYTES
@@ -100,7 +100,7 @@ def test_a_message_takes_every_set_of_partitions() -> None:
             send(rank, [[600 * "x"]] * 60)
 
 
-Links = tuple[Link, Link]
+Links = tuple[NodeLink, NodeLink]
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def links() -> Iterator[Links]:
     )
     rendezvous = on_this_machine(store.port)
     with ThreadPoolExecutor() as pool:
-        ends = [pool.submit(Link, rendezvous, 1, 3, end) for end in (0, 1)]
+        ends = [pool.submit(NodeLink, rendezvous, 1, 3, end) for end in (0, 1)]
         yield ends[0].result(60), ends[1].result(60)
 
 

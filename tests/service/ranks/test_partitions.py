@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from expertd.service.engine.errors import DeviceLostError
-from expertd.service.engine.loading import Loaded
+from expertd.service.engine.loading import LoadedLayers
 from expertd.service.ranks.partitions import RankPartitions, replace, shown
 from tests.service.apps import error_of, rows, tiny_settings
 from tests.service.http.routes.test_partitions import Device
@@ -24,7 +24,7 @@ class FakeRank:
         self.device = Device()
         self.prepared_with: list[dict[str, int]] = []
         self._refuses = refuses
-        self.loaded = Loaded("fake", "fake", {}, self.device, lambda: None, self._prepare)
+        self.loaded = LoadedLayers("fake", "fake", {}, self.device, lambda: None, self._prepare)
 
     def asked(self, sizes: dict[str, int] | None) -> list[Any]:
         if sizes is not None and self._refuses in sizes.values():
@@ -87,7 +87,7 @@ def test_a_rank_that_cannot_prepare_steps_ends() -> None:
         raise MemoryError("no memory for a graph")
 
     with pytest.raises(MemoryError):
-        replace(Loaded("fake", "fake", {}, Device(), lambda: None, fail), None)
+        replace(LoadedLayers("fake", "fake", {}, Device(), lambda: None, fail), None)
 
 
 @pytest.mark.parametrize("refusing", [0, 1])

@@ -17,7 +17,7 @@ from expertd.service.moe.placement import Placement, contiguous_placement, globa
 from expertd.service.moe.placement.rounds import Fetch
 from expertd.service.ranks.front import balancer
 from expertd.service.ranks.front.balancer import Balancer, pinned
-from expertd.service.ranks.messages import Kind, MoveCommand
+from expertd.service.ranks.messages import MoveCommand, MoveKind
 from tests.service.apps import Serving, error_of, output_of, rows, serving, tiny_settings
 from tests.service.moe.placement.greedy import chosen_replicas
 from tests.service.ranks.nodes import agent, node_settings
@@ -235,7 +235,7 @@ async def test_a_move_that_fails_on_one_rank_starts_all_again(caplog: pytest.Log
         assert server.app.engine.loaded is not None
         changes = server.app.engine.loaded.placements
         assert isinstance(changes, Balancer)
-        wrong = MoveCommand(9, 0, Kind.PREPARE, [Fetch(0, 1, 1)], start=7)  # there is no matrix 7
+        wrong = MoveCommand(9, 0, MoveKind.PREPARE, [Fetch(0, 1, 1)], start=7)  # there is no matrix 7
         with pytest.raises(DeviceLostError, match="rank 0: moving experts failed: "):
             await asyncio.to_thread(changes._supervisor.group().move, 9, wrong.packed())
         await until(lambda: server.app.engine.why_not_ready() is not None)

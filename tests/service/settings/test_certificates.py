@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.settings.certificates import load_tls, read_tls, validity
+from expertd.service.settings.certificates import read_tls, validity
 from expertd.service.settings.parts import TlsSettings
 from expertd.service.settings.values import SettingsError
 from tests.service.apps import tiny_settings
-from tests.service.certificates import CA, FOLDER
+from tests.service.certificates import CA, FOLDER, load_tls
 
 SERVER, KEY = FOLDER / "server.pem", FOLDER / "server.key"
 

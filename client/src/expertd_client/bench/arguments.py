@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from expertd_client.bench.case import BenchError, Case, Result, Target
+from expertd_client.bench.case import BenchError, BenchTarget, Case, Result
 from expertd_client.bench.load import hidden_states
 from expertd_client.bench.processes import Processes
 from expertd_client.bench.report import heading, num_cpus, progress_bar, remarks, row, write_json
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(result.failed for result in results) else 0
 
 
-def _find(arguments: argparse.Namespace) -> tuple[Target, dict[str, object]]:
+def _find(arguments: argparse.Namespace) -> tuple[BenchTarget, dict[str, object]]:
     """Ask the server about the layer, and try each size once. Raises ExpertError."""
     with ExpertClient(arguments.url, transport=arguments.transport, timeout=arguments.timeout) as client:
         server = client.server()
@@ -77,7 +77,7 @@ def _find(arguments: argparse.Namespace) -> tuple[Target, dict[str, object]]:
             client.infer(name, hidden_states(tokens, model.hidden_size, model.datatype, generator))
         sizes = f"{name}, hidden size {model.hidden_size}, {model.datatype}"
         print(f"{arguments.url}: {server.name} {server.version}, {sizes}, transport {client.transport}")
-        target = Target(
+        target = BenchTarget(
             arguments.url, client.transport, name, model.hidden_size, model.datatype, arguments.timeout
         )
         return target, {"name": server.name, "version": server.version}
@@ -105,7 +105,7 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _measure(target: Target, cases: list[Case], processes: int | None, results: list[Result]) -> None:
+def _measure(target: BenchTarget, cases: list[Case], processes: int | None, results: list[Result]) -> None:
     """Append what is measured to `results`. Raises BenchError."""
     max_connections = max(case.connections for case in cases)
     count = min(max_connections, processes or max(1, num_cpus() // 2))

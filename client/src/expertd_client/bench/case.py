@@ -16,7 +16,7 @@ class BenchError(Exception):
 
 
 @dataclass(frozen=True)
-class Target:
+class BenchTarget:
     """The server and the layer that all requests go to."""
 
     url: str

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expertd_client.bench.case import BenchError, Case, Sample, Target
+from expertd_client.bench.case import BenchError, BenchTarget, Case, Sample
 from expertd_client.client import ExpertClient
 from expertd_client.errors import ExpertError, ServerUnreachableError
 
@@ -23,14 +23,14 @@ _RETRY_SECONDS = 0.01  # from a failed connection to the next attempt
 Request = Callable[[], object]
 
 
-def work(pipe: Connection, target: Target, seed: int) -> None:
+def work(pipe: Connection, target: BenchTarget, seed: int) -> None:
     """Measure each (case, connections, rate) that comes, together with other processes, until the pipe ends.
 
     After the warm-up it says so, and waits for a common start: a value of time.monotonic(). If the server
     has gone, it sends a BenchError instead, and ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
-    generator, watch = np.random.default_rng(seed), Watch()
+    generator, watch = np.random.default_rng(seed), Reachability()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             case, connections, rate = pipe.recv()
@@ -46,7 +46,7 @@ def work(pipe: Connection, target: Target, seed: int) -> None:
                     return
 
 
-def _client(target: Target, connections: int) -> ExpertClient:
+def _client(target: BenchTarget, connections: int) -> ExpertClient:
     return ExpertClient(
         target.url,
         transport=target.transport,
@@ -66,7 +66,7 @@ def hidden_states(
     return values.astype(np.float16) if datatype == "FP16" else values
 
 
-class Watch:
+class Reachability:
     """Whether the server can still be reached, over all cases of a process. Used by all of its threads."""
 
     def __init__(self) -> None:
@@ -103,14 +103,14 @@ class Watch:
 class Load:
     """The threads of one case; each has a request of its own."""
 
-    def __init__(self, case: Case, requests: list[Request], watch: "Watch | None" = None) -> None:
+    def __init__(self, case: Case, requests: list[Request], watch: "Reachability | None" = None) -> None:
         self._case = case
         self._requests = requests
         self._latencies: list[float] = []  # appending is atomic
         self._late: list[float] = []
         self._errors: list[str] = []
         self._unsent = 0
-        self._watch = watch or Watch()
+        self._watch = watch or Reachability()
 
     def warm_up(self) -> None:
         """Send as in a closed loop for a while, at least once, and forget it. Raises BenchError."""
@@ -185,7 +185,9 @@ class Load:
         self._watch.check()
 
 
-def _request(client: ExpertClient, target: Target, tokens: int, generator: np.random.Generator) -> Request:
+def _request(
+    client: ExpertClient, target: BenchTarget, tokens: int, generator: np.random.Generator
+) -> Request:
     values = hidden_states(tokens, target.hidden_size, target.datatype, generator)
     out = np.empty_like(values)  # as a caller that cares for latency does
     return lambda: client.infer(target.model, values, out=out)

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, cast
 
-from expertd_client.bench.case import BenchError, Case, Result, Sample, Target, summarize
+from expertd_client.bench.case import BenchError, BenchTarget, Case, Result, Sample, summarize
 from expertd_client.bench.load import work
 
 _HEAD_START = 0.05  # seconds for the common start to reach every process
@@ -19,7 +19,7 @@ _ENDED = "a process that sends requests: expected it to go on, got its end"
 class Processes:
     """Up to `count` processes that send to one target; ended with the block."""
 
-    def __init__(self, target: Target, count: int) -> None:
+    def __init__(self, target: BenchTarget, count: int) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would copy this process's threads' locks
         self._pipes: list[Connection] = []
         self._processes = []

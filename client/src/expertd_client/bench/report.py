@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from expertd_client.bench.case import BenchError, Result, Target
+from expertd_client.bench.case import BenchError, BenchTarget, Result
 from expertd_client.version import __version__
 
 _BUSY = 0.9  # of a core: Python threads of one process share about one
@@ -56,7 +56,7 @@ def remarks(results: list[Result]) -> Iterator[str]:
             yield f"{case}: expected {result.requests + result.failed} answers, got {', '.join(kinds)}"
 
 
-def write_json(path: Path, target: Target, server: Any, results: list[Result]) -> None:
+def write_json(path: Path, target: BenchTarget, server: Any, results: list[Result]) -> None:
     """Everything that was measured, and where. Raises BenchError, and leaves no part of it."""
     about = {
         "server": {"url": target.url, "name": server.get("name"), "version": server.get("version")},

@@ -2,7 +2,7 @@
 
 import threading
 
-from expertd_client.arenas import Arena, Holder
+from expertd_client.arenas import CallArena, Holder
 from expertd_client.calls import LayerCall
 from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
@@ -16,7 +16,7 @@ _TIMEOUT_UNIT = 1000  # microseconds: the server parses a line again only if it 
 _kept: list[object] = []  # memory that a step may still use
 
 
-class ChannelArena(Arena):
+class ChannelArena(CallArena):
     """The channel of one model, for tensors of the host or of one GPU.
 
     `holder` hears if places may have become free, or the channel unusable. Threads find that out themselves.

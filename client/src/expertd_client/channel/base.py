@@ -10,7 +10,7 @@ from expertd_client.channel.enqueueing import Enqueuer
 from expertd_client.channel.layout import CODES, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
 from expertd_client.channel.slots import Shapes, Slot, Ticket
-from expertd_client.channel.waiting import Answer, Waiters
+from expertd_client.channel.waiting import AnswerWait, Waiters
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, InvalidRequestError, ServerUnreachableError
 from expertd_client.retries import is_lost, with_retries
@@ -142,7 +142,7 @@ class BaseChannel:
         if ticket.sequence:
             try:
                 if not ticket.waiters.link.is_answered(ticket.sequence):
-                    yield Answer(ticket.waiters, ticket.sequence, ticket.deadline)
+                    yield AnswerWait(ticket.waiters, ticket.sequence, ticket.deadline)
                 self._take(ticket, ticket.sequence)
                 failed = ticket.error
                 if failed is None or not is_lost(failed):
@@ -184,7 +184,7 @@ class BaseChannel:
         """Wait for an answer, and keep what it says. Raises ServerUnreachableError, DeadlineError."""
         sequence = ticket.sequence
         if not ticket.waiters.link.is_answered(sequence):
-            yield Answer(ticket.waiters, sequence, deadline)
+            yield AnswerWait(ticket.waiters, sequence, deadline)
         self._take(ticket, sequence)
 
     def _take(self, ticket: Ticket, sequence: int) -> None:

@@ -9,7 +9,7 @@ from expertd_client.channel.base import BaseChannel
 from expertd_client.channel.enqueueing import Enqueued, Enqueuer
 from expertd_client.channel.layout import ON_STREAM, ROUTED
 from expertd_client.channel.slots import Slot, Ticket
-from expertd_client.channel.stream import CudaStream, Stream
+from expertd_client.channel.stream import CallerStream, CudaStream
 from expertd_client.errors import ExpertError, InvalidRequestError
 from expertd_client.steps import run
 
@@ -142,7 +142,7 @@ class Channel(BaseChannel):
         self.close()
 
 
-def stream_of(memory: Any) -> Stream:
+def stream_of(memory: Any) -> CallerStream:
     """For requests of tensors in a GPU's memory; None: the host's, which cannot be."""
     if memory is None:
         raise InvalidRequestError("device: expected a GPU for enqueue, got the host")

@@ -18,11 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from expertd_client.channel.layout import ANSWER_OFFSET, FLAGS_BYTE, ON_STREAM, WORD_BYTES
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 from expertd_client.channel.opening import Opened
 from expertd_client.channel.slots import Slot
-from expertd_client.channel.stream import Stream
-from expertd_client.channel.waiting import Answer, Waiters
+from expertd_client.channel.stream import CallerStream
+from expertd_client.channel.waiting import AnswerWait, Waiters
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError
 from expertd_client.retries import with_retries
@@ -42,7 +42,7 @@ class Enqueued:
     slot: Slot
     num_tokens: int
     line: bytes
-    link: Link
+    link: ChannelClient
     sequence: int
     place: int  # the address of the word with the sequence, for the stream
     words: "memoryview[int]"
@@ -70,14 +70,14 @@ class Enqueuer:
     def __init__(
         self,
         opened: Opened,
-        stream: Stream,
+        stream: CallerStream,
         reopen: Callable[[Opened, Deadline], Steps[Opened]],
         deadline: Deadline,
         on_failure: Callable[[ExpertError], object],
     ) -> None:
         self._opened, self._stream, self._reopen = opened, stream, reopen
         self._link = opened.link  # that requests are written to, also if it is lost
-        self._addresses: dict[Link, int] = {}
+        self._addresses: dict[ChannelClient, int] = {}
         self._seconds, self._retry_seconds = deadline.seconds, deadline.retry_seconds
         self._on_failure = on_failure
         self._error: ExpertError | None = None
@@ -174,7 +174,7 @@ class Enqueuer:
             if not self._is_closed and (error := self._trouble(link)) is not None:
                 self._mend(error)
 
-    def _trouble(self, link: Link) -> ExpertError | None:
+    def _trouble(self, link: ChannelClient) -> ExpertError | None:
         """Why requests have no answers, or None."""
         link.clear()
         with self._lock:
@@ -211,7 +211,7 @@ class Enqueuer:
                 opened = yield from self._reopen(self._opened, deadline)
             link = opened.link
             sequence = link.send(_by_host(request.line))
-            yield Answer(Waiters(link), sequence, deadline)
+            yield AnswerWait(Waiters(link), sequence, deadline)
             link.take_answer(sequence)
 
         while (request := self._next(opened)) is not None:

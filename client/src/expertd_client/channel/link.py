@@ -30,7 +30,7 @@ _PIPE_BYTES = 65536
 _MAX_POLL_SECONDS = 1e6  # poll() takes a C int of milliseconds
 
 
-class Link:
+class ChannelClient:
     """Requests have the sequence numbers 1, 2, 3, ... One thread at a time may `send`, another one `sleep`.
 
     `spin_seconds`: how long a wait looks at the memory before it sleeps. It does not while answers take more
@@ -250,7 +250,7 @@ class Link:
             self.close()
 
 
-_links: "weakref.WeakSet[Link]" = weakref.WeakSet()
+_links: "weakref.WeakSet[ChannelClient]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:

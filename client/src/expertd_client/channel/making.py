@@ -17,7 +17,7 @@ from expertd_client.channel.opening import Opened, open_channel, post
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import DeviceMemoryError
-from expertd_client.directory import RefusedError
+from expertd_client.directory import ArenaRefusedError
 from expertd_client.errors import InvalidRequestError, TransportUnavailableError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import ModelMetadata, read_metadata
@@ -47,7 +47,7 @@ class ChannelOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the models."""
+        """The models' names."""
         return (self.models,) if isinstance(self.models, str) else tuple(self.models)
 
     def check(self) -> None:
@@ -92,7 +92,7 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
                     http, names, sizes, gpu, deadline, options.spin_seconds, lost, options.over_nixl
                 )
             )
-        except RefusedError as refused:
+        except ArenaRefusedError as refused:
             raise refused.error from None
         except DeviceMemoryError as error:
             raise TransportUnavailableError(str(error)) from None
@@ -133,10 +133,10 @@ def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceCha
         present = run(_layers(http, names, deadline))
         for before, now in zip(layers, present, strict=True):
             check_same(before, now)
-        _warn_of_turns(present[0], gpu)
+        _warn_of_shared_gpu(present[0], gpu)
         try:
             return run(post(http, names, body, deadline))
-        except RefusedError as refused:
+        except ArenaRefusedError as refused:
             raise refused.error from None
 
     try:
@@ -169,7 +169,7 @@ def check_same(before: ModelMetadata, now: ModelMetadata) -> None:
         raise InvalidRequestError(f"{now.name}: expected the layer as before, {before}, got {now}")
 
 
-def _warn_of_turns(layer: ModelMetadata, gpu: str) -> None:
+def _warn_of_shared_gpu(layer: ModelMetadata, gpu: str) -> None:
     """If the caller's kernels on the GPU with this UUID, and the server's, wait for each other in turns."""
     if layer.device_calls == gpu and layer.device_calls_own_gpu == "turns":
         logger.warning(
@@ -181,7 +181,7 @@ def _warn_of_turns(layer: ModelMetadata, gpu: str) -> None:
 
 
 def _uuid(index: int) -> str:
-    """Of a GPU, as the driver's tools know it."""
+    """The UUID of a GPU, as the driver's tools know it."""
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from expertd_client.arenas import Sizes
 from expertd_client.channel.claiming import claim
 from expertd_client.channel.layout import MAX_REQUESTS, VERSION
-from expertd_client.channel.link import SPIN_SECONDS, Link
+from expertd_client.channel.link import SPIN_SECONDS, ChannelClient
 from expertd_client.deadline import Deadline
-from expertd_client.device_memory import DeviceMemory
-from expertd_client.directory import RefusedError, Wanted, largest
+from expertd_client.device_memory import GpuAllocation
+from expertd_client.directory import ArenaRefusedError, Wanted, largest
 from expertd_client.errors import (
     AccessDeniedError,
     DeadlineError,
@@ -42,13 +42,13 @@ _STREAM_SLOTS = 256  # at least, for a GPU: how many requests its stream may be 
 class Opened:
     """A channel and its data region: bytes in host memory, or in memory of a GPU, `exported` (`device`)."""
 
-    link: Link
+    link: ChannelClient
     sizes: Sizes
     hidden_size: int
     top_k: int
     host: "npt.NDArray[np.uint8] | None"
     device: "torch.Tensor | None"
-    exported: DeviceMemory | None = None
+    exported: GpuAllocation | None = None
 
 
 def open_channel(
@@ -73,7 +73,7 @@ def open_channel(
     memory: Any = {"system": {"byte_size": sizes.num_bytes}}
     exported = lost.exported if lost is not None else None
     if device is not None and exported is None:
-        exported = yield Work(partial(DeviceMemory, device, sizes.num_bytes))
+        exported = yield Work(partial(GpuAllocation, device, sizes.num_bytes))
     if exported is not None:
         memory = {"cuda": exported.described()}
     min_slots = 0 if exported is None else _STREAM_SLOTS
@@ -99,7 +99,7 @@ def open_channel(
             raise
         take = claim if process is None else process.claim
         try:
-            link = Link((yield Work(partial(take, opened, deadline, place))), spin_seconds)
+            link = ChannelClient((yield Work(partial(take, opened, deadline, place))), spin_seconds)
             if exported is None:  # a server that hangs could write to a GPU's memory later
                 http.channel_opened(opened, link)
             break
@@ -140,10 +140,10 @@ def post(http: Asker, models: tuple[str, ...], body: object, deadline: Deadline)
     except InvalidRequestError as error:
         if error.status in (403, 405):
             raise TransportUnavailableError(str(error), error.status) from error
-        raise RefusedError(error) from error
+        raise ArenaRefusedError(error) from error
     except (AccessDeniedError, DeadlineError, ServerUnreachableError):
         raise
     except TransportUnavailableError:
         raise
     except ExpertError as error:
-        raise RefusedError(error) from error
+        raise ArenaRefusedError(error) from error

@@ -14,7 +14,7 @@ from expertd_client.channel.waiting import Waiters
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError
 from expertd_client.gpu_places import typed
-from expertd_client.places import Layout, layout
+from expertd_client.places import CallLayout, layout
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,7 @@ _MAX_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Of the arrays of every slot."""
+    """The shapes of the arrays of every slot."""
 
     max_tokens: int
     hidden_size: int
@@ -133,7 +133,7 @@ class Shapes:
     output_datatype: str
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> CallLayout:
         """Where the arrays lie in a slot."""
         shape = self.max_tokens, self.hidden_size
         return layout(shape, self.top_k, self.datatype, self.output_datatype)

@@ -17,7 +17,7 @@ _FIRST_PRIORITY = -100  # the driver takes the nearest that it has
 _NAN_BYTE = ctypes.c_ubyte(0xFF)  # of which NaN consists, in BF16, FP16 and FP32
 
 
-class Stream(Protocol):
+class CallerStream(Protocol):
     """Where a caller enqueues work. `write` and `wait` are for addresses that `register` gave."""
 
     def check(self) -> None:

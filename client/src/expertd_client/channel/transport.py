@@ -4,7 +4,7 @@ from expertd_client.arenas import Holder, Lease
 from expertd_client.calls import LayerCall
 from expertd_client.channel.arena import ChannelArena
 from expertd_client.channel.opening import open_largest
-from expertd_client.channel.waiting import Answer
+from expertd_client.channel.waiting import AnswerWait
 from expertd_client.deadline import Deadline
 from expertd_client.directory import GROWTH_SECONDS, Directory, Wanted
 from expertd_client.retries import with_retries
@@ -60,7 +60,7 @@ def _exchange(
         yield Sleep(_FULL_SECONDS, deadline)  # an answer is overdue whose slot is next: hardly ever
         if not arena.holder.reclaim(arena):  # it may be that of a caller that has gone
             raise arena.link.closed_error()
-    yield Answer(arena.waiters, sequence, deadline, spins=arena.users == 1)  # no other thread waits
+    yield AnswerWait(arena.waiters, sequence, deadline, spins=arena.users == 1)  # no other thread waits
     unanswered.clear()
     arena.link.take_answer(sequence)
     arena.fetch(call, lease.place)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 from expertd_client.deadline import Deadline
 from expertd_client.steps import settle, settled
 
@@ -17,7 +17,7 @@ _MAX_SECONDS = 1e6
 class Waiters:
     """Who waits for answers of a link: threads, and tasks of one event loop. `on_news`: as in TaskWaiters."""
 
-    def __init__(self, link: Link, on_news: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, link: ChannelClient, on_news: Callable[[], None] = lambda: None) -> None:
         self.link = link
         self.threads = ThreadWaiters(link)
         self._tasks: TaskWaiters | None = None
@@ -47,7 +47,7 @@ class Waiters:
 
 
 @dataclass(slots=True)
-class Answer:
+class AnswerWait:
     """Until a request has its answer. Raises ServerUnreachableError if it will not come, DeadlineError."""
 
     waiters: Waiters
@@ -72,7 +72,7 @@ class Answer:
 class ThreadWaiters:
     """The server's rings do not say whose answer they announce, so the listener looks for everybody's."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ChannelClient) -> None:
         self._link = link
         self._lock = threading.Lock()
         self._is_listened = False
@@ -141,7 +141,7 @@ class TaskWaiters:
     `on_news` is called whenever the server has rung, and at the channel's end.
     """
 
-    def __init__(self, link: Link, on_news: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, link: ChannelClient, on_news: Callable[[], None] = lambda: None) -> None:
         self.loop = asyncio.get_running_loop()
         self._link = link
         self._on_news = on_news

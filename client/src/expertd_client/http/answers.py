@@ -8,10 +8,10 @@ from typing import Any
 from expertd_client.arrays import ITEM_BYTES
 from expertd_client.calls import LayerCall
 from expertd_client.errors import ExpertError, InvalidAnswerError, error_of
-from expertd_client.http.attempts import RefusedError
+from expertd_client.http.attempts import ErrorAnswerError
 from expertd_client.http.connection import Connection
 from expertd_client.http.exchange import receive_bytes, receive_into
-from expertd_client.http.head import Head
+from expertd_client.http.head import AnswerHead
 from expertd_client.steps import Steps
 
 _MAX_JSON_BYTES = 16 << 20  # of an answer without tensors
@@ -19,7 +19,7 @@ _ERROR_CHARACTERS = 500
 _DECODER = json.JSONDecoder()
 
 
-def read_json(connection: Connection, head: Head) -> Steps[Any]:
+def read_json(connection: Connection, head: AnswerHead) -> Steps[Any]:
     """The JSON of a successful answer; None if the body is empty. Raises RefusedError for an error."""
     if head.content_length > _MAX_JSON_BYTES:
         text = (
@@ -28,11 +28,11 @@ def read_json(connection: Connection, head: Head) -> Steps[Any]:
         raise InvalidAnswerError(text, head.status)
     body = yield from receive_bytes(connection, head.content_length)
     if head.status >= 300:
-        raise RefusedError(_error(head, body))
+        raise ErrorAnswerError(_error(head, body))
     return _json(body, head.status) if body else None
 
 
-def read_output(call: LayerCall, connection: Connection, head: Head) -> Steps[None]:
+def read_output(call: LayerCall, connection: Connection, head: AnswerHead) -> Steps[None]:
     """Write the output's bytes into the memory of `call.output`. Raises RefusedError for an error."""
     if head.status != 200:
         yield from read_json(connection, head)
@@ -69,7 +69,7 @@ def _json(body: bytes, status: int) -> Any:
         raise InvalidAnswerError(f"answer: expected JSON, got {body!r:.100}", status) from error
 
 
-def _error(head: Head, body: bytes) -> ExpertError:
+def _error(head: AnswerHead, body: bytes) -> ExpertError:
     """The exception for an answer that is not a success."""
     return error_of(head.status, _text(body), _seconds(head.retry_after))
 

@@ -10,8 +10,8 @@ from expertd_client.address import Address
 from expertd_client.deadline import Deadline
 from expertd_client.errors import DeadlineError, ServerUnreachableError
 from expertd_client.http.connection import Connection
-from expertd_client.http.exchange import BrokenError, send_request
-from expertd_client.http.head import Head
+from expertd_client.http.exchange import BrokenConnectionError, send_request
+from expertd_client.http.head import AnswerHead
 from expertd_client.http.pool import Pool
 from expertd_client.http.waits import Connect
 from expertd_client.retries import with_retries
@@ -19,7 +19,7 @@ from expertd_client.steps import Steps
 
 T = TypeVar("T")
 Request = Callable[[], list[memoryview]]
-Reader = Callable[[Connection, Head], Steps[T]]
+Reader = Callable[[Connection, AnswerHead], Steps[T]]
 
 
 class Attempts:
@@ -48,13 +48,13 @@ class Attempts:
         if (kept := self.pool.take()) is not None:
             try:
                 return (yield from self._exchange(kept, request, read, deadline))
-            except BrokenError as error:
+            except BrokenConnectionError as error:
                 if error.answered:
                     raise self._unreachable(error) from error
         connection = yield from self._connected(deadline)
         try:
             return (yield from self._exchange(connection, request, read, deadline))
-        except BrokenError as error:
+        except BrokenConnectionError as error:
             raise self._unreachable(error) from error
 
     def _connected(self, deadline: Deadline) -> Steps[Connection]:
@@ -79,7 +79,7 @@ class Attempts:
             head, sent = yield from send_request(connection, request())
             try:
                 answer = yield from read(connection, head)
-            except RefusedError as refused:
+            except ErrorAnswerError as refused:
                 keep = sent and not head.closes
                 raise refused.error from None
             keep = sent and not head.closes
@@ -91,11 +91,11 @@ class Attempts:
             else:
                 connection.close()
 
-    def _unreachable(self, error: BrokenError) -> ServerUnreachableError:
+    def _unreachable(self, error: BrokenConnectionError) -> ServerUnreachableError:
         return ServerUnreachableError(f"connection to {self._address.url}: {error}")
 
 
-class RefusedError(Exception):
+class ErrorAnswerError(Exception):
     """A `read` raises it for an answer that is an error and was read to its end."""
 
     def __init__(self, error: Exception) -> None:

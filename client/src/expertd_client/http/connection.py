@@ -18,7 +18,7 @@ class Connection:
     """Used by one call at a time, whose `deadline` it has. Bytes `start` to `end` of `buffer` are unread."""
 
     __slots__ = (
-        "_poll", "_polled", "_tls", "buffer", "deadline", "end", "idle_since", "reused", "sock", "start",
+        "_poll", "_polled", "_tls", "buffer", "deadline", "end", "idle_since", "sock", "start",
         "view",
     )  # fmt: skip
 
@@ -33,7 +33,6 @@ class Connection:
         self.view = memoryview(self.buffer)
         self.start = self.end = 0
         self.deadline = Deadline(math.inf)
-        self.reused = False
         self.idle_since = 0.0
         self._poll = select.poll()
         self._polled = select.POLLIN

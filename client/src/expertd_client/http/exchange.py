@@ -2,12 +2,12 @@
 
 from expertd_client.errors import InvalidAnswerError
 from expertd_client.http.connection import Connection
-from expertd_client.http.head import Head, parse_head
+from expertd_client.http.head import AnswerHead, parse_head
 from expertd_client.http.waits import READ, WRITE, Ready
 from expertd_client.steps import Steps
 
 
-class BrokenError(Exception):
+class BrokenConnectionError(Exception):
     """The connection broke; `answered` if a part of the answer had come."""
 
     def __init__(self, reason: str, answered: bool) -> None:
@@ -15,7 +15,7 @@ class BrokenError(Exception):
         self.answered = answered
 
 
-def send_request(connection: Connection, parts: list[memoryview]) -> Steps[tuple[Head, bool]]:
+def send_request(connection: Connection, parts: list[memoryview]) -> Steps[tuple[AnswerHead, bool]]:
     """Send `parts`, and receive the response's head, also if it comes earlier than all is sent.
 
     Also returns whether all was sent: the connection is of no further use if not.
@@ -42,7 +42,9 @@ def receive_into(connection: Connection, into: memoryview) -> Steps[None]:
     done = connection.take(into)
     while done < len(into):
         if not (count := (yield from _receive(connection, into[done:], answered=True))):
-            raise BrokenError(f"body: expected {len(into)} bytes, got {done} before it was closed", True)
+            raise BrokenConnectionError(
+                f"body: expected {len(into)} bytes, got {done} before it was closed", True
+            )
         done += count
 
 
@@ -65,7 +67,7 @@ def _send(connection: Connection, parts: list[memoryview]) -> Steps[list[memoryv
     return parts
 
 
-def _receive_head(connection: Connection) -> Steps[Head]:
+def _receive_head(connection: Connection) -> Steps[AnswerHead]:
     searched = connection.start
     while (end := connection.buffer.find(b"\r\n\r\n", searched, connection.end)) < 0:
         searched = max(0, connection.end - connection.start - 3)
@@ -77,7 +79,9 @@ def _receive_head(connection: Connection) -> Steps[Head]:
         if not connection.end:
             yield Ready(connection, READ)  # it cannot be there yet: saves a system call that would fail
         if not (count := (yield from _receive(connection, room, answered=connection.end > 0))):
-            raise BrokenError("expected an answer, got none before it was closed", connection.end > 0)
+            raise BrokenConnectionError(
+                "expected an answer, got none before it was closed", connection.end > 0
+            )
         connection.end += count
     head = parse_head(bytes(connection.view[connection.start : end]))
     connection.start = end + 4
@@ -91,4 +95,4 @@ def _receive(connection: Connection, into: memoryview, answered: bool) -> Steps[
         except BlockingIOError:
             yield Ready(connection, READ)
         except OSError as error:
-            raise BrokenError(str(error), answered) from error
+            raise BrokenConnectionError(str(error), answered) from error

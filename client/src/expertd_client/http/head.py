@@ -6,7 +6,7 @@ from expertd_client.errors import InvalidAnswerError
 
 
 @dataclass(slots=True)
-class Head:
+class AnswerHead:
     """`json_length`: bytes of the body that are JSON, before its tensors; None: all of them."""
 
     status: int
@@ -16,14 +16,14 @@ class Head:
     closes: bool = False
 
 
-def parse_head(data: bytes) -> Head:
+def parse_head(data: bytes) -> AnswerHead:
     """Parse a status line and headers, without the blank line. Raises InvalidAnswerError."""
     line, *lines = data.split(b"\r\n")
     version, _, rest = line.partition(b" ")
     code = rest[:3]
     if version not in (b"HTTP/1.1", b"HTTP/1.0") or not code.isdigit() or len(code) != 3 or code < b"100":
         raise InvalidAnswerError(f"answer: expected HTTP/1.1 and a status, got {line!r:.100}")
-    head = Head(int(code), closes=version == b"HTTP/1.0")
+    head = AnswerHead(int(code), closes=version == b"HTTP/1.0")
     for line in lines:
         name, colon, value = line.partition(b":")
         if not colon:
@@ -38,7 +38,7 @@ def parse_head(data: bytes) -> Head:
     return head
 
 
-def _read_header(head: Head, name: bytes, value: bytes) -> None:
+def _read_header(head: AnswerHead, name: bytes, value: bytes) -> None:
     if name == b"content-length":
         length = _number(name, value)
         if head.content_length not in (-1, length):

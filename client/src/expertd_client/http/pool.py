@@ -27,7 +27,6 @@ class Pool:
             except IndexError:  # another thread was faster
                 break
             if connection.is_alive(MAX_IDLE_SECONDS):
-                connection.reused = True
                 return connection
             connection.close()
         return None

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from expertd_client.address import Address
 from expertd_client.calls import LayerCall
-from expertd_client.channel.link import Link
+from expertd_client.channel.link import ChannelClient
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError
 from expertd_client.http.answers import read_json, read_output
@@ -39,7 +39,7 @@ class HttpTransport:
         """A call without tensors, with `body` as JSON: the answer's JSON, or None."""
         return as_work(self._call(control_request(self.address, method, path, body), read_json, deadline))
 
-    def channel_opened(self, opened: Any, link: Link) -> None:
+    def channel_opened(self, opened: Any, link: ChannelClient) -> None:
         """See `Asker.channel_opened`: nobody asks whether the server hangs."""
 
     def break_off(self) -> None:

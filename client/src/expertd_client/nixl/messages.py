@@ -48,7 +48,7 @@ class Places(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a channel: what a line's tensors depend on."""
+    """What the places of a line's tensors depend on in a channel."""
 
     max_tokens: int
     hidden_size: int
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
 @lru_cache(1024)
 def places_of(line: bytes, shape: Shape) -> Places:
-    """Of a request line without its sequence."""
+    """Where the tensors of a request line, without its sequence, lie."""
     tokens, datatype, output_datatype, flags, _, *offsets, _ = REQUEST.unpack_from(line)
     hidden = shape.hidden_size
     row = hidden + hidden // _FP8_BLOCK * 4 if datatype == _FP8 else hidden * _ELEMENT_BYTES.get(datatype, 0)

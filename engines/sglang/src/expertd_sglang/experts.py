@@ -11,7 +11,7 @@ from sglang.srt.utils import is_cuda
 from expertd_client.engine import RemoteLayer, expect
 
 
-class ExpertdMoEMethod(FusedMoEMethodBase):
+class ExpertdFusedMoEMethod(FusedMoEMethodBase):
     """Takes the place of what the checkpoint's quantization has: no weights, and `apply` calls the server."""
 
     def __init__(self, remote: RemoteLayer) -> None:
@@ -54,10 +54,10 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
     def _check_capture(self, num_tokens: int) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             calls = self.remote.server.device_channel
-            most = calls.max_tokens if calls is not None else 0
+            max_tokens = calls.max_tokens if calls is not None else 0
             expect(
-                num_tokens <= most,
+                num_tokens <= max_tokens,
                 "tokens of a CUDA graph",
-                f"at most {most} (--cuda-graph-bs-decode)",
+                f"at most {max_tokens} (--cuda-graph-bs-decode)",
                 num_tokens,
             )

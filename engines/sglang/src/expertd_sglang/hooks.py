@@ -10,7 +10,7 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.runtime_context import get_model, get_parallel
 
 from expertd_client.engine import EXPERTS, check_weights, expect, server_of, tensors_of_others
-from expertd_sglang.experts import ExpertdMoEMethod
+from expertd_sglang.experts import ExpertdFusedMoEMethod
 from expertd_sglang.settings import check_config, read_settings
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?experts$")
@@ -40,7 +40,7 @@ def make_experts(original: Callable[..., None], *args: Any, **kwargs: Any) -> No
     check(not shared, "fused shared experts", "0 (--disable-shared-experts-fusion)", shared)
     remote = server_of(settings).layer(number)
     remote.check_sizes("SGLang", has["hidden_size"], has["num_experts"], has["top_k"])
-    has["quant_method"] = method = ExpertdMoEMethod(remote)
+    has["quant_method"] = method = ExpertdFusedMoEMethod(remote)
     original(*given.args, **given.kwargs)
     used = layer.quant_method
     return check(used is method, "quant_method", "the server's", type(used).__name__)
@@ -52,7 +52,7 @@ def read_weights(original: Callable[..., Any], loader: Any, model_config: Any, m
     left = [name for name, tensor in parameters if tensor.ndim == 3 and EXPERTS.search(name)]
     expect(not left, "experts", "those of SGLang's FusedMoE", left[:1])
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
-    layers = [method.remote for method in methods if isinstance(method, ExpertdMoEMethod)]
+    layers = [method.remote for method in methods if isinstance(method, ExpertdFusedMoEMethod)]
     if layers:
         path, revision = model_config.model_path, model_config.revision
         directory, files, use_safetensors = loader._prepare_weights(path, revision, True)

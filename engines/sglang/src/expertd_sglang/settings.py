@@ -6,14 +6,14 @@ import os
 from sglang.srt.layers.moe import get_moe_a2a_backend, is_moe_input_scattered_across_dp_ranks
 from sglang.srt.runtime_context import get_exec, get_flags, get_lora, get_model, get_parallel
 
-from expertd_client.engine import Settings, expect, make_settings
+from expertd_client.engine import PluginSettings, expect, make_settings
 
 _EXAMPLE = '{"url": "http://localhost:8000"}'
 _FORMATS = ("auto", "safetensors", "dummy")
 _PROJECTIONS = {"all", "gate_up_proj", "gate_proj", "up_proj", "down_proj"}  # to LoRA, those of experts, too
 
 
-def read_settings(model: str) -> Settings:
+def read_settings(model: str) -> PluginSettings:
     """Those of a process that serves `model`: JSON in SGLANG_EXPERTD. Raises ValueError."""
     text = os.environ["SGLANG_EXPERTD"]
     try:
@@ -25,7 +25,7 @@ def read_settings(model: str) -> Settings:
     return make_settings(given, model)
 
 
-def check_config(settings: Settings) -> None:
+def check_config(settings: PluginSettings) -> None:
     """Raises ValueError for what SGLang is asked to do and calls to a server cannot."""
     parallel, a2a = get_parallel(), get_moe_a2a_backend()
     expect(

@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
 
 from expertd_client import engine
-from expertd_client.engine import Call, DeviceCall, RemoteLayer, StreamCall, expect, server_of
+from expertd_client.engine import Call, DeviceCall, EnqueuedCall, RemoteLayer, expect, server_of
 from expertd_vllm.settings import check_config, makes_device_calls, read_settings
 
 _KINDS = ("RoutedExperts", "GptOssRoutedExperts", "DbrxExperts", "TransformersRoutedExperts")
@@ -159,7 +159,7 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
             out[: rows.start].zero_()
             out[rows.stop :].zero_()
             out = out[rows]
-        if isinstance(call, StreamCall):
+        if isinstance(call, EnqueuedCall):
             call.wait(out)
             self._observe(call.last)
         elif isinstance(call, DeviceCall):

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from expertd_client.engine import Settings, expect, make_settings
+from expertd_client.engine import PluginSettings, expect, make_settings
 
 
-def read_settings(config: Any) -> Settings:
+def read_settings(config: Any) -> PluginSettings:
     """Those of a VllmConfig, `--additional-config '{"expertd": {...}}'`. Raises ValueError."""
     additional = config.additional_config
     given = additional.get("expertd") if isinstance(additional, dict) else None

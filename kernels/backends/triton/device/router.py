@@ -57,8 +57,8 @@ def value_of(key):
 def first_largest(keys, index, COUNT: tl.constexpr):
     """(the largest key, the lowest index that has it) of int32 [COUNT], index its places."""
     # Both in one number: what is left of COUNT behind the key
-    most = tl.max((keys.to(tl.int64) << 32) | (COUNT - 1 - index).to(tl.int64), 0)
-    return (most >> 32).to(tl.int32), COUNT - 1 - (most & 0xFFFFFFFF).to(tl.int32)
+    largest = tl.max((keys.to(tl.int64) << 32) | (COUNT - 1 - index).to(tl.int64), 0)
+    return (largest >> 32).to(tl.int32), COUNT - 1 - (largest & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -103,8 +103,8 @@ def route_tokens(
         scores += biases
         biases = tl.zeros((EXPERTS,), tl.float32)
     if is_softmax != 0:
-        most = tl.max(tl.where(is_expert, scores, float("-inf")), 0)
-        scores = tl.where(is_expert, tl.exp(scores - most), 0.0)
+        largest = tl.max(tl.where(is_expert, scores, float("-inf")), 0)
+        scores = tl.where(is_expert, tl.exp(scores - largest), 0.0)
         scores /= tl.sum(scores, 0)
     else:
         scores = 1.0 / (1.0 + tl.exp(-scores))

@@ -190,7 +190,7 @@ async def test_head_ends() -> None:
         answer = await server.http.head("/v1/live")
         assert (answer.status_code, answer.content) == (200, b"")
         assert answer.headers["content-type"].startswith("text/event-stream")
-        assert server.app._feed.num_viewers == 0
+        assert server.app._feed._viewers == set()
 
 
 async def test_too_many_viewers_and_viewers_who_leave() -> None:
@@ -205,7 +205,7 @@ async def test_too_many_viewers_and_viewers_who_leave() -> None:
                 text = "viewers: expected at most 1 streams (page.max_viewers), got one more"
                 assert error_of(refused, 503) == text
                 assert refused.headers["retry-after"] == "5"
-            await until(lambda: server.app._feed.num_viewers == 0)
+            await until(lambda: server.app._feed._viewers == set())
             assert (await client.get(f"{url}?events=1")).status_code == 200
 
 

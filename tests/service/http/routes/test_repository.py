@@ -19,7 +19,7 @@ from expertd.service.device.cpu import CpuDevice
 from expertd.service.engine import local_models
 from expertd.service.engine.errors import ModelUnloadedError, NotReadyError
 from expertd.service.engine.layers import Cancelled
-from expertd.service.engine.loading import Loaded, Loader, load
+from expertd.service.engine.loading import LoadedLayers, Loader, load
 from expertd.service.engine.steps import Runner
 from expertd.service.settings.model import Settings
 from expertd.service.settings.served import ModelSettings
@@ -273,7 +273,7 @@ async def test_unloading_returns_memory_to_the_system() -> None:
 def holding(held: list[HeldRunner]) -> Loader:
     """Loads as a server does; the steps of a later model can be held."""
 
-    def load_held(settings: Settings, cancelled: Cancelled) -> Loaded:
+    def load_held(settings: Settings, cancelled: Cancelled) -> LoadedLayers:
         loaded = load(settings, cancelled)
         models: Any = loaded.models
         add = models.add
@@ -371,7 +371,7 @@ async def test_calls_at_the_same_time_come_one_after_another() -> None:
 def reading(until_cancelled: Callable[[Cancelled], None]) -> Loader:
     """Loads as a server does; but a later model is read by `until_cancelled`."""
 
-    def load_slowly(settings: Settings, cancelled: Cancelled) -> Loaded:
+    def load_slowly(settings: Settings, cancelled: Cancelled) -> LoadedLayers:
         loaded = load(settings, cancelled)
         models: Any = loaded.models
         read = models.read
