@@ -1,6 +1,7 @@
 """The experts of a layer in the host's memory, of which the device has those that were used last.
 
-A step copies the experts that it lacks while those that are there are multiplied. See docs/expert-store.md.
+A step copies the experts that it lacks while those that are there are multiplied; in a CUDA graph, which runs
+again once they are there. See docs/expert-store.md.
 """
 
 import mmap
