@@ -20,7 +20,7 @@ from expertd.kernels.checks import (
 )
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.four_bits import Weights, columns_of
-from expertd.kernels.ops.parts import ExpertPart
+from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.limits import MAX_EXPERTS, MAX_GROUPS, SCALE_BLOCK
@@ -64,6 +64,8 @@ def check_experts_in_parts(
     out: Tensor | None,
     activation: Activation,
     num_sms: int | None,
+    offsets: Tensor | None = None,
+    table: GroupTable | None = None,
 ) -> None:
     """Raise ValueError (name, expected, got) unless `fused_experts_in_parts` can serve these arguments."""
     num_tokens, h, device = _check_hidden_states(capabilities, hidden_states)
@@ -74,6 +76,10 @@ def check_experts_in_parts(
     check_num_sms(num_sms)
     if out is not None:
         _check_out(out, (num_tokens, h), device)
+    if offsets is not None:
+        _check_offsets(offsets, num_groups, device)
+    if table is not None:
+        _check_table(table, topk_ids.numel(), device)
 
 
 def checked_parts(
@@ -211,8 +217,25 @@ def _check_out(out: Tensor, shape: tuple[int, int], device: torch.device) -> Non
 
 
 def _check_offsets(offsets: Tensor, num_groups: int, device: torch.device) -> None:
-    of_host = offsets.is_cpu and (device.type == "cpu" or offsets.is_pinned())
-    check_tensor("offsets", offsets, (num_groups + 1,), _INT32, offsets.device if of_host else device, _LIKE)
+    place = offsets.device if _is_for_host(offsets, device) else device
+    check_tensor("offsets", offsets, (num_groups + 1,), _INT32, place, _LIKE)
+
+
+def _check_table(table: GroupTable, num_ids: int, device: torch.device) -> None:
+    groups, seen = table
+    if groups.ndim != 1 or not 1 <= len(groups) <= MAX_GROUPS:
+        raise refusal("table groups shape", f"1 to {MAX_GROUPS} ids [N]", tuple(groups.shape))
+    check_tensor("table groups", groups, tuple(groups.shape), _INT32, device, _LIKE)
+    if not _is_for_host(seen, device):
+        raise refusal("table seen device", "pinned memory of the host", seen.device)
+    if seen.ndim != 1 or len(seen) < 1 + num_ids:
+        raise refusal("table seen shape", f"at least {1 + num_ids}, in one dimension", tuple(seen.shape))
+    check_tensor("table seen", seen, tuple(seen.shape), _INT32, seen.device, _LIKE)
+
+
+def _is_for_host(tensor: Tensor, device: torch.device) -> bool:
+    """Whether the host, and the device, can use it in the host's memory."""
+    return tensor.is_cpu and (device.type == "cpu" or tensor.is_pinned())
 
 
 def _check_token_scales(scales: Tensor, shape: tuple[int, int], device: torch.device) -> None:

@@ -10,7 +10,7 @@ from expertd.kernels.expert_checks import check_experts, check_experts_in_parts,
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.four_bits import Weights
-from expertd.kernels.ops.parts import ExpertPart
+from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, values_of
 from expertd.kernels.stages import Stages
@@ -94,6 +94,8 @@ def fused_experts_in_parts(
     activation: Activation = SILU,
     backend: Backend | str | None = None,
     num_sms: int | None = None,
+    offsets: Tensor | None = None,
+    table: GroupTable | None = None,
 ) -> Tensor:
     """As `fused_experts`, with weights that come one part after another, and bitwise its result.
 
@@ -103,6 +105,7 @@ def fused_experts_in_parts(
     topk_ids     int32 [T, top_k]: groups of all parts; others name none
     num_groups   at most 1024
     num_experts  the experts among which the tokens are divided, to choose tiles by; None: num_groups
+    table        finds the groups of topk_ids, which are other ids then; None: they are groups
 
     The other arguments are those of `fused_experts`. A part is checked when it comes: ValueError (name,
     expected, got) may be raised after others were launched.
@@ -110,15 +113,17 @@ def fused_experts_in_parts(
     rows = values_of(hidden_states)
     chosen = backend_for(backend, rows, "hidden_states")
     can, operands = chosen.capabilities, (hidden_states, topk_ids, topk_weights)
-    check_experts_in_parts(can, *operands, num_groups, out, activation, num_sms)
+    check_experts_in_parts(can, *operands, num_groups, out, activation, num_sms, offsets, table)
     if out is None:
         out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
     checked = checked_parts(can, parts, num_groups, rows.shape[1], rows.device)
     if rows.shape[0] == 0:
         for _ in checked:
             """Launches nothing."""
+        if offsets is not None:
+            write_no_rows(offsets, rows.device)
         return out
     chosen.experts_in_parts(
-        *operands, checked, num_groups, num_experts or num_groups, out, activation, num_sms
+        *operands, checked, num_groups, num_experts or num_groups, out, activation, num_sms, offsets, table
     )
     return out

@@ -12,7 +12,7 @@ from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.checks import check_router
 from expertd.kernels.ops.four_bits import W, Weights
-from expertd.kernels.ops.parts import ExpertPart
+from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, quantize_rows
 from expertd.kernels.ops.router import choose_experts
@@ -160,18 +160,21 @@ class Backend(ABC):
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
+        offsets: Tensor | None = None,
+        table: GroupTable | None = None,
     ) -> None:
         """See `fused_experts_in_parts`. This default waits for the device."""
-        permutation = compute_permutation(topk_ids, num_groups)
+        permutation = compute_permutation(topk_ids if table is None else table.find(topk_ids), num_groups)
+        if offsets is not None:
+            offsets.copy_(permutation.offsets, non_blocking=True)
         rows = torch.empty((topk_ids.numel(), out.shape[1]), dtype=torch.bfloat16, device=out.device)
         bounds, first = permutation.offsets.tolist(), 0
         for part in parts:
             groups = slice(first, first + part.num_groups + 1)
             own = slice(bounds[first], bounds[groups.stop - 1])
-            offsets = permutation.offsets[groups] - own.start
             if own.stop > own.start:
-                tokens = permutation.token_ids[own]
-                rows[own] = self.ffn(hidden_states, tokens, *part, offsets, activation, num_sms)
+                tokens, ends = permutation.token_ids[own], permutation.offsets[groups] - own.start
+                rows[own] = self.ffn(hidden_states, tokens, *part, ends, activation, num_sms)
             first += part.num_groups
         unpermute_rows(rows, permutation.inverse, topk_weights, permutation.absent, out)
 

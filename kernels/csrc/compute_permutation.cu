@@ -10,22 +10,58 @@ constexpr int kMaxCtas = 8;
 constexpr int kAtOnce = 4;  // pairs of a lane
 constexpr int kChunk = kAtOnce * 32;
 constexpr int kFewPairs = FEW_PAIRS;
+constexpr bool kLooksUp = LOOKS_UP;  // ids are others than groups
+
+// The groups of ids, which may be in memory or not; see GroupTable in ops/parts.py.
+struct Table {
+    const int* groups;  // [num_ids]
+    int num_ids;
+    int* seen;  // [1 + num_pairs], of the host
+
+    __device__ __forceinline__ bool lacks(int id, int group) const {
+        return group < 0 && static_cast<u32>(id) < static_cast<u32>(num_ids);
+    }
+
+    __device__ __forceinline__ int find(int id, int pair) const {
+        seen[1 + pair] = id;
+        return static_cast<u32>(id) < static_cast<u32>(num_ids) ? groups[id] : -1;
+    }
+
+    __device__ __forceinline__ void find(Chunk<kAtOnce>& chunk, int i, int end) const {
+        const int first = i + static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+        for (int part = 0; part < kAtOnce; ++part) {
+            const int id = chunk.group[part];
+            if (first + part * 32 < end) chunk.group[part] = find(id, first + part * 32);
+            if (lacks(id, chunk.group[part])) seen[0] = 1;
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     compute_permutation(const int* group_ids,  // [num_pairs]; 0 .. num_groups - 1, or no group
                         int num_pairs, int num_groups,
                         int* __restrict__ inverse_permutation,  // [num_pairs], the permuted row of each pair, -1: none
-                        int* __restrict__ offsets, int* __restrict__ offsets_copy,  // see Offsets
-                        int* __restrict__ tile_counters                             // likewise
+                        int* __restrict__ offsets, int* __restrict__ offsets_copy,    // see Offsets
+                        int* __restrict__ tile_counters,                              // likewise
+                        const int* table_groups, int num_ids, int* __restrict__ seen  // see Table; not read else
     ) {
     extern __shared__ int counters[];  // [kWarps][num_groups], then totals [num_groups] of this CTA
     const int thread = threadIdx.x, ctas = static_cast<int>(ptx::cluster_size());
     const int rank = static_cast<int>(ptx::cluster_rank());
     const Offsets results = {offsets, offsets_copy, tile_counters, num_groups};
+    const Table table = {table_groups, num_ids, seen};
     if (num_pairs <= kFewPairs) {
         ptx::grid_dependency_wait();
         ptx::launch_dependents();
-        const int group = thread < num_pairs ? group_ids[thread] : -1;
+        int group = thread < num_pairs ? group_ids[thread] : -1;
+        if constexpr (kLooksUp) {
+            const int id = group;
+            if (thread < num_pairs) group = table.find(id, thread);
+            const bool lacks = table.lacks(id, group);
+            if (lacks) seen[0] = 1;
+            if (__syncthreads_or(lacks)) group = -1;  // the call has to be repeated: make it short
+        }
         compare_all<kFewPairs>(static_cast<u32>(group), num_pairs, inverse_permutation, results);
         return;
     }
@@ -45,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
     for (int i = begin; i < end; i += kChunk) {
         chunk.load(group_ids, i, end);
+        if constexpr (kLooksUp) table.find(chunk, i, end);
         chunk.match(num_groups);
 #pragma unroll
         for (int part = 0; part < kAtOnce; ++part)
@@ -83,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = begin; i < end; i += kChunk) {
         if (each > kChunk) {  // else the warp's only chunk is still loaded
             chunk.load(group_ids, i, end);
+            if constexpr (kLooksUp) table.find(chunk, i, end);
             chunk.match(num_groups);
         }
 #pragma unroll

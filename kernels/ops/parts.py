@@ -1,6 +1,8 @@
-"""A part of a layer's experts, for calls whose weights come one part after another."""
+"""A part of a layer's experts, for calls whose weights come one part after another, and where groups are."""
 
 from typing import NamedTuple
+
+from torch import Tensor
 
 from expertd.kernels.ops.four_bits import Weights
 
@@ -15,3 +17,25 @@ class ExpertPart(NamedTuple):
     def num_groups(self) -> int:
         """G."""
         return self.down.data.shape[0]
+
+
+class GroupTable(NamedTuple):
+    """The groups of ids, which the device looks up: they may change between calls, also of a CUDA graph.
+
+    groups  int32 [N] on the device: the group of each id; -1: none at present. Other ids have none
+    seen    int32 [1 + T * top_k], or longer, which the host can read: pinned, or a CPU's. A call writes its
+            ids from the second on, and 1 to the first if one of 0 to N - 1 has no group: its output is then
+            undefined. It never writes 0 there
+    """
+
+    groups: Tensor
+    seen: Tensor
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The groups of ids int32 [T, top_k], in PyTorch."""
+        known = (ids >= 0) & (ids < len(self.groups))
+        found = self.groups[ids.clamp(0, len(self.groups) - 1).long()].masked_fill(~known, -1)
+        self.seen[1 : 1 + ids.numel()].copy_(ids.flatten(), non_blocking=True)
+        if (known & (found < 0)).any():
+            self.seen[0] = 1
+        return found

@@ -126,7 +126,7 @@ class LocalModels:
             with in_one_sentence(model.name, self._needs(model), self._device):
                 self._add(model, layer)
                 for runner in [each.runners[model.name] for each in self.sets]:
-                    if runner.layer.is_capturable:
+                    if runner.can_capture:
                         _capture(runner, self._pools, self._device)
         except BaseException:
             self.remove(model.name)
@@ -153,7 +153,7 @@ class LocalModels:
     def capture(self, cancelled: Cancelled) -> None:
         """Capture the CUDA graphs of all models, again after partitions were replaced."""
         runners = [runner for each in self.sets for runner in each.runners.values()]
-        captured = [runner for runner in runners if runner.layer.is_capturable]
+        captured = [runner for runner in runners if runner.can_capture]
         self._pools = {}
         self._pools = capture_graphs(captured, self._device, cancelled, self._barrier)
 

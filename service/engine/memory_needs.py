@@ -58,7 +58,7 @@ def needs_of_model(
     staging   bytes by which memory for all layers grows
     """
     slots = expert_slots(settings).get(model.name)
-    graph_tokens = GRAPH_TOKENS * settings.num_ranks if settings.nnodes == 1 and slots is None else 0
+    graph_tokens = GRAPH_TOKENS * settings.num_ranks if settings.nnodes == 1 else 0
     return needs_of(
         part_of_layer(model.shape, num_held if slots is None else slots),
         (limits or settings.limits).max_batch_tokens,

@@ -1,6 +1,7 @@
 """The experts of a layer in the host's memory, of which the device has those that were used last.
 
-A step copies the experts that it lacks while those that are there are multiplied. See docs/expert-store.md.
+A step copies the experts that it lacks while those that are there are multiplied; in a CUDA graph, which runs
+again once they are there. See docs/expert-store.md.
 """
 
 import mmap
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from expertd.kernels import (
     Activation,
     Backend,
     ExpertPart,
+    GroupTable,
     HiddenStates,
     fused_experts_in_parts,
 )
@@ -28,6 +30,7 @@ from expertd.kernels.ops.four_bits import mapped, tensors_of
 from expertd.service.device import Copies, Device, Event, Stream
 from expertd.service.memory import Mapped
 from expertd.service.moe.expert_budget import chunk_experts, chunk_sizes
+from expertd.service.moe.needs import GRAPH_TOKENS
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.staging import GrowingBuffer
 from expertd.service.moe.step.step_counts import StoreCounts
@@ -59,9 +62,21 @@ class SlotTable:
     def __init__(self, num_experts: int, num_slots: int) -> None:
         self.slot_of: _Experts = np.full(num_experts, -1, np.intp)
         """The slot of each expert; -1: none."""
-        self._expert_in: _Experts = np.full(num_slots, -1, np.intp)
+        self.expert_in: _Experts = np.full(num_slots, -1, np.intp)
+        """The expert in each slot; -1: none. Replaced by each change, and never written to."""
         self._last_used = np.zeros(num_slots, np.int64)  # the number of a step
         self._step = 0
+
+    def has_room(self, tokens: NDArray[np.intp]) -> bool:
+        """Whether all experts that a step with these tokens of each [E] needs can be in slots."""
+        return int(np.count_nonzero(tokens)) <= len(self.expert_in)
+
+    def use(self, slots: _Experts, experts: _Experts) -> None:
+        """Note that a step used these slots, when `expert_in` was `experts`."""
+        self._step += 1
+        if experts is not self.expert_in:
+            slots = slots[experts[slots] == self.expert_in[slots]]
+        self._last_used[slots] = self._step
 
     def take(self, tokens: NDArray[np.intp]) -> Fetches:
         """What a step with these tokens of each expert [E] gets; the slots are its experts' from now on.
@@ -78,15 +93,16 @@ class SlotTable:
         # In order of their numbers: copies between neighbors become one.
         fetched, streamed = np.sort(missing[: len(free)]), np.sort(missing[len(free) :])
         used = np.sort(free[: len(fetched)])
-        left = self._expert_in[used]
-        self.slot_of[left[left >= 0]] = -1
-        self._expert_in[used], self.slot_of[fetched], self._last_used[used] = fetched, used, self._step
+        if len(fetched):
+            left, self.expert_in = self.expert_in[used], self.expert_in.copy()
+            self.slot_of[left[left >= 0]] = -1
+            self.expert_in[used], self.slot_of[fetched], self._last_used[used] = fetched, used, self._step
         return Fetches(present, fetched, used, streamed)
 
     def clear(self) -> None:
         """No slot has an expert."""
         self.slot_of[:] = -1
-        self._expert_in[:] = -1
+        self.expert_in = np.full_like(self.expert_in, -1)
         self._last_used[:] = 0
 
 
@@ -201,6 +217,16 @@ class ExpertStore:
         self._places = np.arange(shape.num_groups + 2)  # of experts, by id + 1; at both ends those of none
         self.counts = memory.counts.setdefault(name, StoreCounts())
         self._used, self._slots_copied = self._device.new_event(), self._device.new_event()
+        most_ids = GRAPH_TOKENS * (shape.top_k + shape.num_shared_experts)
+        self._groups = GroupTable(
+            torch.empty(shape.num_groups, dtype=torch.int32, device=self._device.tensors),
+            self._device.pinned(1 + most_ids, dtype=torch.int32).zero_(),
+        )
+        self._seen = self._groups.seen.numpy()
+        self._host_groups = self._device.pinned(shape.num_groups, dtype=torch.int32)
+        self._host_groups[held:] = torch.arange(num_slots, num_slots + shape.num_shared_experts)
+        self._groups_of: _Experts | None = None  # the table's `expert_in` that `_groups` has
+        self._groups_copied = self._device.new_event()
         self._waits = deque[tuple[Event, Event]]()  # of steps: before and after
         self._device.synchronize()
 
@@ -221,6 +247,93 @@ class ExpertStore:
             self._table.clear()  # copies may not have been made
             raise
 
+    def in_slots(
+        self,
+        hidden_states: HiddenStates,
+        group_ids: Tensor,
+        topk_weights: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+        out: Tensor,
+        offsets: Tensor,
+    ) -> Tensor:
+        """As a call, for a CUDA graph: the device finds the experts in slots. Waits for nothing.
+
+        group_ids  int32 of at most GRAPH_TOKENS tokens
+        offsets    int32 [MAX_GROUPS + 1] or longer, pinned, for those of slots and shared experts
+
+        Before each replay call `begin_in_slots`. At its end, out is undefined if `lacks_experts`.
+        """
+        parts = [self.slots] if self.shared is None else [self.slots, self.shared]
+        num_groups = sum(part.num_groups for part in parts)
+        return fused_experts_in_parts(
+            hidden_states, group_ids, topk_weights, parts, num_groups, num_experts=self._shape.num_groups,
+            out=out, activation=activation, backend=self._backend, num_sms=num_sms,
+            offsets=offsets[: num_groups + 1], table=self._groups,
+        )  # fmt: skip
+
+    def begin_in_slots(self, stream: Stream) -> _Experts:
+        """Have a replay on this stream, the current one, find the slots as they are; the experts in them.
+
+        The one before has ended.
+        """
+        self._seen[0] = 0
+        if self._groups_of is not self._table.expert_in:
+            self._groups_copied.synchronize()  # `_host_groups` may still be read
+            self._host_groups.numpy()[: len(self._table.slot_of)] = self._table.slot_of
+            copy, to = Copies(), self._groups.groups
+            copy.add(to.data_ptr(), self._host_groups.data_ptr(), to.nbytes, None)
+            self._device.copy(copy, stream)
+            self._groups_copied.record(stream)
+            self._groups_of = self._table.expert_in
+        return self._table.expert_in
+
+    @property
+    def lacks_experts(self) -> bool:
+        """Whether the last replay, which has ended, needed experts that were in no slot."""
+        return bool(self._seen[0])
+
+    def fetch_seen(self, num_tokens: int, stream: Stream) -> bool:
+        """Copy what the last replay of `num_tokens` lacked to slots, for which the stream then waits.
+
+        False: more experts than slots are needed, and nothing was done.
+        """
+        num_ids = num_tokens * (self._shape.top_k + self._shape.num_shared_experts)
+        tokens = self._tokens(np.take(self._places, self._seen[1 : 1 + num_ids] + 1, mode="clip"))
+        routed = tokens[: len(self._table.slot_of)]
+        if not self._table.has_room(routed):
+            return False
+        try:
+            fetches = self._take(routed, stream)
+            if len(fetches.fetched):  # another step may have fetched them
+                self._wait(self._slots_copied, stream)
+        except BaseException:
+            self._table.clear()
+            raise
+        return True
+
+    def note_in_slots(self, offsets: NDArray[np.int32], experts: _Experts) -> None:
+        """Count a replay that lacked nothing, and note what it used.
+
+        offsets  that it wrote
+        experts  from `begin_in_slots`
+        """
+        used = np.flatnonzero(offsets[1 : self.num_slots + 1] > offsets[: self.num_slots])
+        self._table.use(used, experts)
+        self.counts.hits += len(used)
+        self._note_waits()
+
+    def offsets_of_experts(self, offsets: NDArray[np.int32], experts: _Experts) -> NDArray[np.int32]:
+        """int32 [G + 1], as a call writes them; offsets and experts as in `note_in_slots`."""
+        held, num_groups = len(self._table.slot_of), self._shape.num_groups
+        tokens, counts = (
+            np.zeros(num_groups, np.int32),
+            np.diff(offsets[: self.num_slots + num_groups - held + 1]),
+        )
+        kept = np.flatnonzero(experts >= 0)
+        tokens[experts[kept]], tokens[held:] = counts[kept], counts[self.num_slots :]
+        return _sums(tokens)
+
     def _run(
         self,
         hidden_states: HiddenStates,
@@ -235,24 +348,32 @@ class ExpertStore:
         ids = self._on_host(group_ids, stream)
         held, num_groups = len(self._table.slot_of), self._shape.num_groups
         at = np.take(self._places, ids + 1, mode="clip")
-        tokens = np.bincount(at.ravel(), minlength=num_groups + 2)[1:-1]
-        fetches = self._table.take(tokens[:held])
-        # Before the rest, which the host does while they run.
-        self._fetch(fetches.fetched, self.slots, fetches.slots, self._used, self._slots_copied)
+        tokens = self._tokens(at)
+        fetches = self._take(tokens[:held], stream)  # before the rest, which the host does while copies run
         passes, group_of = self._passes(fetches)
         groups = self._to_device(group_of[at], group_ids, stream)
         if offsets is not None:
-            sums = np.zeros(num_groups + 1, np.int32)
-            np.cumsum(tokens, out=sums[1:])
-            offsets.copy_(torch.from_numpy(sums))
-        self.counts.hits += len(fetches.present)
-        self.counts.misses += len(fetches.fetched) + len(fetches.streamed)
+            offsets.copy_(torch.from_numpy(_sums(tokens)))
         self._note_waits()
         return fused_experts_in_parts(
             hidden_states, groups, topk_weights, self._parts(passes, fetches.streamed, stream),
             sum(each.part.num_groups for each in passes),
             num_experts=num_groups, out=out, activation=activation, backend=self._backend, num_sms=num_sms,
         )  # fmt: skip
+
+    def _tokens(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Tokens of each of the layer's experts [G], from the places of ids in `_places`."""
+        return np.bincount(places.ravel(), minlength=len(self._places))[1:-1]
+
+    def _take(self, tokens: NDArray[np.intp], stream: Stream) -> Fetches:
+        """`SlotTable.take`, with copies to slots after what the stream has; counts experts."""
+        fetches = self._table.take(tokens)
+        if len(fetches.fetched):
+            self._used.record(stream)
+            self._fetch(fetches.fetched, self.slots, fetches.slots, self._used, self._slots_copied)
+        self.counts.hits += len(fetches.present)
+        self.counts.misses += len(fetches.fetched) + len(fetches.streamed)
+        return fetches
 
     def _passes(self, fetches: Fetches) -> tuple[list[_Pass], NDArray[np.int32]]:
         """A step's passes, and int32 the group in them of each expert of the layer, by id + 1; -1: none."""
@@ -297,7 +418,6 @@ class ExpertStore:
             if used is not None:
                 used.free.record(stream)
                 fetch_next(used)
-        self._used.record(stream)
 
     def _fetch(self, experts: _Experts, to: ExpertPart, places: _Experts, free: Event, copied: Event) -> None:
         """Copy experts to places in a part once `free` has passed; then comes `copied`."""
@@ -363,6 +483,13 @@ def new_part(shape: LayerShape, num_groups: int, device: torch.device) -> Expert
     for tensor in _tensors(part):
         tensor.view(torch.uint8).zero_()
     return part
+
+
+def _sums(tokens: NDArray[np.signedinteger[Any]]) -> NDArray[np.int32]:
+    """The offsets [G + 1] of groups with these tokens [G]."""
+    sums = np.zeros(len(tokens) + 1, np.int32)
+    np.cumsum(tokens, out=sums[1:])
+    return sums
 
 
 def _tensors(part: ExpertPart) -> tuple[Tensor, ...]:

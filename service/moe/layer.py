@@ -81,7 +81,7 @@ class MoELayer:
         self.tokens_per_expert = partial(tokens_per_expert, shape)
         self.weights = weights
         self.backend = backend
-        self._store = store
+        self.store = store
         self.is_capturable = backend.capabilities.captures and store is None
         self.masked_max_tokens = masked_max_tokens
         device = weights.router.device
@@ -105,7 +105,7 @@ class MoELayer:
 
         Afterwards `weights` has no data of it. One after the other, so that the data of the first is freed.
         """
-        if self._store is not None:
+        if self.store is not None:
             return  # copies change the experts
         if self._separate is None:
             packed = self.backend.packed(self.weights.matrix(name))
@@ -192,8 +192,8 @@ class MoELayer:
             routed, shared = self._held(topk_ids, topk_weights), self._shared(hidden_states)
             return self._separate(hidden_states, routed, shared, num_sms, out, offsets, stages)
         group_ids, weights = self._groups(hidden_states, topk_ids, topk_weights)
-        if self._store is not None:
-            result = self._store(hidden_states, group_ids, weights, self._rule.routed, num_sms, out, offsets)
+        if self.store is not None:
+            result = self.store(hidden_states, group_ids, weights, self._rule.routed, num_sms, out, offsets)
             if stages is not None:
                 stages.mark("experts")
             return result
@@ -211,6 +211,22 @@ class MoELayer:
             out=out, activation=self._rule.routed, biases=self.weights.biases, backend=self.backend,
             num_sms=num_sms, offsets=offsets, stages=stages,
         )  # fmt: skip
+
+    def in_slots(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_sms: int | None,
+        out: Tensor,
+        offsets: Tensor,
+    ) -> Tensor:
+        """A call for graphs of a layer with a store, see `ExpertStore.in_slots`."""
+        assert self.store is not None
+        group_ids, weights = self._groups(hidden_states, topk_ids, topk_weights)
+        return self.store.in_slots(
+            hidden_states, group_ids, weights, self._rule.routed, num_sms, out, offsets
+        )
 
     def call_experts(self, calls: CallTable, num_tokens: int, num_sms: int | None) -> bool:
         """Enqueue a whole step of device calls of at most `num_tokens`: see `Backend.call_experts`.

@@ -12,6 +12,7 @@ from expertd.kernels import as_floats
 from expertd.service.device import Device, GraphPool, Stream
 from expertd.service.memory import host_view
 from expertd.service.moe.base import Layer
+from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.moe.step.batch import Batch, rows_of
@@ -148,6 +149,13 @@ class LayerRunner:
     def run(self, requests: Sequence[LayerRequest]) -> StepResult:
         """Run all requests as one step, and wait for the result."""
         return self.begin(requests).finish()
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether some of the layer's steps can be graphs."""
+        layer = self.layer
+        has_store = isinstance(layer, MoELayer) and layer.store is not None
+        return layer.is_capturable or (has_store and layer.backend.capabilities.captures)
 
     def capture(self, pool: GraphPool) -> None:
         """Capture CUDA graphs of small steps, which `begin` replays until the partition changes.

@@ -1,11 +1,11 @@
 """A layer's experts cut into parts, for tests on any backend."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from expertd.kernels import ExpertPart, Quantized
+from expertd.kernels import ExpertPart, GroupTable, Quantized
 
 Cuts = Sequence[Sequence[int]]
 """The experts of each part."""
@@ -40,3 +40,40 @@ def _room(weights: Quantized, num_groups: int) -> Quantized:
     data, scales = (tensor.new_empty((num_groups, *tensor.shape[1:])) for tensor in weights)
     data.view(torch.uint8).fill_(0xFF)  # NaN
     return Quantized(data, scales.fill_(torch.nan))
+
+
+def slots_of(num_experts: int, kept: Sequence[int], ids: Tensor) -> GroupTable:
+    """A table of which experts are in which slots, for calls with these ids."""
+    slots = torch.full((num_experts,), -1, dtype=torch.int32)
+    slots[list(kept)] = torch.arange(len(kept), dtype=torch.int32)
+    seen = torch.full((1 + ids.numel() + 3,), -7, dtype=torch.int32, pin_memory=ids.is_cuda)
+    seen[0] = 0
+    return GroupTable(slots.to(ids.device), seen)
+
+
+def expect_slots_found(
+    topk_ids: Tensor,
+    num_experts: int,
+    run: Callable[[GroupTable, Sequence[int], Tensor], Tensor],
+    whole: Tensor,
+) -> None:
+    """`run` has the bits of `whole`, an output with all experts, if a table has the slots of those that are
+    named; else its call says so. It has a table, the experts in slots, and offsets to write to.
+    """
+    named = sorted({expert for expert in topk_ids.flatten().tolist() if 0 <= expert < num_experts})
+    kept = [named[place] for place in torch.randperm(len(named)).tolist()]
+    offsets = torch.full((len(kept) + 1,), -7, dtype=torch.int32, pin_memory=topk_ids.is_cuda)
+    table = slots_of(num_experts, kept, topk_ids)
+    out = run(table, kept, offsets)
+    if topk_ids.is_cuda:
+        torch.cuda.synchronize()
+    assert torch.equal(out, whole)
+    assert table.seen.tolist() == [0, *topk_ids.flatten().tolist(), -7, -7, -7]
+    counts = [int((topk_ids == expert).sum()) for expert in kept]
+    assert offsets.diff().tolist() == counts
+    assert offsets[0] == 0
+    table.groups[kept[-1]] = -1
+    run(table, kept, offsets)
+    if topk_ids.is_cuda:
+        torch.cuda.synchronize()
+    assert table.seen.tolist() == [1, *topk_ids.flatten().tolist(), -7, -7, -7]

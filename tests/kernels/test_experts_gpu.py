@@ -1,5 +1,6 @@
 """The kernels of experts on Hopper: each against PyTorch, and all together against float64."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from expertd.kernels import (
     Backend,
     ExpertBiases,
+    GroupTable,
     OtherGlu,
     Quantized,
     Swiglu,
@@ -25,7 +27,7 @@ from expertd.kernels.backends.hopper.permute_rows import permute_rows
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.backends.streams import OnStream, current_stream
 from expertd.kernels.ops.activation import SILU, Activation
-from tests.kernels.expert_parts import in_one_memory, num_groups_of, placed
+from tests.kernels.expert_parts import expect_slots_found, in_one_memory, num_groups_of, placed
 from tests.kernels.helpers import diff, expected_experts, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu
@@ -172,6 +174,25 @@ def test_parts_give_the_bits_of_the_whole(
         hidden_states, groups, topk_weights, parts, num_groups_of(cuts), num_experts=sizes[2], backend=backend
     )
     assert torch.equal(out, layer.run(backend=backend))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 300, 2000])
+@on_both
+def test_a_table_finds_experts_in_slots(tokens: int, backend: str) -> None:
+    """By one CTA with few pairs, with more, and by a cluster."""
+    layer = _layer(1024, 384, 24, 4, tokens)
+    hidden_states, topk_ids, topk_weights, gate_up, down = layer
+    topk_ids[::3, 1] = torch.tensor([-1, 24, -(2**31), 2**31 - 1]).cuda()[
+        torch.arange(len(topk_ids[::3])) % 4
+    ]
+
+    def run(table: GroupTable, kept: Sequence[int], offsets: Tensor) -> Tensor:
+        return fused_experts_in_parts(
+            hidden_states, topk_ids, topk_weights, in_one_memory(gate_up, down, [kept]), len(kept),
+            num_experts=24, backend=backend, offsets=offsets, table=table,
+        )  # fmt: skip
+
+    expect_slots_found(topk_ids, 24, run, layer.run(backend=backend))
 
 
 @on_both

@@ -23,7 +23,8 @@ from expertd.kernels.backends.reference import matrices
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu, rounded_swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
-from tests.kernels.expert_parts import Cuts, in_one_memory, num_groups_of, placed
+from expertd.kernels.ops.parts import GroupTable
+from tests.kernels.expert_parts import Cuts, expect_slots_found, in_one_memory, num_groups_of, placed
 from tests.kernels.helpers import diff, expected_experts, fresh_generator, random_rows, random_weights
 
 # The `diff` from rounding hidden states, activations and rows in 10662 draws of 1 to 1025 rows: to bf16
@@ -403,6 +404,45 @@ def test_parts_give_the_bits_of_the_whole(make: type[Backend], cuts: Cuts) -> No
         backend=backend,
     )
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("make", [CpuBackend, ReferenceBackend, Composed])
+def test_a_table_finds_experts_in_slots(make: type[Backend]) -> None:
+    case, backend = _case([3, 0, 7, 1, 9, 4], slots=5, outside=6), make()
+
+    def run(table: GroupTable, kept: Sequence[int], offsets: Tensor) -> Tensor:
+        return fused_experts_in_parts(
+            case.hidden_states, case.topk_ids, case.topk_weights,
+            in_one_memory(case.gate_up, case.down, [kept]), len(kept),
+            num_experts=6, backend=backend, offsets=offsets, table=table,
+        )  # fmt: skip
+
+    expect_slots_found(case.topk_ids, 6, run, case.run(make()))
+
+
+@pytest.mark.parametrize(
+    ("groups", "seen", "expected"),
+    [
+        (torch.zeros(2), torch.zeros(9).int(), "table groups dtype: expected torch.int32, got torch.float32"),
+        (
+            torch.zeros(0).int(),
+            torch.zeros(9).int(),
+            r"table groups shape: expected 1 to 1024 ids \[N\], got",
+        ),
+        (
+            torch.zeros(2).int(),
+            torch.zeros(4).int(),
+            "table seen shape: expected at least 5, in one dimension",
+        ),
+        (torch.zeros(2).int(), torch.zeros(5), "table seen dtype: expected torch.int32, got torch.float32"),
+    ],
+)
+def test_wrong_tables_are_refused(groups: Tensor, seen: Tensor, expected: str) -> None:
+    case = _case([2, 2], slots=2)
+    parts = in_one_memory(case.gate_up, case.down, [[0, 1]])
+    arguments = case.hidden_states, case.topk_ids, case.topk_weights, parts, 2
+    with pytest.raises(ValueError, match=expected):
+        fused_experts_in_parts(*arguments, backend=ReferenceBackend(), table=GroupTable(groups, seen))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 2])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from expertd.kernels import (
     ExpertBiases,
+    GroupTable,
     OtherGlu,
     Quantized,
     Swiglu,
@@ -32,7 +33,7 @@ from expertd.kernels.backends.triton.targets import TARGETS
 from expertd.kernels.backends.triton.variants import heights, variants_for
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.request_table import DATATYPES, MAX_REQUESTS
-from tests.kernels.expert_parts import in_one_memory, num_groups_of, placed
+from tests.kernels.expert_parts import expect_slots_found, in_one_memory, num_groups_of, placed
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,
@@ -236,6 +237,19 @@ def test_parts_give_the_bits_of_the_whole(any_backend: TritonBackend) -> None:
         hidden_states, groups, topk_weights, parts, num_groups_of(cuts), backend=any_backend
     )
     assert torch.equal(out, layer.run(any_backend))
+
+
+def test_a_table_finds_experts_in_slots(any_backend: TritonBackend) -> None:
+    layer = _layer([2, 0, 7, 3], outside=2, h=256)
+    hidden_states, topk_ids, topk_weights, gate_up, down = layer
+
+    def run(table: GroupTable, kept: Sequence[int], offsets: Tensor) -> Tensor:
+        return fused_experts_in_parts(
+            hidden_states, topk_ids, topk_weights, in_one_memory(gate_up, down, [kept]), len(kept),
+            num_experts=4, backend=any_backend, offsets=offsets, table=table,
+        )  # fmt: skip
+
+    expect_slots_found(topk_ids, 4, run, layer.run(any_backend))
 
 
 def test_experts_with_many_rows(any_backend: TritonBackend) -> None:

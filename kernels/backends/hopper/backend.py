@@ -27,7 +27,7 @@ from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.checks import check_logits, check_router
 from expertd.kernels.ops.four_bits import Weights
-from expertd.kernels.ops.parts import ExpertPart
+from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.partitions import SMPartitions
@@ -133,9 +133,13 @@ class HopperBackend(Backend):
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
+        offsets: Tensor | None = None,
+        table: GroupTable | None = None,
     ) -> None:
         """See `fused_experts_in_parts`, and `experts` for num_sms=1."""
-        operands = topk_ids, topk_weights, parts, num_groups, num_experts, out, activation, num_sms
+        operands = (
+            topk_ids, topk_weights, parts, num_groups, num_experts, out, activation, num_sms, offsets, table,
+        )  # fmt: skip
         if num_sms == 1:
             super().experts_in_parts(hidden_states, *operands)
             return

@@ -10,6 +10,7 @@ from torch import Tensor
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, named_source
 from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Variant
+from expertd.kernels.ops.parts import GroupTable
 
 FEW_PAIRS = 128
 """Up to this many pairs, each is compared with all others."""
@@ -22,7 +23,12 @@ def _shared_bytes(num_groups: int) -> int:
     return 33 * num_groups * 4  # a counter per group for each of 32 warps, and for their sum
 
 
-VARIANT = Variant(named_source("compute_permutation", FEW_PAIRS=FEW_PAIRS), THREADS, _shared_bytes)
+def _variant(suffix: str, looks_up: bool) -> Variant:
+    defines = {"FEW_PAIRS": FEW_PAIRS, "LOOKS_UP": str(looks_up).lower()}
+    return Variant(named_source("compute_permutation", suffix, **defines), THREADS, _shared_bytes)
+
+
+VARIANT, LOOKS_UP = _variant("", False), _variant("looks_up", True)
 
 
 class DevicePermutation(NamedTuple):
@@ -59,19 +65,24 @@ def compute_permutation(
     num_groups: int,
     num_sms: int | None,
     offsets_copy: Tensor | None = None,
+    table: GroupTable | None = None,
 ) -> DevicePermutation:
     """The permutation of group_ids int32 [T, top_k]; an id outside 0 to num_groups - 1 names no group.
 
     offsets_copy  where to write the offsets as well: int32 [G + 1], pinned
+    table         finds the groups of group_ids, which are other ids then; None: they are groups
     """
+    variant = VARIANT if table is None else LOOKS_UP
+    groups, seen = (None, None) if table is None else table
     permutation = DevicePermutation.empty(group_ids.shape, num_groups, group_ids.device)
     num_pairs = group_ids.numel()
     grid = Grid(1, _CLUSTER, 0 if num_pairs <= FEW_PAIRS else _shared_bytes(num_groups))
-    if num_pairs <= _ONE_CTA_PAIRS or not runs_cluster(kernels, on, VARIANT, grid, num_sms):
+    if num_pairs <= _ONE_CTA_PAIRS or not runs_cluster(kernels, on, variant, grid, num_sms):
         grid = grid._replace(cluster=1)
     kernels.launch(
-        on, VARIANT, grid,
+        on, variant, grid,
         group_ids, np.int32(num_pairs), np.int32(num_groups),
         permutation.inverse, permutation.offsets, offsets_copy, permutation.tile_counters,
+        groups, np.int32(0 if groups is None else len(groups)), seen,
     )  # fmt: skip
     return permutation

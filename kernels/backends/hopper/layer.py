@@ -22,7 +22,7 @@ from expertd.kernels.device_calls import CallTable
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.four_bits import Weights
-from expertd.kernels.ops.parts import ExpertPart
+from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized
 from expertd.kernels.overlap import Overlap
@@ -125,12 +125,14 @@ class HopperLayer:
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
+        offsets: Tensor | None,
+        table: GroupTable | None,
     ) -> None:
         """Write out; see `fused_experts_in_parts`. Two launches for each part, and three for all.
 
         hidden_states as in `experts`.
         """
-        permutation = compute_permutation(self._kernels, on, topk_ids, num_groups, num_sms)
+        permutation = compute_permutation(self._kernels, on, topk_ids, num_groups, num_sms, offsets, table)
         a = self._permuted(on, hidden_states, permutation)
         size = topk_ids.numel(), out.shape[1]
         rows, first = torch.empty(size, dtype=torch.bfloat16, device=topk_ids.device), 0

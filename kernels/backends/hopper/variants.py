@@ -20,6 +20,7 @@ from expertd.kernels.backends.hopper import (
 VARIANTS = (
     *grouped_gemm.VARIANTS.values(),
     compute_permutation.VARIANT,
+    compute_permutation.LOOKS_UP,
     few_pairs_of_ranks.VARIANT,
     *permutation_of_ranks.VARIANTS,
     *quantize_permute.VARIANTS.values(),

@@ -26,7 +26,7 @@ from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.checks import check_logits, check_router
 from expertd.kernels.ops.four_bits import Weights
-from expertd.kernels.ops.parts import ExpertPart
+from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, RequestTable
 from expertd.kernels.stages import Stages
@@ -128,16 +128,20 @@ class TritonBackend(Backend):
         out: Tensor,
         activation: Activation,
         num_sms: int | None,
+        offsets: Tensor | None = None,
+        table: GroupTable | None = None,
     ) -> None:
         """See `fused_experts_in_parts`: two launches for each part, and three for all."""
         _check_device("hidden_states", values_of(hidden_states))
-        all_offsets, inverse = self._permutation(topk_ids, num_groups)
+        all_offsets, inverse = self._permutation(topk_ids, num_groups, table)
+        if offsets is not None:
+            offsets.copy_(all_offsets, non_blocking=True)
         a, expected_m, first = self._permute(hidden_states, inverse), inverse.numel() / num_experts, 0
         rows = torch.empty((inverse.numel(), out.shape[1]), dtype=torch.bfloat16, device=out.device)
         for part in parts:
-            offsets = all_offsets[first : first + part.num_groups + 1]
-            activated = self._activate(a, part.gate_up, offsets, activation, expected_m, num_sms)
-            self._multiply_into(Layout.CONTIGUOUS, activated, part.down, offsets, rows, expected_m, num_sms)
+            own = all_offsets[first : first + part.num_groups + 1]
+            activated = self._activate(a, part.gate_up, own, activation, expected_m, num_sms)
+            self._multiply_into(Layout.CONTIGUOUS, activated, part.down, own, rows, expected_m, num_sms)
             first += part.num_groups
         self._combine(rows, inverse, topk_weights, out)
 
@@ -298,13 +302,16 @@ class TritonBackend(Backend):
         )  # fmt: skip
         return ids, weights
 
-    def _permutation(self, topk_ids: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    def _permutation(
+        self, topk_ids: Tensor, num_groups: int, table: GroupTable | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(offsets int32 [G + 1], inverse int32 [T, top_k]): where each pair's row is, -1: nowhere."""
         inverse = torch.empty_like(topk_ids)
         offsets = torch.empty(num_groups + 1, dtype=torch.int32, device=topk_ids.device)
+        groups, seen = (topk_ids, topk_ids) if table is None else table
         self._kernels.launch(
-            self._variants.permutation, topk_ids.device, (num_groups + 1,),
-            topk_ids, inverse, offsets, topk_ids.numel(), num_groups,
+            self._variants.permutation[table is not None], topk_ids.device, (num_groups + 1,),
+            topk_ids, inverse, offsets, groups, seen, topk_ids.numel(), num_groups, groups.numel(),
         )  # fmt: skip
         return offsets, inverse
 

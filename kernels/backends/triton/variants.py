@@ -53,11 +53,13 @@ SLOTS = 32
 
 @dataclass(frozen=True)
 class Variants:
-    """All that are compiled for a target; of GEMMs by the tile's height, of routing by EXPERT_COUNTS."""
+    """All that are compiled for a target; of GEMMs by the tile's height, of routing by EXPERT_COUNTS, of the
+    permutation by whether it has a `GroupTable`.
+    """
 
     multiply: dict[tuple[Layout, int], TritonVariant]
     multiply_gated: dict[int, TritonVariant]
-    permutation: TritonVariant
+    permutation: dict[bool, TritonVariant]
     permute: dict[torch.dtype, TritonVariant]
     combine: dict[torch.dtype, TritonVariant]
     gather_rows: TritonVariant
@@ -68,7 +70,7 @@ class Variants:
     def __iter__(self) -> Iterator[TritonVariant]:
         yield from self.multiply.values()
         yield from self.multiply_gated.values()
-        yield self.permutation
+        yield from self.permutation.values()
         yield from self.permute.values()
         yield from self.combine.values()
         yield self.gather_rows
@@ -92,7 +94,7 @@ def variants_for(target: Target) -> Variants:
             for height in heights(target)
         },
         {height: _multiply_gated(target, height) for height in LOW_HEIGHTS},
-        _permutation(),
+        {looks_up: _permutation(looks_up) for looks_up in (False, True)},
         {
             **{dtype: _permute(name, f"*{name}", False) for dtype, name in _FLOATS.items()},
             torch.float8_e4m3fn: _permute("e4m3", "*u8", True),
@@ -159,10 +161,14 @@ def _multiply_gated(target: Target, height: int) -> TritonVariant:
     )
 
 
-def _permutation() -> TritonVariant:
-    types = {"ids": "*i32", "inverse": "*i32", "offsets": "*i32", "num_pairs": "i32", "num_groups": "i32"}
-    constants = (("BLOCK", 2048),)
-    return TritonVariant("permutation", ("rows", "permutation"), tuple(types.items()), constants, (), 4)
+def _permutation(looks_up: bool) -> TritonVariant:
+    types = {
+        "ids": "*i32", "inverse": "*i32", "offsets": "*i32", "groups": "*i32", "seen": "*i32",
+        "num_pairs": "i32", "num_groups": "i32", "num_ids": "i32",
+    }  # fmt: skip
+    name = "permutation_looks_up" if looks_up else "permutation"
+    constants = (("LOOKS_UP", looks_up), ("BLOCK", 2048))
+    return TritonVariant(name, ("rows", "permutation"), tuple(types.items()), constants, (), 4)
 
 
 def _permute(name: str, tokens: str, quantized: bool) -> TritonVariant:

@@ -2,6 +2,9 @@
 
 A graph's first launch reads the requests' rows where they lie, in pinned memory or on a GPU, and its last one
 writes the outputs where they are wanted: for the host, a step is one launch and no copies.
+
+The graph of a layer with a store of experts looks for them in slots. If some are not there, which the host
+learns at its end, they are fetched, and it runs once more.
 """
 
 import time
@@ -15,9 +18,11 @@ from numpy.typing import NDArray
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, MAX_REQUESTS, RequestRows, RequestTable
 from expertd.layout import Layout
 from expertd.limits import MAX_GROUPS
-from expertd.service.device import Device, Graph, GraphPool, Stream
+from expertd.service.device import Device, Event, Graph, GraphPool, Stream
 from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
+from expertd.service.moe.expert_store import ExpertStore
+from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import LayerRequest, OutputMemory, StepPlan, StepResult
 from expertd.service.moe.step.batch import FLOATS, Batch, count_named, empty_slots
 from expertd.service.moe.step.running import RunningStep
@@ -51,8 +56,13 @@ class _Tensors:
         """The end of the step that uses them: on its stream, a later one may follow."""
         device.synchronize()  # other streams will use them
 
-    def launch(self, layer: Layer, num_sms: int | None, count: int, routed: bool) -> None:
-        """A step of `count` tokens; routed: the layer routes all of them, else their requests do."""
+    def launch(
+        self, layer: Layer, num_sms: int | None, count: int, routed: bool, in_slots: bool = False
+    ) -> None:
+        """A step of `count` tokens; routed: the layer routes all of them, else their requests do.
+
+        in_slots  for a layer with a store: the device looks for the experts
+        """
         backend, shape = layer.backend, layer.shape
         hidden_states, topk_ids, topk_weights, out = (
             tensor[:count] for tensor in (self.hidden_states, self.topk_ids, self.topk_weights, self.out)
@@ -64,7 +74,12 @@ class _Tensors:
         else:
             backend.gather_rows(self.table, hidden_states, topk_ids, topk_weights, shape.num_experts)
             count_named(shape, topk_ids, self.offsets)
-        layer(hidden_states, topk_ids, topk_weights, num_sms, out, self.offsets[: shape.num_groups + 1])
+        given = hidden_states, topk_ids, topk_weights, num_sms, out
+        if in_slots:
+            assert isinstance(layer, MoELayer)
+            layer.in_slots(*given, self.offsets)
+        else:
+            layer(*given, self.offsets[: shape.num_groups + 1])
         backend.scatter_rows(out, self.table)
 
 
@@ -85,6 +100,7 @@ class StepGraphs:
         staging: Staging,
     ) -> None:
         self._layer = layer
+        self._store = layer.store if isinstance(layer, MoELayer) else None
         self._stream = stream
         self._num_sms = num_sms
         self._staging, self._device = staging, staging.device
@@ -151,9 +167,16 @@ class StepGraphs:
         began: float,
     ) -> RunningStep:
         self._tensors.are_free = False
+        store, in_slots = self._store, None
         try:
+            if store is not None:
+                experts = store.begin_in_slots(self._stream)
+                in_slots = _InSlots(
+                    store, experts, self._tensors.ended, partial(self._complete, key, requests)
+                )
             self._graphs[key].replay()
-            self._staging.signal(requests, self._stream)
+            if store is None:
+                self._staging.signal(requests, self._stream)
             self._tensors.ended.record(self._stream)
         except BaseException:
             self._device.synchronize()  # it may have begun
@@ -161,11 +184,31 @@ class StepGraphs:
             raise
         num_tokens = sum(request.num_tokens for request in requests)
         return RunningStep(
-            self._tensors.ended,
+            in_slots or self._tensors.ended,
             self._tensors.host_offsets,
             partial(self._ended, began),
-            partial(self._result, num_tokens, key[1], outputs),
+            partial(self._result, num_tokens, key[1], outputs, in_slots),
         )
+
+    def _complete(self, key: tuple[int, bool], requests: Sequence[LayerRequest], step: "_InSlots") -> None:
+        """See that a step which has ended had all of its experts; else run it again."""
+        tensors, stream = self._tensors, self._stream
+        try:
+            if step.store.lacks_experts:
+                with torch.inference_mode(), self._device.steps_on(stream):
+                    if step.store.fetch_seen(key[0], stream):
+                        step.experts = step.store.begin_in_slots(stream)
+                        self._graphs[key].replay()
+                    else:
+                        step.experts = None
+                        tensors.launch(self._layer, self._num_sms, *key)
+                    tensors.ended.record(stream)
+                step.is_counted = True
+                tensors.ended.synchronize()
+            self._staging.signal(requests, stream)
+        except BaseException:
+            self._device.synchronize()  # it may have begun
+            raise
 
     def _ended(self, began: float) -> float:
         """The seconds that the step took."""
@@ -194,14 +237,18 @@ class StepGraphs:
         num_tokens: int,
         routed: bool,
         outputs: Callable[[], list[OutputMemory]],
+        in_slots: "_InSlots | None",
         offsets: NDArray[np.int32],
         seconds: float,
     ) -> StepResult:
+        count_tokens = self._layer.tokens_per_expert
         return StepResult(
             outputs=outputs(),
             layout=Layout.CONTIGUOUS,
             num_tokens=num_tokens,
-            count_tokens=partial(self._layer.tokens_per_expert, offsets),
+            count_tokens=partial(count_tokens, offsets)
+            if in_slots is None
+            else in_slots.counter(count_tokens, offsets),
             compute_seconds=seconds,
             empty_slots=empty_slots(self._layer.shape, num_tokens, routed, offsets),
         )
@@ -228,10 +275,52 @@ class StepGraphs:
         self._graphs.clear()
 
     def _capture(self, count: int, routed: bool, pool: GraphPool) -> Graph:
-        work = partial(self._tensors.launch, self._layer, self._num_sms, count, routed)
+        work = partial(
+            self._tensors.launch, self._layer, self._num_sms, count, routed, self._store is not None
+        )
         work()  # creates what is created on first use, which a capture does not allow
         self._stream.synchronize()
         return pool.capture(work, self._stream)
+
+
+class _InSlots:
+    """The progress of a step whose experts are looked for in slots.
+
+    experts     in slots when it found all of them; None: it ran without the table of slots
+    is_counted  the store has counted its experts
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        experts: NDArray[np.intp],
+        ended: Event,
+        complete: "Callable[[_InSlots], None]",
+    ) -> None:
+        self.store, self.is_counted = store, False
+        self.experts: NDArray[np.intp] | None = experts
+        self._ended, self._complete = ended, complete
+
+    def query(self) -> bool:
+        """Whether it has run once: `synchronize` may yet run it again."""
+        return self._ended.query()
+
+    def synchronize(self) -> None:
+        """Wait until it has had all of its experts."""
+        self._ended.synchronize()
+        self._complete(self)
+
+    def counter(
+        self, count_tokens: Callable[[NDArray[np.int32]], NDArray[np.int32]], offsets: NDArray[np.int32]
+    ) -> Callable[[], NDArray[np.int32]]:
+        """What counts the tokens of experts; notes what the step used. `offsets`: that it wrote."""
+        experts = self.experts
+        if experts is None:
+            return partial(count_tokens, offsets)
+        if not self.is_counted:
+            self.is_counted = True
+            self.store.note_in_slots(offsets, experts)
+        return lambda: count_tokens(self.store.offsets_of_experts(offsets, experts))
 
 
 def _fits(request: LayerRequest) -> bool:

@@ -70,7 +70,7 @@ def test_the_device_needs_the_budget_and_the_host_the_experts() -> None:
     held = [(given.models[0], 32)]
     with_budget, without = (needs_of_models(each, held, HOPPER) for each in (given, whole))
     assert with_budget.weights == without.weights - (33 - 13) * EXPERT
-    assert (with_budget.graphs, without.graphs > 0) == (0, True), "their steps are no graphs"
+    assert 0 < with_budget.graphs <= without.graphs
     (share,) = shares_of(given, HOPPER)
     assert share.text.startswith("tiny: experts 0-31 of 32, 8 at a time and 1 shared: ")
     pinned, others = (sum(host_memory(each, HOPPER).pinned.values()) for each in (given, whole))

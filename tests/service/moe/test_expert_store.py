@@ -1,7 +1,8 @@
 """Experts in the host's memory, without a GPU: which are kept, when they are copied, and the same bits."""
 
+import ctypes
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,13 +23,16 @@ from expertd.kernels import (
 from expertd.kernels.backends.cpu.backend import CpuBackend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.four_bits import tensors_of
-from expertd.service.device import Copies
+from expertd.kernels.request_table import _HEADER, _REQUEST, RequestTable
+from expertd.service.device import Copies, Graph, GraphPool
 from expertd.service.device.cpu import CpuDevice
 from expertd.service.memory import Mapped, Unregister
 from expertd.service.moe.expert_store import SlotTable, StoreMemory
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import Signal
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.step import graphs
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.requests import layer_request, rows_of
@@ -58,6 +62,18 @@ def test_the_least_recently_used_experts_leave_first() -> None:
     assert taken(table, 1) == ([], [1], [1], []), "5 was used first"
     assert taken(table, 5, 7) == ([7], [5], [0], []), "and then 2"
     assert table.slot_of.tolist() == [-1, 1, -1, -1, -1, 0, -1, 2]
+
+
+def test_steps_that_look_in_slots_use_experts_too() -> None:
+    table = SlotTable(8, 3)
+    taken(table, 5, 2, 1)
+    experts = table.expert_in
+    table.use(np.array([0, 1]), experts)
+    assert taken(table, 7) == ([], [7], [2], []), "5 was used last by the first step"
+    assert experts.tolist() == [1, 2, 5], "as that step found them"
+    taken(table, 1, 2)
+    table.use(np.array([2]), experts)
+    assert taken(table, 6) == ([], [6], [2], []), "5 has left its slot, and nobody has used 7"
 
 
 def test_experts_that_a_step_needs_stay() -> None:
@@ -227,6 +243,30 @@ class LazyStream:
     def synchronize(self) -> None: ...
 
 
+class Replayed:
+    """A graph whose replay is another call."""
+
+    def __init__(self, work: Callable[[], object], log: Log) -> None:
+        self._work, self._log = work, log
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        self._log.append(("replay",))
+        self._work()
+
+    def reset(self) -> None: ...
+
+
+class LazyPool:
+    """Captures without a GPU."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def capture(self, work: Callable[[], object], stream: Any, as_part: bool = False) -> Graph:
+        return Replayed(work, self._log)
+
+
 class LazyDevice(CpuDevice):
     """A CPU whose copies are made as late as events allow, as on a GPU."""
 
@@ -256,6 +296,12 @@ class LazyDevice(CpuDevice):
         self.log.append(("copy", [(to, size) for to, _, size in made]))
         stream.enqueue(lambda: super(LazyDevice, self).copy(copies, stream))
 
+    def new_graph_pool(self) -> GraphPool:
+        return LazyPool(self.log)
+
+    def signal(self, address: int, value: int, stream: Any) -> None:
+        self.log.append(("signal", value))
+
     @property
     def register(self) -> Callable[[Mapped], Unregister]:
         def register(memory: Mapped) -> Unregister:
@@ -263,6 +309,46 @@ class LazyDevice(CpuDevice):
             return lambda: self.registered.remove(memory)
 
         return register
+
+
+class HostTable(RequestTable):
+    """In memory that no GPU reads."""
+
+    def __init__(self) -> None:
+        self._tensor = torch.zeros(1 << 14, dtype=torch.uint8)
+        self._bytes = memoryview(self._tensor.numpy())  # type: ignore[arg-type]
+        self.end_token = self._tensor[:4].view(torch.int32)
+
+    def __iter__(self) -> Iterator[tuple[slice, Any]]:
+        """The requests: tokens, and (hidden_states, topk_ids, topk_weights, out) with what follows."""
+        for place in range(_HEADER.unpack_from(self._bytes)[1]):
+            request = _REQUEST.unpack_from(self._bytes, _HEADER.size + place * _REQUEST.size)
+            yield slice(request[4], request[5]), request
+
+
+class Graphed(Plain):
+    """Reads and writes rows of bf16 requests with int32 ids and fp32 outputs."""
+
+    capabilities = replace(Plain.capabilities, captures=True, request_table=True)
+
+    def gather_rows(
+        self, table: Any, hidden_states: Tensor, topk_ids: Any, topk_weights: Any, num_experts: int = 0
+    ) -> None:
+        if topk_ids is not None:
+            topk_ids.fill_(-1)
+        for tokens, (rows, ids, weights, *_) in table:
+            copy_bytes(hidden_states[tokens], rows)
+            if topk_ids is not None:
+                copy_bytes(topk_ids[tokens], ids)
+                copy_bytes(topk_weights[tokens], weights)
+
+    def scatter_rows(self, rows: Tensor, table: Any) -> None:
+        for tokens, (_, _, _, out, *_) in table:
+            ctypes.memmove(out, rows[tokens].data_ptr(), rows[tokens].nbytes)
+
+
+def copy_bytes(to: Tensor, address: int) -> None:
+    ctypes.memmove(to.data_ptr(), address, to.nbytes)
 
 
 class Logged(Plain):
@@ -317,6 +403,86 @@ def check_order(log: Log) -> None:
                         overwritten += 1
                         assert waited > read, f"entry {place} of the log overwrites what entry {read} reads"
     assert overwritten > 100
+
+
+def graphed(
+    monkeypatch: pytest.MonkeyPatch, shape: LayerShape, device: LazyDevice
+) -> tuple[LayerRunner, LayerRunner, MoELayer]:
+    """Runners of a store with graphs, of another without, and the layer with all experts."""
+    monkeypatch.setattr(graphs, "RequestTable", HostTable)
+    monkeypatch.setattr(graphs, "TOKEN_COUNTS", (1, 2, 4, 16))
+    runners = [
+        LayerRunner(store_of(StoreMemory(each), shape, SLOTS, Graphed(), 3)[1], each)
+        for each in (device, LazyDevice())
+    ]
+    with torch.inference_mode():
+        runners[0].capture(device.new_graph_pool())
+    return runners[0], runners[1], MoELayer(shape, random_weights(shape, 3, "cpu"), Graphed())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, local_experts=range(10, 34))])
+def test_graphs_find_experts_in_slots_and_run_again_without_them(
+    shape: LayerShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, tokens of experts, hits, misses and copies are those of steps that wait for their routing."""
+    generator = fresh_generator()
+    runner, eager, whole = graphed(monkeypatch, shape, LazyDevice())
+    assert runner.can_capture
+    last = hidden_states(1, generator).bfloat16()
+    for turn, tokens in enumerate((1, 1, 2, 12, 1, 4, 2, 9, 3) * 3):
+        given = hidden_states(1 if turn % 3 else tokens, generator).bfloat16()
+        if turn % 3 == 1:
+            given = last
+        last, routing = given, None
+        if turn % 4 == 0:
+            ids = torch.rand(len(given), 48, generator=generator).argsort(1)[:, :3].int()
+            routing = ids.where(torch.rand(ids.shape, generator=generator) < 0.9, -1), torch.rand(ids.shape)
+        request = layer_request(given, routing=routing)
+        expected = whole(given, *(routing or ()))
+        results = [each.run([request]) for each in (runner, eager)]
+        assert torch.equal(rows_of(results[0].outputs[0], "FP32", SHAPE.hidden_size), expected), (
+            f"step {turn}"
+        )
+        first, second = (result.tokens_per_expert.tolist() for result in results)
+        assert first == second
+        assert results[0].empty_slots == results[1].empty_slots
+    assert (runner.launches.graph, runner.launches.eager) == (27, 0)
+    first, second = (asdict(each.layer.store.counts) for each in (runner, eager))  # type: ignore[attr-defined]
+    assert {**first, "wait_seconds": 0} == {**second, "wait_seconds": 0}
+    assert first["hits"] > 27
+    assert first["wait_seconds"] > 0
+
+
+def test_a_graph_whose_experts_are_there_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LazyDevice()
+    runner, _, whole = graphed(monkeypatch, SHAPE, device)
+    given = hidden_states(2, fresh_generator()).bfloat16()
+    expected, ran = whole(given), list[tuple[int, bool]]()
+    for turn in range(4):
+        device.log.clear()
+        step = runner.begin([replace(layer_request(given), signal=Signal(0, turn))])
+        assert ("signal", turn) not in device.log, "the host does not know yet that there were all experts"
+        result = step.finish()
+        assert torch.equal(rows_of(result.outputs[0], "FP32", SHAPE.hidden_size), expected)
+        assert device.log.count(("signal", turn)) == 1
+        kinds = [kind for kind, *_ in device.log]
+        ran.append((kinds.count("replay"), kinds.count("copy") > 0))
+    assert ran == [(2, True), (1, False), (1, False), (1, False)]
+
+
+def test_a_graph_whose_copies_fail_leaves_no_wrong_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LazyDevice()
+    runner, _, whole = graphed(monkeypatch, SHAPE, device)
+    given = hidden_states(2, fresh_generator()).bfloat16()
+    for _ in range(2):
+        step = runner.begin([layer_request(given)])
+        device.fails = True
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            step.finish()
+        device.fails = False
+    result = runner.run([layer_request(given)])
+    assert torch.equal(rows_of(result.outputs[0], "FP32", SHAPE.hidden_size), whole(given))
 
 
 def test_a_step_that_fails_leaves_no_wrong_experts() -> None:

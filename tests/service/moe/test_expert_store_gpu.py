@@ -1,5 +1,7 @@
 """Experts in the host's memory on a GPU: the bits of a layer that has all, and steps that wait for copies."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from expertd.service.device import device_of
 from expertd.service.engine.layers import layer_of, stored_layers
 from expertd.service.engine.memory_needs import expert_slots
 from expertd.service.moe.expert_store import StoreMemory
+from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.request import Signal
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from tests.kernels.helpers import fresh_generator
@@ -74,6 +78,66 @@ def test_the_runner_serves_requests_from_any_memory(backend: str) -> None:
                 (output,) = runner.run([request]).outputs
                 assert torch.equal(rows_of(output, "FP32", SHAPE.hidden_size), expected)
     assert runner.launches.recurring == runner.launches.graph == 0
+
+
+def with_graphs(layer: MoELayer) -> LayerRunner:
+    runner = LayerRunner(layer, device_of("cuda"))
+    runner.capture(device_of("cuda").new_graph_pool())
+    return runner
+
+
+@on_both
+def test_graphs_find_experts_in_slots(backend: str) -> None:
+    """Layers take turns, by their router or by routing that may name no expert; few steps have all."""
+    generator = fresh_generator()
+    seed = generator.initial_seed() % 1000
+    made = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1])
+    runners = [with_graphs(layer) for _, layer, _ in made]
+    kept = [torch.randn(2, SHAPE.hidden_size, generator=generator).bfloat16() for _ in range(2)]
+    for turn in range(60):
+        tokens, place = (1, 2, 1, 100, 3, 1, 250)[turn % 7], (as_bytes, pinned, on_gpu)[turn % 3]
+        for number, (runner, (_, _, whole)) in enumerate(zip(runners, made, strict=True)):
+            rows = torch.randn(tokens, SHAPE.hidden_size, generator=generator).bfloat16()
+            rows, routing = kept[number] if turn % 2 else rows, None
+            if turn % 4 > 1:
+                ids = torch.rand(len(rows), 48, generator=generator).argsort(1)[:, :4].int()
+                ids = ids.where(torch.rand(ids.shape, generator=generator) < 0.9, -1)
+                routing = ids.contiguous(), torch.rand(ids.shape, generator=generator)
+            ids, weights = (each.cuda() for each in routing or whole.route(rows.cuda()))
+            offsets = torch.empty(50, dtype=torch.int32).pin_memory()
+            expected = whole(rows.cuda(), ids, weights, offsets=offsets).cpu()
+            result = runner.run([layer_request(rows, routing=routing, place=place)])
+            out = rows_of(result.outputs[0], "FP32", SHAPE.hidden_size)
+            assert torch.equal(out, expected), f"turn {turn}, layer {number}, {len(rows)} tokens"
+            assert result.tokens_per_expert.tolist() == whole.tokens_per_expert(offsets.numpy()).tolist()
+    for runner, (store, _, _) in zip(runners, made, strict=True):
+        assert (runner.launches.graph, runner.launches.eager) == (60, 0)
+        assert store.counts.hits > 60
+        assert store.counts.num_bytes == store.counts.misses * SHAPE.expert_bytes
+        runner.release_graphs()
+
+
+@on_both
+def test_a_graph_whose_experts_are_there_copies_nothing(backend: str) -> None:
+    """The output lies in the GPU's memory, and the caller waits for a signal alone."""
+    seed = fresh_generator().initial_seed() % 1000
+    ((store, layer, whole),) = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed])
+    runner = with_graphs(layer)
+    signal = torch.zeros(1, dtype=torch.int64).pin_memory()
+    rows = torch.randn(2, SHAPE.hidden_size).bfloat16()
+    expected, copied = whole(rows.cuda()), list[int]()
+    for turn in range(1, 6):
+        request = layer_request(rows, place=on_gpu, into=on_gpu)
+        step = runner.begin([replace(request, signal=Signal(signal.data_ptr(), turn))])
+        result = step.finish()
+        torch.cuda.synchronize()
+        assert signal.item() == turn
+        assert torch.equal(rows_of(result.outputs[0], "FP32", SHAPE.hidden_size), expected.cpu())
+        copied.append(store.counts.num_bytes)
+    assert copied[0] > 0
+    assert set(copied) == {copied[0]}
+    assert runner.launches.graph == 5
+    runner.release_graphs()
 
 
 @on_both

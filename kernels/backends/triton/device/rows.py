@@ -7,22 +7,35 @@ from expertd.kernels.backends.triton.device.numbers import encode, largest, scal
 
 
 @triton.jit
-def permutation(ids, inverse, offsets, num_pairs, num_groups, BLOCK: tl.constexpr):
+def permutation(
+    ids, inverse, offsets, groups, seen, num_pairs, num_groups, num_ids, LOOKS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write offsets int32 [num_groups + 1], and inverse int32 [num_pairs]: the row of each pair, -1: none.
 
-    One program for each group, which finds its pairs among all ids, and one for those of no group.
+    One program for each group, which finds its pairs among all ids, and one for those of no group. LOOKS_UP:
+    ids are not groups, but have them in groups int32 [num_ids], and are written to seen; see `GroupTable`.
     """
     group = tl.program_id(0)
     of_pair = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_pairs, BLOCK):
         id = tl.load(ids + first + of_pair, mask=of_pair < num_pairs - first, other=-1)
+        if LOOKS_UP:
+            id = tl.load(groups + id, mask=(id >= 0) & (id < num_ids), other=-1)
         before += ((id >= 0) & (id < group)).to(tl.int32)
     row = tl.sum(before, 0)
     tl.store(offsets + group, row)
     for first in range(0, num_pairs, BLOCK):
         is_pair = of_pair < num_pairs - first
         id = tl.load(ids + first + of_pair, mask=is_pair, other=0)
+        if LOOKS_UP:
+            known = is_pair & (id >= 0) & (id < num_ids)
+            found = tl.load(groups + id, mask=known, other=-1)
+            if group == num_groups:
+                tl.store(seen + 1 + first + of_pair, id, mask=is_pair)
+                tl.store(seen + tl.zeros_like(id), 1, mask=known & (found < 0))
+            id = found
         if group == num_groups:
             tl.store(inverse + first + of_pair, -1, mask=is_pair & ((id < 0) | (id >= num_groups)))
         else:
