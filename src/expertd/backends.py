@@ -6,6 +6,7 @@ from expertd.limits import HIDDEN_STEP
 from expertd.weight_format import WeightFormat
 
 _FP8 = frozenset({WeightFormat.FP8})
+_ALL = frozenset(WeightFormat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,15 @@ BACKENDS = {
         max_n=2**23,  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
     ),
     "triton": Capabilities(
-        device_type="cuda", captures=True, request_table=True, routes_bf16=True, compiles=True
+        device_type="cuda",
+        captures=True,
+        request_table=True,
+        routes_bf16=True,
+        compiles=True,
+        weight_formats=_ALL,
     ),
     "cpu": Capabilities(device_type="cpu", keeps_bf16=True),
-    "reference": Capabilities(
-        packs=True, weight_bytes=2, keeps_bf16=True, weight_formats=frozenset(WeightFormat)
-    ),
+    "reference": Capabilities(packs=True, weight_bytes=2, keeps_bf16=True, weight_formats=_ALL),
 }
 """By name, which is also that of a folder of `kernels/backends`; "auto" tries them in this order."""
 

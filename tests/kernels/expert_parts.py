@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from expertd.kernels import ExpertPart, GroupTable, Quantized
+from expertd.kernels import ExpertPart, GroupTable, Weights
+from expertd.kernels.ops.four_bits import mapped, tensors_of
 
 Cuts = Sequence[Sequence[int]]
 """The experts of each part."""
@@ -25,21 +26,24 @@ def placed(topk_ids: Tensor, cuts: Cuts, num_experts: int) -> Tensor:
     return lookup.to(topk_ids.device)[topk_ids.clamp(-1, num_experts).long() + 1].contiguous()
 
 
-def in_one_memory(gate_up: Quantized, down: Quantized, cuts: Cuts) -> Iterator[ExpertPart]:
+def in_one_memory(gate_up: Weights, down: Weights, cuts: Cuts) -> Iterator[ExpertPart]:
     """The parts, each of which overwrites the one before when it is asked for."""
     part = ExpertPart(*(_room(weights, max(map(len, cuts))) for weights in (gate_up, down)))
     for cut in cuts:
         for place, expert in enumerate(cut):
             for whole, own in zip((gate_up, down), part, strict=True):
-                own.data[place].view(torch.uint8).copy_(whole.data[expert].view(torch.uint8))
-                own.scales[place].copy_(whole.scales[expert])
+                for to, tensor in zip(tensors_of(own), tensors_of(whole), strict=True):
+                    to[place].view(torch.uint8).copy_(tensor[expert].view(torch.uint8))
         yield part
 
 
-def _room(weights: Quantized, num_groups: int) -> Quantized:
-    data, scales = (tensor.new_empty((num_groups, *tensor.shape[1:])) for tensor in weights)
-    data.view(torch.uint8).fill_(0xFF)  # NaN
-    return Quantized(data, scales.fill_(torch.nan))
+def _room(weights: Weights, num_groups: int) -> Weights:
+    def filled(tensor: Tensor) -> Tensor:
+        made = tensor.new_empty((num_groups, *tensor.shape[1:]))
+        made.view(torch.uint8).fill_(0xFF)  # NaN in all of floats
+        return made
+
+    return mapped(weights, filled)
 
 
 def slots_of(num_experts: int, kept: Sequence[int], ids: Tensor) -> GroupTable:

@@ -1,7 +1,7 @@
 """The Triton backend against float64 and PyTorch: on a GPU, or interpreted where there is none."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +11,15 @@ from torch import Tensor
 
 from expertd.kernels import (
     ExpertBiases,
+    FourBits,
     GroupTable,
     OtherGlu,
     Quantized,
     Swiglu,
+    WeightFormat,
+    Weights,
     compute_permutation,
+    decode,
     dequantize_rows,
     fused_experts,
     fused_experts_in_parts,
@@ -32,6 +36,7 @@ from expertd.kernels.backends.triton.build import function_of
 from expertd.kernels.backends.triton.targets import TARGETS
 from expertd.kernels.backends.triton.variants import heights, variants_for
 from expertd.kernels.ops.activation import SILU, Activation
+from expertd.kernels.ops.four_bits import format_of, mapped, packed_codes, quantize_nvfp4
 from expertd.kernels.request_table import DATATYPES, MAX_REQUESTS
 from tests.kernels.expert_parts import expect_slots_found, in_one_memory, num_groups_of, placed
 from tests.kernels.helpers import (
@@ -48,6 +53,7 @@ from tests.kernels.helpers import (
     random_weights,
     untouched,
 )
+from tests.kernels.test_four_bits import QUANTIZE, Quantize, each_format
 from tests.kernels.triton_on_any_device import DEVICE, KINDS, ON_GPU, OnAnyDevice
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -95,6 +101,17 @@ def test_contiguous_matches_float64(rows: list[int], n: int, k: int, backend: Tr
     expect_contiguous(case, buffer, out)
 
 
+@each_format
+@pytest.mark.parametrize("capability", sorted({KINDS[0], KINDS[-1]}))
+def test_contiguous_of_four_bits_matches_float64(quantize: Quantize, capability: int) -> None:
+    """Interpreted for a target whose tiles are transposed, and for one that stands for all others."""
+    rows, n, backend = [3, 0, 70, 1], 136, OnAnyDevice(TARGETS[capability])
+    case = random_contiguous(rows, n, 256, DEVICE, quantize=quantize)
+    buffer, out = poisoned(sum(rows), n, device=DEVICE)
+    grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend=backend)
+    expect_contiguous(case, buffer, out)
+
+
 def test_rows_of_no_group_are_not_written(any_backend: TritonBackend) -> None:
     case = random_contiguous([3, 2], 64, 128, DEVICE)
     _, out = poisoned(5, 64, device=DEVICE)
@@ -116,18 +133,40 @@ def test_masked_matches_float64(
     expect_masked(case, buffer, out)
 
 
+@each_format
+def test_masked_of_four_bits_matches_float64(quantize: Quantize, any_backend: TritonBackend) -> None:
+    counts, max_m, n = [3, 0, 20, 1], 20, 136
+    case = random_masked(counts, max_m, n, 256, DEVICE, quantize=quantize)
+    buffer, out = poisoned(len(counts), max_m, n, device=DEVICE)
+    grouped_gemm_masked(case.a, case.b, case.counts, out=out, backend=any_backend)
+    expect_masked(case, buffer, out)
+
+
 def test_all_tiles_layouts_and_sm_counts_give_the_same_bits(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _expect_same_bits(quantize_blocks, backend, monkeypatch)
+
+
+@each_format
+def test_the_same_with_four_bits(
+    quantize: Quantize, any_backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _expect_same_bits(quantize, any_backend, monkeypatch)
+
+
+def _expect_same_bits(
+    quantize: Callable[[Tensor], Weights], backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row's result depends only on the row and the weight."""
     counts, n = [17, 0, 40, 3], 136
-    case = random_masked(counts, 40, n, 256, DEVICE)
+    case = random_masked(counts, 40, n, 256, DEVICE, quantize=quantize)
     data = torch.cat([case.a.data.view(torch.uint8)[g, :c] for g, c in enumerate(counts)])
     scales = torch.cat([case.a.scales[g, :c] for g, c in enumerate(counts)])
     packed = Quantized(data.view(torch.float8_e4m3fn), scales)
     offsets = torch.tensor([0, *counts], device=DEVICE).cumsum(0).to(torch.int32)
     outs = []
-    for height in heights(backend._kernels.target):
+    for height in heights(backend._kernels.target, format_of(case.b)):
         monkeypatch.setattr(plans, "choose", lambda *_, height=height: height)
         outs.append(grouped_gemm_contiguous(packed, case.b, offsets, backend=backend, num_sms=height // 16))
     masked = grouped_gemm_masked(case.a, case.b, case.counts, backend=backend)
@@ -175,14 +214,48 @@ def test_every_code_is_multiplied_exactly(side: str, backend: TritonBackend) -> 
         assert torch.equal(each[known].nan_to_num(9999), values[known].nan_to_num(9999))
 
 
+@each_format
+def test_every_code_of_four_bits_is_exact(quantize: Quantize, any_backend: TritonBackend) -> None:
+    """Each of the 16 at each place of a block, with scales that leave numbers that bf16 holds."""
+    k, generator = 128, fresh_generator()
+    weights = quantize(torch.ones(1, 16, k))
+    weights.data.copy_(packed_codes(torch.arange(16)[:, None] + torch.arange(k)))
+    powers = torch.randint(-6, 7, weights.scales.shape, generator=generator)
+    is_mxfp4 = weights.format is WeightFormat.MXFP4
+    weights.scales.copy_(powers + 127 if is_mxfp4 else torch.exp2(powers))
+    if weights.whole is not None:
+        weights.whole.copy_(torch.exp2(torch.randint(-6, 7, weights.whole.shape, generator=generator)))
+    rows = Quantized(torch.eye(k).to(torch.float8_e4m3fn).to(DEVICE), torch.ones(k, 1, device=DEVICE))
+    offsets = torch.tensor([0, k], dtype=torch.int32, device=DEVICE)
+    on_device = mapped(weights, lambda tensor: tensor.to(DEVICE))
+    out = grouped_gemm_contiguous(rows, on_device, offsets, backend=any_backend)
+    assert torch.equal(out.t().float().cpu(), decode(weights)[0])
+
+
+def test_every_scale_of_mxfp4_is_exact(any_backend: TritonBackend) -> None:
+    """Up to 2**100, which is far above what is loaded; 255 is NaN."""
+    scales = torch.arange(1, 233, dtype=torch.uint8)
+    scales[228:] = 255
+    data = torch.full((1, 232, 64), 0x22, dtype=torch.uint8, device=DEVICE)  # 1
+    of_groups = scales.view(1, 232, 1).expand(1, 232, 4).contiguous().to(DEVICE)
+    weights = FourBits(data, of_groups, WeightFormat.MXFP4)
+    one = torch.zeros(1, 128, dtype=torch.uint8, device=DEVICE)
+    one[0, 77] = 0x38
+    rows = Quantized(one.view(torch.float8_e4m3fn), torch.ones(1, 1, device=DEVICE))
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    out = grouped_gemm_contiguous(rows, weights, offsets, backend=any_backend)[0].double().cpu()
+    assert out[228:].isnan().all()
+    assert torch.equal(out[:228], torch.exp2(scales[:228].double() - 127))
+
+
 class Layer(NamedTuple):
     """Arguments of `fused_experts`."""
 
     hidden_states: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
-    gate_up: Quantized
-    down: Quantized
+    gate_up: Weights
+    down: Weights
 
     def run(self, backend: TritonBackend, out_dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
         out = torch.full(self.hidden_states.shape, torch.nan, dtype=out_dtype, device=DEVICE)
@@ -200,6 +273,7 @@ def _layer(
     h: int = 128,
     i: int = 128,
     dtype: torch.dtype = torch.bfloat16,
+    quantize: Callable[[Tensor], Weights] = quantize_blocks,
 ) -> Layer:
     """Random arguments: ids in random order, rows_per_group[g] of them g, `outside` more naming no group."""
     generator, num_groups = fresh_generator(DEVICE), len(rows_per_group)
@@ -208,8 +282,8 @@ def _layer(
     ids = torch.cat([ids, none])
     ids = ids[torch.randperm(len(ids))].to(torch.int32).view(-1, slots).to(DEVICE)
     columns = -(-h // 128) * 128
-    gate_up = quantize_blocks(random_weights(num_groups, 2 * i, columns, generator)[..., :h] * h**-0.5)
-    down = quantize_blocks(random_weights(num_groups, h, i, generator) * i**-0.5)
+    gate_up = quantize(random_weights(num_groups, 2 * i, columns, generator)[..., :h] * h**-0.5)
+    down = quantize(random_weights(num_groups, h, i, generator) * i**-0.5)
     hidden_states = random_rows((len(ids), columns), generator)[:, :h].to(dtype).contiguous()
     weights = torch.randn(ids.shape, generator=generator, device=DEVICE)
     return Layer(hidden_states, ids, weights, gate_up, down)
@@ -229,8 +303,26 @@ def test_experts_match_float64(rows: list[int], backend: TritonBackend) -> None:
         assert torch.equal(again, out)
 
 
-def test_parts_give_the_bits_of_the_whole(any_backend: TritonBackend) -> None:
-    layer, cuts = _layer([2, 0, 7, 3], outside=2, h=256), [[2, 0], [3], [1]]
+@each_format
+def test_experts_of_four_bits_match_float64(quantize: Quantize, any_backend: TritonBackend) -> None:
+    """Also where a row ends within a block, if the format allows that."""
+    h = 256 if quantize is QUANTIZE["INT4 of 128"] else 160
+    layer, generator = _layer([0, 7, 0, 3], h=h, quantize=quantize), fresh_generator(DEVICE)
+    assert diff(layer.run(any_backend), layer.expected()) < TOLERANCE
+    activation = OtherGlu(1.702, 1.5, 1.0)
+    biases = ExpertBiases(
+        *(torch.randn(4, n, generator=generator, device=DEVICE).to(torch.bfloat16) for n in (256, h))
+    )
+    out = layer.run(any_backend, activation=activation, biases=biases)
+    assert diff(out, layer.expected(activation, biases)) < TOLERANCE
+
+
+@pytest.mark.parametrize("quantize", [quantize_blocks, quantize_nvfp4], ids=["FP8", "NVFP4"])
+def test_parts_give_the_bits_of_the_whole(
+    quantize: Callable[[Tensor], Weights], any_backend: TritonBackend
+) -> None:
+    layer = _layer([2, 0, 7, 3], outside=2, h=256, quantize=quantize)
+    cuts = [[2, 0], [3], [1]]
     hidden_states, topk_ids, topk_weights, gate_up, down = layer
     groups, parts = placed(topk_ids, cuts, 4), in_one_memory(gate_up, down, cuts)
     out = fused_experts_in_parts(

@@ -18,6 +18,7 @@ from expertd.kernels.backends.triton.variants import (
     ROUTER_EXPERTS,
     ROUTER_TOKENS,
     SLOTS,
+    gated_heights,
     heights,
     variants_for,
 )
@@ -25,7 +26,7 @@ from expertd.kernels.checks import refusal
 from expertd.kernels.ops.activation import Activation, OtherGlu
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.checks import check_logits, check_router
-from expertd.kernels.ops.four_bits import Weights
+from expertd.kernels.ops.four_bits import SCALE_DTYPES, FourBits, Weights, format_of
 from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K, RequestTable
@@ -33,6 +34,7 @@ from expertd.kernels.stages import Stages
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
 from expertd.routing import Routing
+from expertd.weight_format import WeightFormat
 
 _MAX_K = 2**24  # offsets within a tile of 128 rows have 32 bits
 _TOKEN_COLUMNS = 1024  # of a token, by a program
@@ -236,20 +238,19 @@ class TritonBackend(Backend):
         """Write out bf16: each group's rows of a times its b, plus bias bf16 [G, N]."""
         _check_device("a", a.data)
         (num_groups, n, k), rows = b.data.shape, a.data.shape[-2]
-        if k > _MAX_K:
-            raise refusal("K", f"at most {_MAX_K}", k)
-        device = out.device
-        fitting = heights(self._kernels.target)
+        if a.data.shape[-1] > _MAX_K:
+            raise refusal("K", f"at most {_MAX_K}", a.data.shape[-1])
+        device, weights = out.device, format_of(b)
+        fitting = heights(self._kernels.target, weights)
         height = plans.choose(fitting, expected_m, num_groups, n, num_sms or _sms(device))
-        variant = self._variants.multiply[layout, height]
+        variant = self._variants.multiply[weights, layout, height]
         programs = self._kernels.programs(variant, device, num_sms)
         is_masked = layout is Layout.MASKED
         strides = a.scales.stride() if is_masked else (0, *a.scales.stride())
         self._kernels.launch(
             variant, device, (min(programs, plans.max_tiles(layout, rows, num_groups, n, height)),),
-            self._codes(a.data), a.scales, self._codes(b.data), b.scales, extents, out,
-            out if bias is None else bias,
-            num_groups, n, k, rows if is_masked else 0, *strides, int(bias is not None),
+            *self._operands(a, b), extents, out, out if bias is None else bias,
+            num_groups, n, k, rows if is_masked else 0, *strides, *_of_scales(b), int(bias is not None),
         )  # fmt: skip
 
     def _activate(
@@ -265,9 +266,9 @@ class TritonBackend(Backend):
         """Permuted rows e4m3 [R, I], activated: a [R, K] times b [G, 2I, K], gates first."""
         (num_groups, n2, k), num_rows = b.data.shape, a.data.shape[0]
         n, device = n2 // 2, a.data.device
-        gated = self._variants.multiply_gated
-        height = plans.choose(gated, expected_m, num_groups, n, num_sms or _sms(device))
-        variant = gated[height]
+        weights = format_of(b)
+        height = plans.choose(gated_heights(weights), expected_m, num_groups, n, num_sms or _sms(device))
+        variant = self._variants.multiply_gated[weights, height]
         programs = self._kernels.programs(variant, device, num_sms)
         data = torch.empty((num_rows, n), dtype=torch.float8_e4m3fn, device=device)
         scales = torch.empty((n // SCALE_BLOCK, num_rows), dtype=torch.float32, device=device)
@@ -277,9 +278,9 @@ class TritonBackend(Backend):
         self._kernels.launch(
             variant, device,
             (min(programs, plans.max_tiles(Layout.CONTIGUOUS, num_rows, num_groups, n, height)),),
-            self._codes(a.data), a.scales, self._codes(b.data), b.scales, offsets, data.view(torch.uint8),
-            scales, a.scales if biases is None else biases.gate_up,
-            num_groups, num_rows, n, k, *a.scales.stride(), int(biases is not None),
+            *self._operands(a, b), offsets, data.view(torch.uint8), scales,
+            a.scales if biases is None else biases.gate_up,
+            num_groups, num_rows, n, k, *a.scales.stride(), *_of_scales(b), int(biases is not None),
             activation.alpha, activation.limit, up_offset, int(after),
         )  # fmt: skip
         return Quantized(data, scales.t())
@@ -337,8 +338,24 @@ class TritonBackend(Backend):
             rows, inverse, topk_weights, out, top_k, n,
         )  # fmt: skip
 
-    def _codes(self, data: Tensor) -> Tensor:
-        return data if self._kernels.target.fp8 else data.view(torch.uint8)
+    def _operands(self, a: Quantized, b: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Rows and weights as kernels take them; the last one counts in NVFP4 alone."""
+        if isinstance(b, FourBits):
+            scales = b.scales if b.format is WeightFormat.MXFP4 else b.scales.view(torch.int16)
+            whole = a.scales if b.whole is None else b.whole
+            return a.data.view(torch.int16), a.scales, b.data, scales, whole
+        data = (a.data, b.data)
+        if not self._kernels.target.fp8:
+            data = (a.data.view(torch.uint8), b.data.view(torch.uint8))
+        return data[0], a.scales, data[1], b.scales, a.scales
+
+
+def _of_scales(weights: Weights) -> tuple[int, int]:
+    """(scales_of_block, scale_dtype) of a GEMM; NVFP4's are read in pairs."""
+    if not isinstance(weights, FourBits) or weights.format is not WeightFormat.INT4:
+        return 4, 0
+    dtypes = SCALE_DTYPES[WeightFormat.INT4]
+    return SCALE_BLOCK // weights.group_size, dtypes.index(weights.scales.dtype)
 
 
 def _sms(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from expertd.kernels.backends.triton.targets import Target
 from expertd.kernels.request_table import MAX_GIVEN_TOP_K
 from expertd.layout import Layout
 from expertd.limits import MAX_EXPERTS
+from expertd.weight_format import WeightFormat
 
 Constant = int | bool
 
@@ -42,6 +43,9 @@ HEIGHTS = (16, 32, 64, 128)
 """Rows of a GEMM's tile."""
 LOW_HEIGHTS = HEIGHTS[:-1]
 """The same where low tiles do better, or where there are two sums: of gates, and of what they gate."""
+FOUR_BIT_HEIGHTS = (16, 64)
+"""The same for weights of four bits: few, as there are three formats of them."""
+FOUR_BIT_STAGES = 6  # of 32 columns, not 128
 
 ROUTER_TOKENS, ROUTER_EXPERTS, ROUTER_COLUMNS = 32, 64, 1024
 """Of a router's tile; its logits are as many sums as there are ROUTER_COLUMNS."""
@@ -53,12 +57,13 @@ SLOTS = 32
 
 @dataclass(frozen=True)
 class Variants:
-    """All that are compiled for a target; of GEMMs by the tile's height, of routing by EXPERT_COUNTS, of the
-    permutation by whether it has a `GroupTable`.
+    """All that are compiled for a target; of GEMMs by the weights' format and the tile's height.
+
+    Of routing by EXPERT_COUNTS, of the permutation by whether it has a `GroupTable`.
     """
 
-    multiply: dict[tuple[Layout, int], TritonVariant]
-    multiply_gated: dict[int, TritonVariant]
+    multiply: dict[tuple[WeightFormat, Layout, int], TritonVariant]
+    multiply_gated: dict[tuple[WeightFormat, int], TritonVariant]
     permutation: dict[bool, TritonVariant]
     permute: dict[torch.dtype, TritonVariant]
     combine: dict[torch.dtype, TritonVariant]
@@ -79,9 +84,16 @@ class Variants:
         yield from self.route_tokens.values()
 
 
-def heights(target: Target) -> tuple[int, ...]:
+def heights(target: Target, weights: WeightFormat) -> tuple[int, ...]:
     """Rows of the tiles of a GEMM without an activation."""
+    if weights is not WeightFormat.FP8:
+        return FOUR_BIT_HEIGHTS
     return LOW_HEIGHTS if target.wide else HEIGHTS
+
+
+def gated_heights(weights: WeightFormat) -> tuple[int, ...]:
+    """The same of a GEMM with an activation."""
+    return LOW_HEIGHTS if weights is WeightFormat.FP8 else FOUR_BIT_HEIGHTS
 
 
 @cache
@@ -89,11 +101,16 @@ def variants_for(target: Target) -> Variants:
     """The variants for a target."""
     return Variants(
         {
-            (layout, height): _multiply(target, layout, height)
+            (weights, layout, height): _multiply(target, weights, layout, height)
+            for weights in WeightFormat
             for layout in Layout
-            for height in heights(target)
+            for height in heights(target, weights)
         },
-        {height: _multiply_gated(target, height) for height in LOW_HEIGHTS},
+        {
+            (weights, height): _multiply_gated(target, weights, height)
+            for weights in WeightFormat
+            for height in gated_heights(weights)
+        },
         {looks_up: _permutation(looks_up) for looks_up in (False, True)},
         {
             **{dtype: _permute(name, f"*{name}", False) for dtype, name in _FLOATS.items()},
@@ -107,54 +124,81 @@ def variants_for(target: Target) -> Variants:
     )
 
 
-def _codes(target: Target) -> str:
-    return "*fp8e4nv" if target.fp8 else "*u8"
+_SCALES = {
+    WeightFormat.FP8: "*fp32",
+    WeightFormat.MXFP4: "*u8",
+    WeightFormat.INT4: "*i16",
+    WeightFormat.NVFP4: "*i16",
+}
+"""How kernels read scales of weights: INT4's by words of 16 bits, NVFP4's two at a time."""
 
 
-def _of_tile(target: Target, height: int, stages: int) -> tuple[tuple[str, Constant], ...]:
+def _operands(target: Target, weights: WeightFormat) -> dict[str, str]:
+    """The types of rows and weights; words of rows have two columns, as bytes of four-bit weights have."""
+    codes = "*fp8e4nv" if target.fp8 else "*u8"
+    a, b = (codes, codes) if weights is WeightFormat.FP8 else ("*i16", "*u8")
+    return {"a": a, "a_scales": "*fp32", "b": b, "b_scales": _SCALES[weights], "b_whole": "*fp32"}
+
+
+def _prefix(weights: WeightFormat) -> str:
+    return "" if weights is WeightFormat.FP8 else f"{weights.lower()}_"
+
+
+def _of_tile(
+    target: Target, weights: WeightFormat, height: int, stages: int
+) -> tuple[tuple[str, Constant], ...]:
+    is_fp8 = weights is WeightFormat.FP8
     return (
-        ("SWAP", target.wide and height < 64),
-        ("FP8", target.fp8),
+        # Weights that are decoded in registers are multiplied from there as the larger side alone.
+        ("SWAP", target.wide and (height < 64 or not is_fp8)),
+        ("FP8", target.fp8 and is_fp8),
         ("BLOCK_M", height),
         ("BLOCK_N", COLUMNS),
         ("STAGES", stages),
     )
 
 
-def _multiply(target: Target, layout: Layout, height: int) -> TritonVariant:
-    stages = 4 if target.large else 3
+def _weights(weights: WeightFormat) -> tuple[str, Constant]:
+    return "WEIGHTS", tuple(WeightFormat).index(weights)
+
+
+def _multiply(target: Target, weights: WeightFormat, layout: Layout, height: int) -> TritonVariant:
+    is_fp8 = weights is WeightFormat.FP8
+    stages = (4 if target.large else 3) if is_fp8 else FOUR_BIT_STAGES
     types = {
-        "a": _codes(target), "a_scales": "*fp32", "b": _codes(target), "b_scales": "*fp32",
+        **_operands(target, weights),
         "extents": "*i32", "out": "*bf16", "bias": "*bf16",
         "num_groups": "i32", "n": "i32", "k": "i32", "stride": "i32",
         "scale_group_stride": "i64", "scale_row_stride": "i64", "scale_column_stride": "i64",
-        "has_bias": "i32",
+        "scales_of_block": "i32", "scale_dtype": "i32", "has_bias": "i32",
     }  # fmt: skip
     return TritonVariant(
-        f"{layout.value}_m{height}",
+        f"{_prefix(weights)}{layout.value}_m{height}",
         ("gemm", "multiply"),
         tuple(types.items()),
-        (("MASKED", layout is Layout.MASKED), *_of_tile(target, height, stages)),
+        (_weights(weights), ("MASKED", layout is Layout.MASKED), *_of_tile(target, weights, height, stages)),
         (("a", 16), ("b", 16), ("out", 16), ("bias", 16), ("n", 8), ("k", 16)),
-        4 if height <= (64 if target.wide else 32) else 8,
+        4 if height <= (64 if target.wide and is_fp8 else 32) else 8,
         stages,
     )
 
 
-def _multiply_gated(target: Target, height: int) -> TritonVariant:
-    stages = 4 if target.wide and height == 64 else 3
+def _multiply_gated(target: Target, weights: WeightFormat, height: int) -> TritonVariant:
+    is_fp8 = weights is WeightFormat.FP8
+    stages = (4 if target.wide and height == 64 else 3) if is_fp8 else FOUR_BIT_STAGES
     types = {
-        "a": _codes(target), "a_scales": "*fp32", "b": _codes(target), "b_scales": "*fp32",
+        **_operands(target, weights),
         "offsets": "*i32", "out": "*u8", "out_scales": "*fp32", "bias": "*bf16",
         "num_groups": "i32", "num_rows": "i32", "n": "i32", "k": "i32",
-        "scale_row_stride": "i64", "scale_column_stride": "i64", "has_bias": "i32",
+        "scale_row_stride": "i64", "scale_column_stride": "i64",
+        "scales_of_block": "i32", "scale_dtype": "i32", "has_bias": "i32",
         "alpha": "fp32", "limit": "fp32", "up_offset": "fp32", "clamp_after": "i32",
     }  # fmt: skip
     return TritonVariant(
-        f"gated_m{height}",
+        f"{_prefix(weights)}gated_m{height}",
         ("gemm", "multiply_gated"),
         tuple(types.items()),
-        _of_tile(target, height, stages),
+        (_weights(weights), *_of_tile(target, weights, height, stages)),
         (("a", 16), ("b", 16), ("out", 16), ("bias", 16), ("n", 16), ("k", 16)),
         4 if height < 64 and target.wide else 8,
         stages,

@@ -1,5 +1,7 @@
 """Device code: the grouped GEMM of FP8 rows and weights, and the same with a gated activation behind it.
 
+WEIGHTS says what weights are: FP8 with a scale per 128x128 block, or four bits (four_bits.py).
+
 A group's rows are cut into tiles of BLOCK_M, and each program makes the work list, all tiles of rows times
 all of columns, from the groups' extents. Every variant adds up a row's products in the same order: 128 of K
 in the tensor cores, then these sums, scaled, in fp32. So a row's bits depend on it and on the weights alone.
@@ -8,6 +10,18 @@ in the tensor cores, then these sums, scaled, in fp32. So a row's bits depend on
 import triton
 import triton.language as tl
 
+from expertd.kernels.backends.triton.device.four_bits import (
+    FP8_WEIGHTS,
+    NVFP4,
+    PAIRS,
+    PARTS_OF_BLOCK,
+    add_part,
+    decode_rows,
+    load_scales,
+    scale_at,
+    scale_of_part,
+    scales_of_row,
+)
 from expertd.kernels.backends.triton.device.numbers import decode, encode, largest, scale_of
 
 GROUPS = tl.constexpr(1024)  # at most
@@ -77,12 +91,17 @@ def add_product(total, rows, weights, row_scales, scale, SWAP: tl.constexpr, FP8
 
 @triton.jit
 def multiply(
-    a, a_scales, b, b_scales, extents, out, bias,
-    num_groups, n, k, stride, scale_group_stride, scale_row_stride, scale_column_stride, has_bias,
-    MASKED: tl.constexpr, SWAP: tl.constexpr, FP8: tl.constexpr,
+    a, a_scales, b, b_scales, b_whole, extents, out, bias,
+    num_groups, n, k, stride, scale_group_stride, scale_row_stride, scale_column_stride,
+    scales_of_block, scale_dtype, has_bias,
+    WEIGHTS: tl.constexpr, MASKED: tl.constexpr, SWAP: tl.constexpr, FP8: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write out bf16 [rows, n]: a [rows, k] times b [num_groups, n, k], plus bias bf16 [num_groups, n]."""
+    """Write out bf16 [rows, n]: a [rows, k] times b [num_groups, n, k], plus bias bf16 [num_groups, n].
+
+    Of four bits: a is words of two columns, k counts these, as bytes of b; a row of it has scales_of_block (1
+    or 4) scales for a block, INT4's of scale_dtype, and NVFP4's a factor b_whole fp32 [num_groups, n].
+    """
     columns, blocks = tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K)
     ends = tiles_to_end(extents, num_groups, MASKED, BLOCK_M)
     for tile in range(tl.program_id(0), tl.max(ends, 0) * columns, tl.num_programs(0)):
@@ -91,17 +110,34 @@ def multiply(
         of_column = column * BLOCK_N + tl.arange(0, BLOCK_N)
         row = tl.where(of_row < height, of_row, 0)
         weight = tl.minimum(of_column, n - 1) - column * BLOCK_N
-        a_tile, a_places = a + (start + first) * k, row[:, None] * k + of_k[None, :]
-        b_tile, b_places = b + (group * n + column * BLOCK_N) * k, weight[:, None] * k + of_k[None, :]
+        a_tile, b_tile = a + (start + first) * k, b + (group * n + column * BLOCK_N) * k
         a_scale = first_scale(a_scales, group, start, first, scale_group_stride, scale_row_stride, MASKED)
-        b_scale = b_scales + (group * tl.cdiv(n, 128) + column * BLOCK_N // 128) * blocks
         total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            is_k = (of_k < k - block * BLOCK_K)[None, :]
-            rows = tl.load(a_tile + block * BLOCK_K + a_places, mask=is_k, other=0.0)
-            weights = tl.load(b_tile + block * BLOCK_K + b_places, mask=is_k, other=0.0)
-            row_scales = tl.load(a_scale + block * scale_column_stride + row * scale_row_stride)
-            total = add_product(total, rows, weights, row_scales, tl.load(b_scale + block), SWAP, FP8)
+        if WEIGHTS == FP8_WEIGHTS:
+            a_places, b_places = row[:, None] * k + of_k[None, :], weight[:, None] * k + of_k[None, :]
+            b_scale = b_scales + (group * tl.cdiv(n, 128) + column * BLOCK_N // 128) * blocks
+            for block in tl.range(0, blocks, num_stages=STAGES):
+                is_k = (of_k < k - block * BLOCK_K)[None, :]
+                rows = tl.load(a_tile + block * BLOCK_K + a_places, mask=is_k, other=0.0)
+                weights = tl.load(b_tile + block * BLOCK_K + b_places, mask=is_k, other=0.0)
+                row_scales = tl.load(a_scale + block * scale_column_stride + row * scale_row_stride)
+                total = add_product(total, rows, weights, row_scales, tl.load(b_scale + block), SWAP, FP8)
+        else:
+            of_pair = tl.arange(0, PAIRS)
+            a_places, b_places = row[:, None] * k + of_pair[None, :], weight[:, None] * k + of_pair[None, :]
+            num_scales = scales_of_row(k, scales_of_block)
+            b_scale = scale_at(b_scales, (group * n + column * BLOCK_N) * num_scales, scale_dtype, WEIGHTS)
+            for part in tl.range(0, k // PAIRS, num_stages=STAGES):
+                even, odd = decode_rows(tl.load(a_tile + part * PAIRS + a_places))
+                data = tl.load(b_tile + part * PAIRS + b_places)
+                row_scale = a_scale + part // PARTS_OF_BLOCK * scale_column_stride
+                row_scales = tl.load(row_scale + row * scale_row_stride)
+                scale = weight * num_scales + scale_of_part(part, scales_of_block)
+                scales = load_scales(b_scale, scale, scale_dtype, WEIGHTS)
+                total = add_part(total, even, odd, data, row_scales, scales, SWAP, WEIGHTS)
+            if WEIGHTS == NVFP4:
+                whole = tl.load(b_whole + group * n + column * BLOCK_N + weight)
+                total *= whole[:, None] if SWAP else whole[None, :]
         if SWAP:
             total = tl.trans(total)
         is_column = of_column < n
@@ -122,15 +158,16 @@ def activate(gate, up, alpha, limit, up_offset, clamp_after):
 
 @triton.jit
 def multiply_gated(
-    a, a_scales, b, b_scales, offsets, out, out_scales, bias,
+    a, a_scales, b, b_scales, b_whole, offsets, out, out_scales, bias,
     num_groups, num_rows, n, k, scale_row_stride, scale_column_stride,
-    has_bias, alpha, limit, up_offset, clamp_after,
-    SWAP: tl.constexpr, FP8: tl.constexpr,
+    scales_of_block, scale_dtype, has_bias, alpha, limit, up_offset, clamp_after,
+    WEIGHTS: tl.constexpr, SWAP: tl.constexpr, FP8: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write out, codes [num_rows, n] with scales [n / 128, num_rows], of a [num_rows, k], activated.
 
-    b [num_groups, 2n, k] and bias bf16 [num_groups, 2n] have the gates' columns first. BLOCK_N is 128.
+    b [num_groups, 2n, k] and bias bf16 [num_groups, 2n] have the gates' columns first. BLOCK_N is 128. Four
+    bits are as in `multiply`.
     """
     columns, blocks = n // BLOCK_N, tl.cdiv(k, BLOCK_K)
     ends = tiles_to_end(offsets, num_groups, False, BLOCK_M)
@@ -138,25 +175,47 @@ def multiply_gated(
         group, start, first, height, column = find_tile(tile, ends, columns, offsets, 0, False, BLOCK_M)
         of_row, of_k, of_column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_N)
         row = tl.where(of_row < height, of_row, 0)
-        a_tile, a_places = a + (start + first) * k, row[:, None] * k + of_k[None, :]
-        gate_tile, b_places = (
-            b + (group * 2 * n + column * BLOCK_N) * k,
-            of_column[:, None] * k + of_k[None, :],
-        )
+        a_tile, a_scale = a + (start + first) * k, a_scales + (start + first) * scale_row_stride
+        gate_tile = b + (group * 2 * n + column * BLOCK_N) * k
         up_tile = gate_tile + n.to(tl.int64) * k
-        a_scale = a_scales + (start + first) * scale_row_stride
-        gate_scale = b_scales + (group * 2 * columns + column) * blocks
-        up_scale = gate_scale + columns.to(tl.int64) * blocks
         gate = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
         up = gate
-        for block in tl.range(0, blocks, num_stages=STAGES):
-            is_k = (of_k < k - block * BLOCK_K)[None, :]
-            rows = tl.load(a_tile + block * BLOCK_K + a_places, mask=is_k, other=0.0)
-            row_scales = tl.load(a_scale + block * scale_column_stride + row * scale_row_stride)
-            weights = tl.load(gate_tile + block * BLOCK_K + b_places, mask=is_k, other=0.0)
-            gate = add_product(gate, rows, weights, row_scales, tl.load(gate_scale + block), SWAP, FP8)
-            weights = tl.load(up_tile + block * BLOCK_K + b_places, mask=is_k, other=0.0)
-            up = add_product(up, rows, weights, row_scales, tl.load(up_scale + block), SWAP, FP8)
+        if WEIGHTS == FP8_WEIGHTS:
+            a_places, b_places = row[:, None] * k + of_k[None, :], of_column[:, None] * k + of_k[None, :]
+            gate_scale = b_scales + (group * 2 * columns + column) * blocks
+            up_scale = gate_scale + columns.to(tl.int64) * blocks
+            for block in tl.range(0, blocks, num_stages=STAGES):
+                is_k = (of_k < k - block * BLOCK_K)[None, :]
+                rows = tl.load(a_tile + block * BLOCK_K + a_places, mask=is_k, other=0.0)
+                row_scales = tl.load(a_scale + block * scale_column_stride + row * scale_row_stride)
+                weights = tl.load(gate_tile + block * BLOCK_K + b_places, mask=is_k, other=0.0)
+                gate = add_product(gate, rows, weights, row_scales, tl.load(gate_scale + block), SWAP, FP8)
+                weights = tl.load(up_tile + block * BLOCK_K + b_places, mask=is_k, other=0.0)
+                up = add_product(up, rows, weights, row_scales, tl.load(up_scale + block), SWAP, FP8)
+        else:
+            of_pair = tl.arange(0, PAIRS)
+            a_places = row[:, None] * k + of_pair[None, :]
+            b_places = of_column[:, None] * k + of_pair[None, :]
+            num_scales = scales_of_row(k, scales_of_block)
+            gate_row = group * 2 * n + column * BLOCK_N
+            gate_scale = scale_at(b_scales, gate_row * num_scales, scale_dtype, WEIGHTS)
+            up_scale = scale_at(b_scales, (gate_row + n) * num_scales, scale_dtype, WEIGHTS)
+            for part in tl.range(0, k // PAIRS, num_stages=STAGES):
+                even, odd = decode_rows(tl.load(a_tile + part * PAIRS + a_places))
+                row_scale = a_scale + part // PARTS_OF_BLOCK * scale_column_stride
+                row_scales = tl.load(row_scale + row * scale_row_stride)
+                scale = of_column * num_scales + scale_of_part(part, scales_of_block)
+                data = tl.load(gate_tile + part * PAIRS + b_places)
+                scales = load_scales(gate_scale, scale, scale_dtype, WEIGHTS)
+                gate = add_part(gate, even, odd, data, row_scales, scales, SWAP, WEIGHTS)
+                data = tl.load(up_tile + part * PAIRS + b_places)
+                scales = load_scales(up_scale, scale, scale_dtype, WEIGHTS)
+                up = add_part(up, even, odd, data, row_scales, scales, SWAP, WEIGHTS)
+            if WEIGHTS == NVFP4:
+                gate_whole = tl.load(b_whole + gate_row + of_column)
+                up_whole = tl.load(b_whole + gate_row + n + of_column)
+                gate *= gate_whole[:, None] if SWAP else gate_whole[None, :]
+                up *= up_whole[:, None] if SWAP else up_whole[None, :]
         if SWAP:
             gate, up = tl.trans(gate), tl.trans(up)
         of_bias = bias + group * 2 * n + column * BLOCK_N + of_column
