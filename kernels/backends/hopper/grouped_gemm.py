@@ -36,6 +36,7 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
     defines = {
         "LAYOUT": f"k{layout.value.capitalize()}",
         "EPILOGUE": config.epilogue,
+        "WEIGHTS": f"k{config.weights.capitalize()}",
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
@@ -53,7 +54,7 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
 VARIANTS = {
     (layout, config): _variant(layout, config)
     for layout, config in (
-        *((layout, config) for layout in Layout for config in tiles.CONFIGS),
+        *((layout, config) for layout in Layout for config in (*tiles.CONFIGS, *tiles.MXFP4_CONFIGS)),
         *(
             (Layout.CONTIGUOUS, config)
             for config in (
@@ -63,6 +64,10 @@ VARIANTS = {
                 tiles.GLU,
                 tiles.GLU_FEW,
                 tiles.GLU_FEW_TWICE,
+                tiles.MXFP4_SWIGLU,
+                tiles.MXFP4_SWIGLU_FEW,
+                tiles.MXFP4_GLU,
+                tiles.MXFP4_GLU_FEW,
             )
         ),
     )

@@ -144,6 +144,8 @@ PARAMETERS: dict[str, type[Structure]] = {
     "SwapAbEpilogue": _parameters(Bf16Output),
     "GluEpilogue<Swiglu>": _parameters(SwigluOutput),
     "GluEpilogue<OtherGlu>": _parameters(OtherGluOutput),
+    "SwapAbGluEpilogue<Swiglu>": _parameters(SwigluOutput),
+    "SwapAbGluEpilogue<OtherGlu>": _parameters(OtherGluOutput),
 }
 """A launch's struct, by the type of its epilogue."""
 
