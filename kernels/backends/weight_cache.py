@@ -51,6 +51,11 @@ class WeightCache(Generic[M]):
         self._entries[weights.data] = _Entry(_weak(weights), versions, matrices)
         return matrices
 
+    def kept(self, weights: Weights) -> tuple[M, ...]:
+        """The matrices that it has of these weights, also if they have changed since; else none."""
+        entry = self._entries.get(weights.data)
+        return entry.matrices if entry is not None and _is_of(entry, weights) else ()
+
     def refresh(self, weights: Weights, groups: Sequence[int], replacements: Sequence[M]) -> None:
         """Take these matrices for groups that have changed, after changes to no others."""
         entry = self._entries.get(weights.data)

@@ -16,7 +16,7 @@
 
 namespace codes {
 
-constexpr int kWarpCodes = 2 * 32 * 16;   // bytes of a warp's codes
+constexpr int kWarpCodes = 2 * 32 * 16;    // bytes of a warp's codes
 constexpr int kWarpExponents = 8 * 2 * 4;  // bytes: rows g and g + 8, four groups of 32 columns
 constexpr u32 kSigns = 0x80808080;
 

@@ -11,8 +11,8 @@ template <typename Activation>
 class GluEpilogue;  // gates and ups, activated and in FP8, with a scale per row and 128 columns
 template <typename Activation>
 class SwapAbGluEpilogue;  // the same from swapped operands
-struct Swiglu;      // Activations: silu(gate) * up,
-struct OtherGlu;    // and another one, with biases
+struct Swiglu;            // Activations: silu(gate) * up,
+struct OtherGlu;          // and another one, with biases
 using Epilogue = EPILOGUE;
 
 template <typename>
@@ -37,14 +37,14 @@ constexpr bool kGlu = kActivates<Epilogue>;
 constexpr bool kStoresBoxes = !kSwapAb && !kGlu;
 constexpr int kBlockM = BLOCK_M;  // rows of a in a tile, at most
 constexpr int kBlockN = BLOCK_N;  // rows of b in a tile; with an activation, 64 gate rows and the matching 64 up rows
-constexpr int kBlockK = floats::kScaleBlock;     // columns that share a scale; bytes of a swizzled row
-constexpr int kLoadsOfB = kGlu && !kMxfp4 ? 2 : 1;       // a K block of b takes as many
+constexpr int kBlockK = floats::kScaleBlock;              // columns that share a scale; bytes of a swizzled row
+constexpr int kLoadsOfB = kGlu && !kMxfp4 ? 2 : 1;        // a K block of b takes as many
 constexpr int kOutBlockN = kGlu ? kBlockN / 2 : kBlockN;  // columns of out in a tile; rows of b per TMA load
 constexpr int kBytesOfB = kMxfp4 ? kBlockN * (kBlockK / 2 + kBlockK / 32) : kBlockN * kBlockK;  // of a K block
-constexpr int kStages = STAGES;                  // K blocks of a and b in flight
-constexpr int kCluster = CLUSTER;                // CTAs with neighboring columns that load a's rows together
-constexpr int kTileN = kOutBlockN * kCluster;    // columns of out in a cluster's tile
-constexpr int kBoxM = BOX_M;                     // rows of a per TMA load
+constexpr int kStages = STAGES;                // K blocks of a and b in flight
+constexpr int kCluster = CLUSTER;              // CTAs with neighboring columns that load a's rows together
+constexpr int kTileN = kOutBlockN * kCluster;  // columns of out in a cluster's tile
+constexpr int kBoxM = BOX_M;                   // rows of a per TMA load
 constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kArrivals = ARRIVALS;  // lanes that arrive at a barrier for a warp: one, or all for racecheck
 

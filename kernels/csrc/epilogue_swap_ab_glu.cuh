@@ -66,8 +66,9 @@ class SwapAbGluEpilogue {
         };
         const int first = problem_.first_row(tile);
         if (thread < tile.rows && problem_.rank == 0)
-            output_.scales[static_cast<i64>(tile.column / floats::kScaleBlock) * output_.scale_stride + first +
-                           thread] = scale_of(thread);
+            output_
+                .scales[static_cast<i64>(tile.column / floats::kScaleBlock) * output_.scale_stride + first + thread] =
+                scale_of(thread);
 
         // -- quantize into staging memory: lanes with neighboring columns have a row each of the two
         const u32 staging = ptx::shared_address(shared_.staging);

@@ -68,7 +68,7 @@ struct Multiply;
 
 // `restart` does not read its accumulators, but names them as if it did: they stay in the same registers, which an
 // unrolled loop needs. Otherwise the compiler would keep the accumulators of two K blocks there.
-#define WGMMA(N, S, R, A, B, A4, B4)                                                                   \
+#define WGMMA(N, S, R, A, B, A4, B4)                                                           \
     template <>                                                                                \
     struct Multiply<N> {                                                                       \
         static __device__ __forceinline__ void restart(float* d, Descriptor a, Descriptor b) { \
@@ -78,11 +78,11 @@ struct Multiply;
             asm volatile(FP8(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));     \
         }                                                                                      \
         static __device__ __forceinline__ void restart(float* d, const u32* a, Descriptor b) { \
-            asm volatile(FP8(N, S, A4, B4, "0") : R(UPDATE) : FRAGMENT(a), "l"(b.bits())); \
-        } \
-        static __device__ __forceinline__ void add(float* d, const u32* a, Descriptor b) { \
-            asm volatile(FP8(N, S, A4, B4, "1") : R(UPDATE) : FRAGMENT(a), "l"(b.bits())); \
-        } \
+            asm volatile(FP8(N, S, A4, B4, "0") : R(UPDATE) : FRAGMENT(a), "l"(b.bits()));     \
+        }                                                                                      \
+        static __device__ __forceinline__ void add(float* d, const u32* a, Descriptor b) {     \
+            asm volatile(FP8(N, S, A4, B4, "1") : R(UPDATE) : FRAGMENT(a), "l"(b.bits()));     \
+        }                                                                                      \
     };
 
 WGMMA(16, S0, R0, "%8", "%9", "{%8,%9,%10,%11}", "%12")

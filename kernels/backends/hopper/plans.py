@@ -12,6 +12,12 @@ from expertd.kernels.backends.hopper.tiles import (
     GLU_FEW_TWICE,
     LARGE,
     MIDDLE,
+    MXFP4,
+    MXFP4_FEW,
+    MXFP4_GLU,
+    MXFP4_GLU_FEW,
+    MXFP4_SWIGLU,
+    MXFP4_SWIGLU_FEW,
     NARROW,
     NARROWEST,
     NORMAL,
@@ -54,6 +60,7 @@ _OVERLAP = 4  # computing and memory add up in this norm: the longer one hides m
 _CONFIGS = (SWAP_AB, SHORT, NORMAL, LARGE, WIDE, MIDDLE, NARROW, NARROWEST)
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
 _SWAP_AB_FEW_M, _UNEVEN_SHORT_M, _SWIGLU_FEW_M = 144, 48, 40  # upper bounds
+_MXFP4_FEW_M = {Layout.CONTIGUOUS: 40, Layout.MASKED: 64}  # upper bounds
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
 _SWIGLU = SWIGLU_FEW, SWIGLU_FEW_TWICE, SWIGLU
 _OTHER_GLU = GLU_FEW, GLU_FEW_TWICE, GLU
@@ -75,6 +82,19 @@ def choose_swiglu(expected_m: float, num_sms: int, other_glu: bool = False, rate
     few, twice, config = _OTHER_GLU if other_glu else _SWIGLU
     if expected_m <= _SWIGLU_FEW_M:
         config = few if _memory_limits(num_sms, rates) else twice
+    return GemmPlan(config, 16 * config.steps)
+
+
+def choose_mxfp4(layout: Layout, expected_m: float, num_sms: int) -> GemmPlan:
+    """The plan of a GEMM whose weights are MXFP4, for groups of about expected_m rows."""
+    config = MXFP4_FEW if expected_m <= _MXFP4_FEW_M[layout] or num_sms < MXFP4.cluster else MXFP4
+    return GemmPlan(config, 16 * config.steps)
+
+
+def choose_mxfp4_swiglu(expected_m: float, other_glu: bool = False) -> GemmPlan:
+    """As `choose_swiglu`, with weights that are MXFP4."""
+    few, many = (MXFP4_GLU_FEW, MXFP4_GLU) if other_glu else (MXFP4_SWIGLU_FEW, MXFP4_SWIGLU)
+    config = few if expected_m <= _SWIGLU_FEW_M else many
     return GemmPlan(config, 16 * config.steps)
 
 

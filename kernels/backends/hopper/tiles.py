@@ -123,8 +123,8 @@ SWIGLU_FEW_TWICE = replace(SWIGLU_FEW, stages=4, ctas=2)
 GLU, GLU_FEW, GLU_FEW_TWICE = (
     replace(config, other_glu=True) for config in (SWIGLU, SWIGLU_FEW, SWIGLU_FEW_TWICE)
 )
-# Weights of four bits: a K block of them takes half the room, so twice as many are in flight; with many rows, two CTAs
-# load them together. With an activation, a pair of CTAs has the 128 columns of a scale.
+# Weights of four bits take half the room, so more K blocks are in flight. With many rows, two CTAs load the
+# rows together; with an activation, such a pair has the 128 columns of a scale.
 MXFP4_FEW = TileConfig(swap_ab=True, block_m=64, stages=12, cluster=1, box_m=16, weights=WeightFormat.MXFP4)
 MXFP4 = replace(MXFP4_FEW, block_m=128, stages=8, cluster=2)
 MXFP4_CONFIGS = MXFP4_FEW, MXFP4
