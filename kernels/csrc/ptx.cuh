@@ -73,8 +73,8 @@ __device__ __forceinline__ int load_relaxed(const int* place) {
 }
 
 // threadIdx.x, read anew: what follows from it takes no registers in a loop before.
-__device__ __forceinline__ int thread_index() {
-    int index;
+__device__ __forceinline__ u32 thread_index() {
+    u32 index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
 }

@@ -19,7 +19,7 @@ _CODE_BYTES = SCALE_BLOCK * SCALE_BLOCK // 2
 BLOCK_BYTES = _CODE_BYTES + SCALE_BLOCK * SCALE_BLOCK // _GROUP
 """Of a K block of 128 rows: its codes, then its exponents."""
 MOST_SPREAD = 11
-"""Powers of two by which exponents of a block may differ: e4m3 has those from 2**-6 to 2**8, and e2m1 four."""
+"""Powers of two by which scales of a block may differ: e4m3 has 2**-6 to 2**8, and e2m1 four of them."""
 _ABOVE_SCALE = 6  # the largest exponent of a block, above its scale: 6 * 2**6 = 384
 _LEAST_SCALE = -126  # of a normal fp32
 _BIAS = 127  # of UE8M0
