@@ -114,8 +114,7 @@ def test_scales_too_far_apart_are_refused() -> None:
     weights.scales.fill_(100)
     weights.data.fill_(0x11)
     weights.scales[1, 130, 3] = 100 + MOST_SPREAD + 1
-    message = r"weights scales: expected at most 2\*\*11 between those of a block of 128x128, got 2\*\*12 in group 1"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"at most 2\*\*11 between .* of 128x128, got 2\*\*12 in group 1"):
         pack_mxfp4(weights)
     weights.data[1, 130, 48:64] = 0x80  # now zeros, whose scale does not count
     assert torch.equal(decode(unpack_mxfp4(pack_mxfp4(weights), 256)), decode(weights))

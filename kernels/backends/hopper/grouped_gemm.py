@@ -20,17 +20,18 @@ from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Source, Variant
 from expertd.kernels.ops.activation import Activation, OtherGlu
-from expertd.kernels.ops.four_bits import FourBits, Weights, columns_of
+from expertd.kernels.ops.four_bits import FourBits, Weights, columns_of, format_of
 from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
+from expertd.weight_format import WeightFormat
 
 _STORE_BOX = 16  # rows of out per TMA store
 _KEPT = 4096
 _MAP_BYTES = sizeof(parameters.TensorMapWords)
 _NO_MAP = bytes(_MAP_BYTES)
 
-Choose = Callable[[Layout, int, int, int, float, int, bool, Rates], GemmPlan]
+Choose = Callable[[Layout, int, int, int, float, int, bool, Rates, WeightFormat], GemmPlan]
 """`plans.choose`, or another function with its signature."""
 
 
@@ -143,11 +144,9 @@ class GroupedGemm:
         """
         (num_groups, n), k = b.data.shape[:2], columns_of(b)
         columns = columns or range(n)
-        if isinstance(b, FourBits):
-            plan = plans.choose_mxfp4(layout, expected_m, multiprocessors(on.device, num_sms))
-            prepared = self._planned(on.device, layout, n, k, num_groups, plan, num_sms)
-        else:
-            prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms, len(columns))
+        prepared = self._chosen(
+            on.device, layout, n, k, num_groups, expected_m, num_sms, len(columns), format_of(b)
+        )
         stores_boxes = not prepared.config.swap_ab
         out_map = self._out_tensor_maps.get(out, _STORE_BOX).packed if stores_boxes else _NO_MAP
         self._launch(on, prepared, a, b, groups, columns, out_map, out.data_ptr())
@@ -172,10 +171,7 @@ class GroupedGemm:
         n = n2 // 2
         other = bias is not None or isinstance(activation, OtherGlu)
         sms = multiprocessors(on.device, num_sms)
-        if isinstance(b, FourBits):
-            plan = plans.choose_mxfp4_swiglu(expected_m, other)
-        else:
-            plan = plans.choose_swiglu(expected_m, sms, other, rates(on.device))
+        plan = plans.choose_swiglu(expected_m, sms, other, rates(on.device), format_of(b))
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), dtype=torch.float32, device=a.data.device)
@@ -193,9 +189,10 @@ class GroupedGemm:
         expected_m: float,
         num_sms: int | None,
         columns: int,
+        weights: WeightFormat,
     ) -> _Prepared:
-        sms = multiprocessors(device, num_sms)
-        plan = self._choose(layout, columns, k, num_groups, expected_m, sms, columns < n, rates(device))
+        sms, part = multiprocessors(device, num_sms), columns < n
+        plan = self._choose(layout, columns, k, num_groups, expected_m, sms, part, rates(device), weights)
         return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
 
     def _prepare(
