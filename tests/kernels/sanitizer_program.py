@@ -140,7 +140,7 @@ def main() -> None:
         whole_layer(tokens)
         whole_layer(tokens, 208, is_biased=True)
         whole_layer(tokens, quantize=quantize_mxfp4)
-        whole_layer(tokens, 208, is_biased=True, quantize=quantize_mxfp4)
+        whole_layer(tokens, 224, is_biased=True, quantize=quantize_mxfp4)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     for tokens in (1, 90):

@@ -161,4 +161,9 @@ def test_groups_are_replaced_in_place(frees: bool) -> None:
     now = decode(unpack_mxfp4(cache.get(given, pairs=True), 128))
     assert torch.equal(now[1], decode(other)[1])
     assert torch.equal(now[::2], decode(weights)[::2])
+    if frees:
+        in_rows = cache.get(given)
+        cache.refresh(given, [2], [pack_mxfp4(mapped(other, lambda tensor: tensor[2:]), pairs=True)])
+        assert cache.get(given) is in_rows
+        assert torch.equal(decode(unpack_mxfp4(in_rows, 128))[1:], decode(other)[1:])
     cache.refresh(random_mxfp4(1, 128, 128, generator), [], [])  # never seen: nothing to do

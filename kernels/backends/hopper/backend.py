@@ -123,8 +123,6 @@ class HopperBackend(Backend):
         stages: Stages | None = None,
     ) -> None:
         """See `fused_experts`. One SM cannot run a pair of CTAs, so num_sms=1 runs each step separately."""
-        if num_sms == 1 and isinstance(gate_up, FourBits):
-            num_sms = 2  # packed in pairs
         if num_sms == 1:
             operands = hidden_states, topk_ids, topk_weights, gate_up, down, out
             super().experts(*operands, activation, num_sms, offsets, biases, stages)

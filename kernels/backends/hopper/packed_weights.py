@@ -93,8 +93,14 @@ class PackedCache:
         self._caches = [WeightCache[PackedWeights](partial(_packed, pairs=pairs)) for pairs in (False, True)]
 
     def get(self, weights: FourBits, pairs: bool = False) -> PackedWeights:
-        """The weights, packed again if they have been modified or replaced: see `pack_mxfp4`."""
-        return self._caches[pairs].get(weights)[0]
+        """The weights, packed again if they have been modified or replaced: see `pack_mxfp4`.
+
+        Those that only `packed` has, in pairs, get a copy in the order of rows.
+        """
+        cache, paired = self._caches[pairs], self._caches[True]
+        if not pairs and weights.data.is_meta and not cache.kept(weights):
+            cache.keep(weights, tuple(_unpaired(packed) for packed in paired.get(weights)))
+        return cache.get(weights)[0]
 
     def packed(self, weights: W, pairs: bool = False) -> W:
         """Weights whose data is only a key, on the meta device."""
@@ -104,14 +110,28 @@ class PackedCache:
         self, weights: FourBits, groups: Sequence[int], replacements: Sequence[PackedWeights]
     ) -> None:
         """Overwrite groups, each with one packed [1, ..], in the memory that captured calls read."""
-        for pairs, cache in enumerate(self._caches):
-            if not all(replacement.pairs == pairs for replacement in replacements):
-                continue
+        for cache in self._caches:
             for packed in cache.kept(weights):
                 for group, replacement in zip(groups, replacements, strict=True):
-                    packed.data[group].copy_(replacement.data[0])
-                    packed.scales[group].copy_(replacement.scales[0])
+                    new = _unpaired(replacement) if replacement.pairs and not packed.pairs else replacement
+                    packed.data[group].copy_(new.data[0])
+                    packed.scales[group].copy_(new.scales[0])
                 cache.refresh(weights, [0], [packed])
+
+
+def _unpaired(packed: PackedWeights) -> PackedWeights:
+    """Pairs in the order of rows: gates, then ups. Eight rows stay together."""
+    num_groups, tiles, k_blocks = packed.data.shape[:3]
+
+    def moved(part: Tensor) -> Tensor:
+        # [group, tile, K block, warp, .., gates and ups, four bytes]
+        rows = part.reshape(num_groups, tiles, k_blocks, _WARPS, -1, 2, 4).permute(0, 5, 1, 3, 2, 4, 6)
+        rows = rows.reshape(num_groups, tiles, _WARPS, 2, k_blocks, -1, 4).permute(0, 1, 4, 2, 5, 3, 6)
+        return rows.reshape(num_groups, tiles, k_blocks, -1)
+
+    parts = slice(0, _CODE_BYTES), slice(_CODE_BYTES, BLOCK_BYTES)
+    data = torch.cat([moved(packed.data[..., part]) for part in parts], -1)
+    return PackedWeights(data, packed.scales.repeat(1, 2, 1), 2 * packed.n, pairs=False)
 
 
 def _packed(weights: Weights, pairs: bool) -> tuple[PackedWeights, ...]:
