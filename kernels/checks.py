@@ -137,7 +137,7 @@ def check_weights(
     like: str = "a",
 ) -> None:
     """Raise ValueError unless weights of `shape` [G, N, K] have what their format needs, on `device`."""
-    (num_groups, n, k), data_device = shape, device_of_weights(capabilities, weights.data, device)
+    (num_groups, n, k), data_device = shape, _device_of_data(capabilities, weights, device)
     scales = f"{name} scales"
     if isinstance(weights, Quantized):
         check_tensor(name, weights.data, shape, _E4M3, data_device, like)
@@ -195,9 +195,10 @@ def _check_weights(
     return num_groups, n, k
 
 
-def device_of_weights(capabilities: Capabilities, data: Tensor, device: torch.device) -> torch.device:
-    """Where weights have to be for tokens on `device`; on a CPU, those of `Backend.packed` may lack data."""
-    return data.device if data.is_meta and device.type == "cpu" and capabilities.packs else device
+def _device_of_data(capabilities: Capabilities, weights: Weights, device: torch.device) -> torch.device:
+    """Where weights have to be for tokens on `device`; those of `Backend.packed` may lack data."""
+    may_lack = format_of(weights) in capabilities.packs and device.type == (capabilities.device_type or "cpu")
+    return weights.data.device if weights.data.is_meta and may_lack else device
 
 
 def _check_data(name: str, data: Tensor) -> None:

@@ -57,14 +57,17 @@ class Backend(ABC):
     def warm_up(self, progress: Progress | None = None) -> None:  # noqa: B027  (a backend may have nothing to do)
         """Do everything that a first call would otherwise do lazily, above all compilation."""
 
-    def packed(self, weights: W) -> W:
+    def packed(self, weights: W, *, pairs: bool = False) -> W:
         """The same weights [G, N, K], only for calls of this backend, which may free the copy given.
 
-        Its data may be on the meta device: then it can be neither read nor changed.
+        pairs  whether they are the gate_up of experts, else weights of any other GEMM
+
+        Its data may be on the meta device: then it can be neither read nor changed. Raises ValueError for
+        weights that the backend cannot pack.
         """
         return weights
 
-    def prepare_weights(self, group: Weights) -> object:
+    def prepare_weights(self, group: Weights, *, pairs: bool = False) -> object:
         """What is kept of a group that will have these weights [N, K]; for `weights_changed`."""
         return None
 

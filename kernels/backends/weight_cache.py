@@ -31,9 +31,13 @@ class WeightCache(Generic[M]):
 
     def packed(self, weights: W) -> W:
         """Weights whose data is only the key of their matrices: of the same shape, on the meta device."""
-        data = torch.empty_like(weights.data, device="meta")
-        self._entries[data] = _Entry(_weak(weights), (), self.get(weights))
-        return with_data(weights, data)
+        made = with_data(weights, torch.empty_like(weights.data, device="meta"))
+        self.keep(made, self.get(weights))
+        return made
+
+    def keep(self, weights: Weights, matrices: tuple[M, ...]) -> None:
+        """Have these matrices for weights whose data is on the meta device."""
+        self._entries[weights.data] = _Entry(_weak(weights), (), matrices)
 
     def get(self, weights: Weights) -> tuple[M, ...]:
         """A matrix for each group, recomputed if a tensor of the weights has been modified or replaced."""
@@ -50,6 +54,11 @@ class WeightCache(Generic[M]):
         matrices = self._prepare(weights)
         self._entries[weights.data] = _Entry(_weak(weights), versions, matrices)
         return matrices
+
+    def kept(self, weights: Weights) -> tuple[M, ...]:
+        """The matrices that it has of these weights, also if they have changed since; else none."""
+        entry = self._entries.get(weights.data)
+        return entry.matrices if entry is not None and _is_of(entry, weights) else ()
 
     def refresh(self, weights: Weights, groups: Sequence[int], replacements: Sequence[M]) -> None:
         """Take these matrices for groups that have changed, after changes to no others."""

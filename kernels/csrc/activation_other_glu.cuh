@@ -36,18 +36,47 @@ struct OtherGlu {
                 add_bias(up + i, bias[32 + i]);
             }
         }
-        if (given.clamp_after)  // outside the loop, where the compiler would leave a branch for each number
-            activate<true>(given, gate, up);
-        else
-            activate<false>(given, gate, up);
+        choose<32>(given, gate, up);
+    }
+
+    // Of a column, counted from the tile's first.
+    struct Biases {
+        float gate = 0.0f, up = 0.0f;
+    };
+    static __device__ __forceinline__ Biases biases(const Arguments& given, const Problem& problem, const Tile& tile,
+                                                    int column) {
+        if (given.bias == nullptr) return {};
+        const u16* const gate = given.bias + tile.group * 2 * problem.n + tile.column + column;
+        return {ptx::to_float<true>(__ldg(gate)), ptx::to_float<true>(__ldg(gate + problem.n))};
+    }
+
+    // The same for numbers of one column.
+    template <int kCount>
+    static __device__ __forceinline__ void apply(const Arguments& given, const Biases& biases, float* gate, float* up) {
+        if (given.bias != nullptr) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                gate[i] += biases.gate;
+                up[i] += biases.up;
+            }
+        }
+        choose<kCount>(given, gate, up);
     }
 
   private:
-    template <bool kClampAfter>
+    template <int kCount>
+    static __device__ __forceinline__ void choose(const Arguments& given, float* gate, float* up) {
+        if (given.clamp_after)  // outside the loop, where the compiler would leave a branch for each number
+            activate<kCount, true>(given, gate, up);
+        else
+            activate<kCount, false>(given, gate, up);
+    }
+
+    template <int kCount, bool kClampAfter>
     static __device__ __forceinline__ void activate(const Arguments& given, float* gate, float* up) {
         const float limit = given.limit, to_exponent = -1.44269504f * given.alpha, up_offset = given.up_offset;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
+        for (int i = 0; i < kCount; ++i) {
             const float x = kClampAfter ? gate[i] : ptx::min_or_nan(gate[i], limit);
             const float activated = x * ptx::approximate_reciprocal(1.0f + ptx::approximate_exp2(x * to_exponent));
             const float factor = ptx::max_or_nan(ptx::min_or_nan(up[i], limit), -limit) + up_offset;

@@ -9,33 +9,42 @@ struct Bf16Epilogue;   // rows of bf16
 class SwapAbEpilogue;  // the same from swapped operands: b, not a, is on wgmma's M side
 template <typename Activation>
 class GluEpilogue;  // gates and ups, activated and in FP8, with a scale per row and 128 columns
-struct Swiglu;      // Activations: silu(gate) * up,
-struct OtherGlu;    // and another one, with biases
+template <typename Activation>
+class SwapAbGluEpilogue;  // the same from swapped operands
+struct Swiglu;            // Activations: silu(gate) * up,
+struct OtherGlu;          // and another one, with biases
 using Epilogue = EPILOGUE;
 
-template <typename, typename>
-constexpr bool kSame = false;
-template <typename T>
-constexpr bool kSame<T, T> = true;
 template <typename>
 constexpr bool kActivates = false;
 template <typename Activation>
 constexpr bool kActivates<GluEpilogue<Activation>> = true;
+template <typename Activation>
+constexpr bool kActivates<SwapAbGluEpilogue<Activation>> = true;
+template <typename>
+constexpr bool kSwaps = false;
+template <>
+constexpr bool kSwaps<SwapAbEpilogue> = true;
+template <typename Activation>
+constexpr bool kSwaps<SwapAbGluEpilogue<Activation>> = true;
 
 enum class Layout { kContiguous, kMasked };
 constexpr Layout kLayout = Layout::LAYOUT;
-constexpr bool kSwapAb = kSame<Epilogue, SwapAbEpilogue>;
+enum class Weights { kFp8, kMxfp4 };
+constexpr bool kMxfp4 = Weights::WEIGHTS == Weights::kMxfp4;  // b in codes of four bits: codes.cuh
+constexpr bool kSwapAb = kSwaps<Epilogue>;
 constexpr bool kGlu = kActivates<Epilogue>;
 constexpr bool kStoresBoxes = !kSwapAb && !kGlu;
 constexpr int kBlockM = BLOCK_M;  // rows of a in a tile, at most
 constexpr int kBlockN = BLOCK_N;  // rows of b in a tile; with an activation, 64 gate rows and the matching 64 up rows
-constexpr int kBlockK = floats::kScaleBlock;     // columns that share a scale; bytes of a swizzled row
-constexpr int kLoadsOfB = kGlu ? 2 : 1;          // a K block of b takes as many
-constexpr int kOutBlockN = kBlockN / kLoadsOfB;  // columns of out in a tile; rows of b per TMA load
-constexpr int kStages = STAGES;                  // K blocks of a and b in flight
-constexpr int kCluster = CLUSTER;                // CTAs with neighboring columns that load a's rows together
-constexpr int kTileN = kOutBlockN * kCluster;    // columns of out in a cluster's tile
-constexpr int kBoxM = BOX_M;                     // rows of a per TMA load
+constexpr int kBlockK = floats::kScaleBlock;              // columns that share a scale; bytes of a swizzled row
+constexpr int kLoadsOfB = kGlu && !kMxfp4 ? 2 : 1;        // a K block of b takes as many
+constexpr int kOutBlockN = kGlu ? kBlockN / 2 : kBlockN;  // columns of out in a tile; rows of b per TMA load
+constexpr int kBytesOfB = kMxfp4 ? kBlockN * (kBlockK / 2 + kBlockK / 32) : kBlockN * kBlockK;  // of a K block
+constexpr int kStages = STAGES;                // K blocks of a and b in flight
+constexpr int kCluster = CLUSTER;              // CTAs with neighboring columns that load a's rows together
+constexpr int kTileN = kOutBlockN * kCluster;  // columns of out in a cluster's tile
+constexpr int kBoxM = BOX_M;                   // rows of a per TMA load
 constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kArrivals = ARRIVALS;  // lanes that arrive at a barrier for a warp: one, or all for racecheck
 
@@ -45,7 +54,7 @@ constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;
 constexpr int kHeightStep = kSwapAb ? 16 : 64;  // a tile's height is rounded up to a multiple of this
 // Scales of b in a tile: gate and up, or neighbors.
-constexpr int kScaleParts = kGlu || floats::kScaleBlock % kBlockN != 0 ? 2 : 1;
+constexpr int kScaleParts = kLoadsOfB > 1 || floats::kScaleBlock % kBlockN != 0 ? 2 : 1;
 // K blocks whose scales a warp has in flight.
 constexpr int kScalesAhead = kBlockM <= 64 ? 4 : kBlockM <= 128 || kCluster == 1 ? 2 : 1;
 // K blocks of b that are loaded before the preceding launch is complete: they go through the SM's port, 64 bytes a

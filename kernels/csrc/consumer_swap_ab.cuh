@@ -7,7 +7,7 @@
 
 namespace swap_ab {
 
-static_assert(!kSwapAb || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kGlu),
+static_assert(!kSwapAb || kMxfp4 || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kGlu),
               "there is code for heights up to 64, none for a CTA without columns and none for SwiGLU");
 
 // A warpgroup's loop over all tiles.

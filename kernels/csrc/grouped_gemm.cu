@@ -8,8 +8,8 @@
 //   role                       phases                                                   where
 //   a TMA warp                 announce a tile, load a and b, take the next tile        producers.cuh: load_tiles
 //   three scale warps          locate a tile's scales, load and multiply them           producers.cuh: load_scales
-//   1 to 3 warpgroups          multiply a K block, promote (scale and add it in fp32);  consumer_normal.cuh, or
-//   of consumers               after the last one, store the tile: an epilogue          consumer_swap_ab.cuh
+//   1 to 3 warpgroups          multiply a K block, promote (scale and add it in fp32);  consumer_normal.cuh,
+//   of consumers               after the last one, store the tile: an epilogue          _swap_ab or _codes.cuh
 //
 // Read on in this order; the other files of an epilogue or operand order may be left out:
 //
@@ -19,8 +19,10 @@
 //   producers.cuh, consumer_normal.cuh, epilogue_bf16.cuh       the loops of a plain GEMM
 //   scheduler.cuh              which rows and columns the tile with a number has
 //   consumer_swap_ab.cuh, epilogue_swap_ab.cuh                  few rows: b on wgmma's M side
+//   codes.cuh, consumer_codes.cuh, epilogue_swap_ab_glu.cuh     b in codes of four bits, on the M side, too
 //   epilogue_glu.cuh, activation_swiglu.cuh, activation_other_glu.cuh   the first GEMM of a layer
 //   wgmma.cuh, ptx.cuh         K blocks on the tensor cores; one function for each PTX instruction, to look up
+#include "consumer_codes.cuh"
 #include "consumer_normal.cuh"
 #include "consumer_swap_ab.cuh"
 #include "producers.cuh"
@@ -28,7 +30,8 @@
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     grouped_gemm(const __grid_constant__ Parameters parameters) {
     // ---- parameters: read here, once; the compiler would read them again in each loop
-    const Operands operands{parameters.a_map, parameters.b_map, parameters.scales};
+    const Operands operands{parameters.a_map, parameters.b_map, reinterpret_cast<const u8*>(parameters.b_map.opaque[0]),
+                            parameters.scales};
     const Groups& given = parameters.groups;
     const int* const group_extents = given.extents;
     const int num_groups = given.num_groups, n = given.n, k = given.k, max_rows = given.max_rows,
@@ -49,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     // ---- barriers, and meanwhile the cluster's first tile
     if (warp == 0 && ptx::elect_one()) {
         ptx::prefetch_tensor_map(&parameters.a_map);
-        ptx::prefetch_tensor_map(&parameters.b_map);
+        if constexpr (!kMxfp4) ptx::prefetch_tensor_map(&parameters.b_map);
         if constexpr (kStoresBoxes) ptx::prefetch_tensor_map(&parameters.out_map);
         shared.init_barriers();
     }
@@ -76,7 +79,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     } else {
         if constexpr (kMovesRegisters) ptx::grow_registers<kConsumerRegisters>();
         Epilogue epilogue{shared.epilogue, parameters.out_map, output, problem};
-        if constexpr (kSwapAb)
+        if constexpr (kMxfp4)
+            codes::Consumer(shared, warp / 4).run(epilogue, problem);
+        else if constexpr (kSwapAb)
             swap_ab::Consumer(shared, warp / 4).run(epilogue, problem);
         else
             normal::Consumer(shared, warp / 4).run(epilogue, problem);

@@ -15,7 +15,7 @@ struct Scales {
 template <typename Output>
 struct GemmParameters {
     ptx::TensorMap a_map;    // [rows, k], box kBoxM x 128, 128-byte swizzle
-    ptx::TensorMap b_map;    // [num_groups * rows of b, k], box kOutBlockN x 128, likewise
+    ptx::TensorMap b_map;    // [num_groups * rows of b, k], box kOutBlockN x 128, likewise; kMxfp4: b's address
     ptx::TensorMap out_map;  // bf16 [rows, n], box 16 x 64, likewise; only for kStoresBoxes
     Scales scales;
     Groups groups;

@@ -4,6 +4,7 @@
 #include "epilogue_bf16.cuh"
 #include "epilogue_glu.cuh"
 #include "epilogue_swap_ab.cuh"
+#include "epilogue_swap_ab_glu.cuh"
 #include "parameters.cuh"
 
 using Parameters = GemmParameters<Epilogue::Output>;
@@ -31,7 +32,8 @@ using TileRing = Position<kTiles>;
 
 // Aligned to 1024 bytes, which the swizzle of the stages needs; the scheduler's table follows it.
 struct SharedStorage {
-    u8 b[kStages][kBlockN * kBlockK];
+    static_assert(kStages * kBytesOfB % 1024 == 0, "a would not be aligned");
+    u8 b[kStages][kBytesOfB];
     u8 a[kStages][kBlockM * kBlockK];
     Epilogue::Shared epilogue;
     float scales[kStages][kScaleParts][kBlockM];  // a row's scale of a times its block's scale of b

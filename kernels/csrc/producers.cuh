@@ -6,6 +6,7 @@
 // The producers' inputs.
 struct Operands {
     const ptx::TensorMap &a_map, &b_map;
+    const u8* const b_codes;  // with kMxfp4, instead of b_map
     const Scales scales;
 };
 
@@ -15,8 +16,15 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
                                            Scheduler& scheduler, Tile next, int* tile_counter, int lane) {
     const auto boxes_of = [](const Tile& tile) { return (tile.rows + kBoxM - 1) / kBoxM; };
     const auto load_b = [&](const Tile& tile, int kb, int stage) {
+        ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], kBytesOfB + boxes_of(tile) * kBoxM * kBlockK);
+        if constexpr (kMxfp4) {  // a CTA without columns loads the last ones
+            const int blocks_n = (problem.n + kOutBlockN - 1) / kOutBlockN;
+            const i64 block = tile.group * static_cast<i64>(blocks_n) + min(tile.column / kOutBlockN, blocks_n - 1);
+            ptx::bulk_load(&shared.full[stage], shared.b[stage],
+                           operands.b_codes + (block * problem.k_blocks + kb) * kBytesOfB, kBytesOfB);
+            return;
+        }
         const int row = tile.group * problem.n * kLoadsOfB + tile.column;
-        ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], (kBlockN + boxes_of(tile) * kBoxM) * kBlockK);
 #pragma unroll
         for (int part = 0; part < kLoadsOfB; ++part)  // gates, then the matching ups n rows further on
             ptx::tma_load(&operands.b_map, &shared.full[stage], shared.b[stage] + part * kOutBlockN * kBlockK,

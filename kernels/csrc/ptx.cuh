@@ -72,6 +72,13 @@ __device__ __forceinline__ int load_relaxed(const int* place) {
     return value;
 }
 
+// threadIdx.x, read anew: what follows from it takes no registers in a loop before.
+__device__ __forceinline__ u32 thread_index() {
+    u32 index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
 // Keeps an address in a register, for loops in which the compiler would compute it again each time.
 template <typename T>
 __device__ __forceinline__ T& keep_address(T& value) {
@@ -303,6 +310,13 @@ __device__ __forceinline__ u16 pack_e4m3(float low, float high) {
     u16 packed;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+// Bytes of `low` (0 to 3) and `high` (4 to 7), chosen by the lowest four half-bytes of a selector, each below 8.
+__device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 selector) {
+    u32 chosen;  // __byte_perm would clear the selector's other bits
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(chosen) : "r"(low), "r"(high), "r"(selector));
+    return chosen;
 }
 
 // Accurate to 2 ulp (exp2) and 1 ulp (reciprocal); subnormal results are 0.

@@ -24,8 +24,8 @@ struct Descriptor {
     }
 };
 
-// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (restart) or += (add); N / 2 registers per thread. In
-// bf16, the same 32 bytes of a row are 16 elements.
+// Multiply<N>: d[64 x N] = A[64 x 32] * B[N x 32]^T (restart) or += (add); N / 2 registers per thread. A is in shared
+// memory or, four registers, a fragment of it. In bf16, the same 32 bytes of a row are 16 elements.
 template <int kN, bool kBf16 = false>
 struct Multiply;
 
@@ -34,6 +34,7 @@ struct Multiply;
     C(d[8 * i]), C(d[8 * i + 1]), C(d[8 * i + 2]), C(d[8 * i + 3]), C(d[8 * i + 4]), C(d[8 * i + 5]), C(d[8 * i + 6]), \
         C(d[8 * i + 7])
 #define UPDATE(x) "+f"(x)
+#define FRAGMENT(a) "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3])
 #define S0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define S1 S0 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define S2 S1 ",%16,%17,%18,%19,%20,%21,%22,%23"
@@ -67,7 +68,7 @@ struct Multiply;
 
 // `restart` does not read its accumulators, but names them as if it did: they stay in the same registers, which an
 // unrolled loop needs. Otherwise the compiler would keep the accumulators of two K blocks there.
-#define WGMMA(N, S, R, A, B)                                                                   \
+#define WGMMA(N, S, R, A, B, A4, B4)                                                           \
     template <>                                                                                \
     struct Multiply<N> {                                                                       \
         static __device__ __forceinline__ void restart(float* d, Descriptor a, Descriptor b) { \
@@ -76,15 +77,21 @@ struct Multiply;
         static __device__ __forceinline__ void add(float* d, Descriptor a, Descriptor b) {     \
             asm volatile(FP8(N, S, A, B, "1") : R(UPDATE) : "l"(a.bits()), "l"(b.bits()));     \
         }                                                                                      \
+        static __device__ __forceinline__ void restart(float* d, const u32* a, Descriptor b) { \
+            asm volatile(FP8(N, S, A4, B4, "0") : R(UPDATE) : FRAGMENT(a), "l"(b.bits()));     \
+        }                                                                                      \
+        static __device__ __forceinline__ void add(float* d, const u32* a, Descriptor b) {     \
+            asm volatile(FP8(N, S, A4, B4, "1") : R(UPDATE) : FRAGMENT(a), "l"(b.bits()));     \
+        }                                                                                      \
     };
 
-WGMMA(16, S0, R0, "%8", "%9")
-WGMMA(32, S1, R1, "%16", "%17")
-WGMMA(48, S2, R2, "%24", "%25")
-WGMMA(64, S3, R3, "%32", "%33")
-WGMMA(96, S5, R5, "%48", "%49")
-WGMMA(128, S7, R7, "%64", "%65")
-WGMMA(192, S11, R11, "%96", "%97")
+WGMMA(16, S0, R0, "%8", "%9", "{%8,%9,%10,%11}", "%12")
+WGMMA(32, S1, R1, "%16", "%17", "{%16,%17,%18,%19}", "%20")
+WGMMA(48, S2, R2, "%24", "%25", "{%24,%25,%26,%27}", "%28")
+WGMMA(64, S3, R3, "%32", "%33", "{%32,%33,%34,%35}", "%36")
+WGMMA(96, S5, R5, "%48", "%49", "{%48,%49,%50,%51}", "%52")
+WGMMA(128, S7, R7, "%64", "%65", "{%64,%65,%66,%67}", "%68")
+WGMMA(192, S11, R11, "%96", "%97", "{%96,%97,%98,%99}", "%100")
 
 template <>
 struct Multiply<128, true> {
@@ -97,6 +104,7 @@ struct Multiply<128, true> {
 #undef FP8
 #undef BF16
 #undef UPDATE
+#undef FRAGMENT
 #undef WGMMA
 #undef R
 #undef S0

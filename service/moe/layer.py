@@ -108,7 +108,7 @@ class MoELayer:
         if self.store is not None:
             return  # copies change the experts
         if self._separate is None:
-            packed = self.backend.packed(self.weights.matrix(name))
+            packed = self.backend.packed(self.weights.matrix(name), pairs=name == "gate_up")
             self.weights = self.weights.with_matrix(name, packed)
         elif self._separate.pack(name):
             self.weights = self.weights.without_matrix(name)

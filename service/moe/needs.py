@@ -8,6 +8,7 @@ from expertd.backends import Capabilities
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
+from expertd.weight_format import WeightLayout
 
 GROUPS_AT_ONCE = 4
 """Experts that are read at a time: one waits for small tensors, or is decoded, while others are read."""
@@ -16,6 +17,7 @@ GRAPH_TOKENS = 256
 """Tokens of the largest captured step, on each rank."""
 _GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer
 _QUANTIZED_BYTES = 12  # a value of the one matrix that is being quantized: as stored, in fp32 and in FP8
+_PACKING_BYTES = 10  # a value of a matrix that a GPU's backend packs, one group after another
 _STORED_BYTES = 4  # a value of the others that are being read
 _STEPS = 2  # that have memory of their own for what they read and write
 
@@ -57,24 +59,25 @@ def needs_of(
     keeps_given   whether a backend that packs needs the matrices also as they are: experts move
     graph_tokens  of the largest captured step, those of all ranks; 0: none is captured
     """
-    in_bf16, weight_bytes = capabilities.keeps_bf16, capabilities.weight_bytes
+    in_bf16 = capabilities.keeps_bf16
 
     def step_bytes(num_tokens: int) -> int:
         return _step_bytes(shape, num_tokens, in_bf16) + weighs_input * _weighing_bytes(shape, num_tokens)
 
     router = shape.num_experts * shape.hidden_size * (4 + 2)  # copies of it in fp32 and bf16
-    matrices = 3 * shape.num_groups * shape.hidden_size * shape.intermediate_size
-    weights = weights_bytes(shape, has_biases) + router
-    reading = 0
-    if capabilities.packs:
-        data, packed = _data_bytes(shape), weight_bytes * matrices
+    weights, reading = weights_bytes(shape, has_biases) + router, 0
+    packs = [layout for layout in shape.weight_layouts if layout.format in capabilities.packs]
+    data, packed = _packed_bytes(shape, packs, capabilities.weight_bytes)
+    if packs:
         if not keeps_given:  # they are freed matrix by matrix, the larger one first
             reading = max(data - packed // 3, data // 3)
             weights -= data
         weights += packed
-    else:
+    if capabilities.weight_bytes is None:
         a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
-        reading = a_value * shape.hidden_size * shape.intermediate_size
+        if packs:
+            a_value = max(a_value, 2 * _PACKING_BYTES)
+        reading += a_value * shape.hidden_size * shape.intermediate_size
     steps = max(step_bytes(max_tokens), reading) + staging
     graphs = step_bytes(graph_tokens) + _GRAPH_BYTES if capabilities.captures and graph_tokens else 0
     return Needs(weights, steps, graphs)
@@ -102,12 +105,20 @@ def weights_bytes(shape: LayerShape, has_biases: bool = False) -> int:
     return sum(math.prod(specs[name].shape) * _BYTES[specs[name].dtypes[0]] for name in names)
 
 
-def _data_bytes(shape: LayerShape) -> int:
-    """Bytes of the values of all matrices, without scales."""
-    h, i = shape.hidden_size, shape.intermediate_size
-    counts = {shape.weight_layout: len(shape.held_experts)}
-    counts[shape.shared_layout] = counts.get(shape.shared_layout, 0) + shape.num_shared_experts
-    return sum(count * layout.data_bytes(3 * i, h) for layout, count in counts.items())
+def _packed_bytes(
+    shape: LayerShape, layouts: Sequence[WeightLayout], weight_bytes: int | None
+) -> tuple[int, int]:
+    """Bytes of the values of all matrices of these layouts, without scales; and of their copies."""
+    h, i, counts = shape.hidden_size, shape.intermediate_size, shape.weight_layouts
+    data = sum(counts[layout] * layout.data_bytes(3 * i, h) for layout in layouts)
+    if weight_bytes is not None:
+        return data, sum(weight_bytes * counts[layout] * 3 * i * h for layout in layouts)
+
+    def of_blocks(layout: WeightLayout, n: int, k: int) -> int:  # whole ones, each with a scale in fp32
+        blocks = -(-n // SCALE_BLOCK) * -(-k // SCALE_BLOCK)
+        return blocks * (layout.num_bytes(SCALE_BLOCK, SCALE_BLOCK) + 4)
+
+    return data, sum(counts[each] * (of_blocks(each, 2 * i, h) + of_blocks(each, h, i)) for each in layouts)
 
 
 def staging_bytes(max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> int:

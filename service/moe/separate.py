@@ -47,7 +47,10 @@ class SeparateExperts:
 
     def pack(self, name: str) -> bool:
         """See `MoELayer.pack`; whether the whole matrix is no longer needed."""
-        packed = [self._backend.packed(part.matrix(name)) for part in (self._routed, self._shared)]
+        pairs = name == "gate_up"
+        packed = [
+            self._backend.packed(part.matrix(name), pairs=pairs) for part in (self._routed, self._shared)
+        ]
         self._routed = self._routed.with_matrix(name, packed[0])
         self._shared = self._shared.with_matrix(name, packed[1])
         return packed[0].data.is_meta

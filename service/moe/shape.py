@@ -70,6 +70,14 @@ class LayerShape:
         return self._bytes_in(self.shared_layout)
 
     @property
+    def weight_layouts(self) -> dict[WeightLayout, int]:
+        """The groups of each layout."""
+        counts = {self.weight_layout: len(self.held_experts)}
+        if self.num_shared_experts > 0:
+            counts[self.shared_layout] = counts.get(self.shared_layout, 0) + self.num_shared_experts
+        return counts
+
+    @property
     def splits_shared(self) -> bool:
         """Whether the shared experts' matrices are in tensors of their own: in another layout."""
         return self.num_shared_experts > 0 and self.shared_layout != self.weight_layout

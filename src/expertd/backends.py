@@ -7,6 +7,7 @@ from expertd.weight_format import WeightFormat
 
 _FP8 = frozenset({WeightFormat.FP8})
 _ALL = frozenset(WeightFormat)
+_MXFP4 = frozenset({WeightFormat.MXFP4})
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +16,8 @@ class Capabilities:
 
     device_type     the only device type ("cpu", "cuda") whose tensors it accepts, and where a server's layers
                     are; None: any, and a server's are on a CPU
-    packs           calls read a copy of the weights, see `Backend.packed`
-    weight_bytes    memory of a weight in calls: 1 in FP8, 2 in bf16
+    packs           formats of weights of which calls read a copy, see `Backend.packed`
+    weight_bytes    memory of a value in such a copy; None: as much as in the format
     keeps_bf16      activations stay bf16 on a CPU, and are not rounded to FP8
     captures        calls can be captured in graphs
     request_table   has `gather_rows` and `scatter_rows`: with `captures`, small steps are one graph each
@@ -31,8 +32,8 @@ class Capabilities:
     """
 
     device_type: str | None = None
-    packs: bool = False
-    weight_bytes: int = 1
+    packs: frozenset[WeightFormat] = frozenset()
+    weight_bytes: int | None = None
     keeps_bf16: bool = False
     captures: bool = False
     request_table: bool = False
@@ -54,6 +55,7 @@ class Capabilities:
 BACKENDS = {
     "hopper": Capabilities(
         device_type="cuda",
+        packs=_MXFP4,
         captures=True,
         request_table=True,
         device_calls=True,
@@ -63,6 +65,7 @@ BACKENDS = {
         compiles=True,
         hidden_step=16,  # TMA copies 16 bytes at a time, and FP8 has one for each column
         max_n=2**23,  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
+        weight_formats=_FP8 | _MXFP4,
     ),
     "triton": Capabilities(
         device_type="cuda",
@@ -73,7 +76,7 @@ BACKENDS = {
         weight_formats=_ALL,
     ),
     "cpu": Capabilities(device_type="cpu", keeps_bf16=True),
-    "reference": Capabilities(packs=True, weight_bytes=2, keeps_bf16=True, weight_formats=_ALL),
+    "reference": Capabilities(packs=_ALL, weight_bytes=2, keeps_bf16=True, weight_formats=_ALL),
 }
 """By name, which is also that of a folder of `kernels/backends`; "auto" tries them in this order."""
 

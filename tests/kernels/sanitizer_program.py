@@ -1,9 +1,11 @@
 """The program that sanitizers run: every variant on small awkward shapes, with every result checked."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from expertd.kernels import (
     Backend,
@@ -13,6 +15,7 @@ from expertd.kernels import (
     RankTokens,
     Routing,
     Swiglu,
+    Weights,
     choose_experts,
     fused_experts,
     grouped_gemm_contiguous,
@@ -23,8 +26,9 @@ from expertd.kernels import (
 from expertd.kernels.backends.hopper import combine_rows, grouped_gemm
 from expertd.kernels.backends.hopper.backend import HopperBackend
 from expertd.kernels.backends.hopper.plans import GemmPlan
-from expertd.kernels.backends.hopper.tiles import CONFIGS
+from expertd.kernels.backends.hopper.tiles import CONFIGS, MXFP4_CONFIGS
 from expertd.kernels.jit import Variant
+from expertd.kernels.ops.four_bits import quantize_mxfp4
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,
@@ -45,12 +49,18 @@ def every_lane_arrives(variant: Variant) -> Variant:
     return variant._replace(source=replace(source, defines=defines))
 
 
-def whole_layer(tokens: int, h: int = 256, *, is_biased: bool = False) -> None:
+def whole_layer(
+    tokens: int,
+    h: int = 256,
+    *,
+    is_biased: bool = False,
+    quantize: Callable[[Tensor], Weights] = quantize_blocks,
+) -> None:
     """Routing and the five launches of experts, against the separate steps."""
     i, e, k = 384, 5, 3
     generator = fresh_generator("cuda")
-    gate_up = quantize_blocks(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
-    down = quantize_blocks(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
+    gate_up = quantize(torch.randn(e, 2 * i, h, generator=generator, device="cuda").mul_(h**-0.5))
+    down = quantize(torch.randn(e, h, i, generator=generator, device="cuda").mul_(i**-0.5))
     x = torch.randn(tokens, h, generator=generator, device="cuda")
     ids = torch.randint(-1, e, (tokens, k), generator=generator, device="cuda", dtype=torch.int32)
     ids[:, 0] = 0  # with 40 tokens, short tiles of several boxes
@@ -112,21 +122,25 @@ def main() -> None:
     """Run everything on a small persistent grid, so that every CTA computes several tiles."""
     for key, variant in grouped_gemm.VARIANTS.items():
         grouped_gemm.VARIANTS[key] = every_lane_arrives(variant)
-    for plan in [GemmPlan(config, 16 * config.steps) for config in CONFIGS]:
+    for plan in [GemmPlan(config, 16 * config.steps) for config in (*CONFIGS, *MXFP4_CONFIGS)]:
         backend = HopperBackend(choose=lambda *_, plan=plan: plan)
+        is_mxfp4 = plan.config in MXFP4_CONFIGS
+        quantize = quantize_mxfp4 if is_mxfp4 else quantize_blocks
         for rows, n, k in SHAPES:
-            case = random_contiguous(rows, n, k, "cuda")
+            case = random_contiguous(rows, n, k, "cuda", quantize=quantize)
             buffer, out = poisoned(sum(rows), n, device="cuda")
             grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend=backend, num_sms=4)
             expect_contiguous(case, buffer, out)
             max_m = max(*rows, 1)
-            masked = random_masked(rows, max_m, n, k, "cuda")
+            masked = random_masked(rows, max_m, n, k, "cuda", quantize=quantize)
             buffer, out = poisoned(len(rows), max_m, n, device="cuda")
             grouped_gemm_masked(masked.a, masked.b, masked.counts, out=out, backend=backend, num_sms=4)
             expect_masked(masked, buffer, out)
     for tokens in (1, 40, 90):
         whole_layer(tokens)
         whole_layer(tokens, 208, is_biased=True)
+        whole_layer(tokens, quantize=quantize_mxfp4)
+        whole_layer(tokens, 224, is_biased=True, quantize=quantize_mxfp4)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     for tokens in (1, 90):

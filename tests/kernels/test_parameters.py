@@ -14,7 +14,8 @@ from expertd.layout import Layout
 from tests.kernels.front_end import errors_of
 
 OFFSET = "__INTADDR__(&((Parameters*)0)->{})"  # NVRTC's compiler has no offsetof without a header
-CONFIGS = {config.epilogue: config for config in (tiles.NORMAL, tiles.SWAP_AB, tiles.SWIGLU, tiles.GLU)}
+EPILOGUES = tiles.NORMAL, tiles.SWAP_AB, tiles.SWIGLU, tiles.GLU, tiles.MXFP4_SWIGLU, tiles.MXFP4_GLU
+CONFIGS = {config.epilogue: config for config in EPILOGUES}
 
 
 def test_every_epilogue_has_a_struct() -> None:

@@ -24,8 +24,10 @@ from expertd.kernels.backends.hopper.tiles import (
     WIDE,
 )
 from expertd.layout import Layout
+from expertd.weight_format import WeightFormat
 
 C, M = Layout.CONTIGUOUS, Layout.MASKED
+FP8, MXFP4 = WeightFormat.FP8, WeightFormat.MXFP4
 
 RATES = {132: H200, 114: Rates(1755, 2039, 50 << 20), 78: Rates(1980, 4023, 60 << 20), 48: H200, 1: H200}
 
@@ -81,9 +83,10 @@ def test_plans_depend_on_the_ratio_of_a_devices_rates(rows: int, factor: float) 
 
 
 def test_every_variant_is_chosen_for_something() -> None:
-    cases = itertools.product((1, 1000), (48, 132), (False, True))
+    cases = itertools.product((1, 1000), (48, 132), (False, True), (H200,), (FP8, MXFP4))
     activated = {choose_swiglu(*case).config for case in cases}
     chosen = {row[-1].config for row in TABLE} | activated
+    chosen |= {choose(M, 4096, 7168, 8, m, 132, weights=MXFP4).config for m in (1, 1000)}
     assert chosen == {config for _, config in VARIANTS}
 
 
@@ -96,8 +99,9 @@ def test_few_sms_have_two_ctas_each_while_groups_have_few_rows() -> None:
 
 @pytest.mark.parametrize("rows", [1, 64, 192, 8192])
 def test_a_cluster_never_needs_more_sms_than_there_are(rows: int) -> None:
-    for num_sms in range(1, 133):
-        assert choose(Layout.CONTIGUOUS, 4096, 7168, 8, rows, num_sms).config.cluster <= num_sms
+    for num_sms, weights in itertools.product(range(1, 133), (FP8, MXFP4)):
+        plan = choose(Layout.CONTIGUOUS, 4096, 7168, 8, rows, num_sms, weights=weights)
+        assert plan.config.cluster <= num_sms
 
 
 @pytest.mark.parametrize("num_groups", [1, 2, 8])

@@ -15,6 +15,7 @@ from expertd.kernels.backends.hopper.gather_rows import gather_rows
 from expertd.kernels.backends.hopper.grouped_gemm import Choose, GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels
 from expertd.kernels.backends.hopper.layer import HopperLayer
+from expertd.kernels.backends.hopper.packed_weights import PackedWeights, pack_mxfp4
 from expertd.kernels.backends.hopper.route_tokens import can_route, route_tokens
 from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import answer_calls, scatter_rows
@@ -26,7 +27,7 @@ from expertd.kernels.expert_checks import check_parallel
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.checks import check_logits, check_router
-from expertd.kernels.ops.four_bits import Weights
+from expertd.kernels.ops.four_bits import FourBits, W, Weights, format_of, mapped
 from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
@@ -65,6 +66,26 @@ class HopperBackend(Backend):
             self._kernels.load(device, variants[source], binary)
             if progress is not None:
                 progress(done, len(variants), source.name)
+
+    def packed(self, weights: W, *, pairs: bool = False) -> W:
+        """See `Backend.packed`; calls with MXFP4 weights read a copy, and the scales only as a key to it."""
+        return (
+            self._gemm.packed_weights.packed(weights, pairs)
+            if format_of(weights) in self.capabilities.packs
+            else weights
+        )
+
+    def prepare_weights(self, group: Weights, *, pairs: bool = False) -> object:
+        """See `Backend.prepare_weights`."""
+        if not isinstance(group, FourBits):
+            return None
+        return pack_mxfp4(mapped(group, lambda tensor: tensor[None]), pairs)
+
+    def weights_changed(self, weights: Weights, groups: Sequence[int], prepared: Sequence[object]) -> None:
+        """See `Backend.weights_changed`; overwrites what captured calls read."""
+        if isinstance(weights, FourBits):
+            replacements = [packed for packed in prepared if isinstance(packed, PackedWeights)]
+            self._gemm.packed_weights.refresh(weights, groups, replacements)
 
     def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
         """Write out [M, N]; see `grouped_gemm_contiguous`."""
@@ -259,7 +280,7 @@ class HopperBackend(Backend):
         biases: ExpertBiases | None = None,
     ) -> None:
         """See `Backend.call_experts`; five launches."""
-        on = current_stream(_current(down.data, "down"))
+        on = current_stream(_current(down.scales, "down"))
         self._layer.call_experts(on, calls, num_tokens, top_k, gate_up, down, activation, num_sms, biases)
 
     def answer_calls(self, rows: Tensor, calls: CallTable) -> None:

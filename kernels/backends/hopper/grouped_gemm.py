@@ -11,6 +11,7 @@ from torch import Tensor
 
 from expertd.kernels.backends.hopper import parameters, plans, tiles
 from expertd.kernels.backends.hopper.launch import Grid, Kernels, PackedLaunch, multiprocessors
+from expertd.kernels.backends.hopper.packed_weights import PackedCache
 from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.hopper.rates import Rates, rates
 from expertd.kernels.backends.hopper.tensor_maps import TensorMapCache, pack_rows
@@ -19,16 +20,18 @@ from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Source, Variant
 from expertd.kernels.ops.activation import Activation, OtherGlu
-from expertd.kernels.ops.four_bits import Weights
+from expertd.kernels.ops.four_bits import FourBits, Weights, columns_of, format_of
 from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
+from expertd.weight_format import WeightFormat
 
 _STORE_BOX = 16  # rows of out per TMA store
 _KEPT = 4096
-_NO_MAP = bytes(sizeof(parameters.TensorMapWords))
+_MAP_BYTES = sizeof(parameters.TensorMapWords)
+_NO_MAP = bytes(_MAP_BYTES)
 
-Choose = Callable[[Layout, int, int, int, float, int, bool, Rates], GemmPlan]
+Choose = Callable[[Layout, int, int, int, float, int, bool, Rates, WeightFormat], GemmPlan]
 """`plans.choose`, or another function with its signature."""
 
 
@@ -36,6 +39,7 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
     defines = {
         "LAYOUT": f"k{layout.value.capitalize()}",
         "EPILOGUE": config.epilogue,
+        "WEIGHTS": f"k{config.weights.capitalize()}",
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
@@ -53,7 +57,7 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
 VARIANTS = {
     (layout, config): _variant(layout, config)
     for layout, config in (
-        *((layout, config) for layout in Layout for config in tiles.CONFIGS),
+        *((layout, config) for layout in Layout for config in (*tiles.CONFIGS, *tiles.MXFP4_CONFIGS)),
         *(
             (Layout.CONTIGUOUS, config)
             for config in (
@@ -63,6 +67,10 @@ VARIANTS = {
                 tiles.GLU,
                 tiles.GLU_FEW,
                 tiles.GLU_FEW_TWICE,
+                tiles.MXFP4_SWIGLU,
+                tiles.MXFP4_SWIGLU_FEW,
+                tiles.MXFP4_GLU,
+                tiles.MXFP4_GLU_FEW,
             )
         ),
     )
@@ -110,6 +118,7 @@ class GroupedGemm:
 
     def __init__(self, kernels: Kernels, choose: Choose = plans.choose) -> None:
         self.tile_counters = TileCounters()
+        self.packed_weights = PackedCache()
         self._kernels = kernels
         self._choose = choose
         self._tensor_maps = TensorMapCache(pack_rows)
@@ -133,9 +142,11 @@ class GroupedGemm:
 
         columns: those to write, from a multiple of 256 to another one or to n; None: all.
         """
-        num_groups, n, k = b.data.shape
+        (num_groups, n), k = b.data.shape[:2], columns_of(b)
         columns = columns or range(n)
-        prepared = self._chosen(on.device, layout, n, k, num_groups, expected_m, num_sms, len(columns))
+        prepared = self._chosen(
+            on.device, layout, n, k, num_groups, expected_m, num_sms, len(columns), format_of(b)
+        )
         stores_boxes = not prepared.config.swap_ab
         out_map = self._out_tensor_maps.get(out, _STORE_BOX).packed if stores_boxes else _NO_MAP
         self._launch(on, prepared, a, b, groups, columns, out_map, out.data_ptr())
@@ -156,11 +167,11 @@ class GroupedGemm:
         A group is likely to have expected_m rows. bias: bf16 [G, 2I], added before the activation; the
         preceding launch must not write it.
         """
-        (num_groups, n2, k), m = b.data.shape, a.data.shape[0]
+        (num_groups, n2), k, m = b.data.shape[:2], columns_of(b), a.data.shape[0]
         n = n2 // 2
         other = bias is not None or isinstance(activation, OtherGlu)
         sms = multiprocessors(on.device, num_sms)
-        plan = plans.choose_swiglu(expected_m, sms, other, rates(on.device))
+        plan = plans.choose_swiglu(expected_m, sms, other, rates(on.device), format_of(b))
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), dtype=torch.float32, device=a.data.device)
@@ -178,9 +189,10 @@ class GroupedGemm:
         expected_m: float,
         num_sms: int | None,
         columns: int,
+        weights: WeightFormat,
     ) -> _Prepared:
-        sms = multiprocessors(device, num_sms)
-        plan = self._choose(layout, columns, k, num_groups, expected_m, sms, columns < n, rates(device))
+        sms, part = multiprocessors(device, num_sms), columns < n
+        plan = self._choose(layout, columns, k, num_groups, expected_m, sms, part, rates(device), weights)
         return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
 
     def _prepare(
@@ -224,14 +236,23 @@ class GroupedGemm:
         if not masked:
             strides = [0, *strides]
         counter = groups.tile_counter
+        b_map, b_scales = self._operand(b, config)
         packed = packer.pack(
             self._tensor_maps.get(a.data, config.box_m).packed,
-            self._tensor_maps.get(b.data, config.out_block_n).packed,
+            b_map,
             out_map,
-            a.scales.data_ptr(), *strides, b.scales.data_ptr(),
+            a.scales.data_ptr(), *strides, b_scales,
             groups.extents.data_ptr(), *sizes, rows, rows if masked else 0, *cut, columns.start, len(columns),
             *output,
             groups.ready,
             self.tile_counters.get(on.device, on.handle) if counter is None else counter.data_ptr(),
         )  # fmt: skip
         launch(on.handle, packed)
+
+    def _operand(self, b: Weights, config: TileConfig) -> tuple[bytes, int]:
+        """The tensor map of b, or its address packed, and the address of its scales."""
+        if isinstance(b, FourBits):
+            packed = self.packed_weights.get(b, pairs=config.swiglu)
+            address = packed.data.data_ptr().to_bytes(8, "little")
+            return address.ljust(_MAP_BYTES, b"\0"), packed.scales.data_ptr()
+        return self._tensor_maps.get(b.data, config.out_block_n).packed, b.scales.data_ptr()

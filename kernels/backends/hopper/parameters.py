@@ -142,8 +142,10 @@ def _packer(kind: type[Structure]) -> struct.Struct:
 PARAMETERS: dict[str, type[Structure]] = {
     "Bf16Epilogue": _parameters(Bf16Output),
     "SwapAbEpilogue": _parameters(Bf16Output),
-    "GluEpilogue<SwigluStruct>": _parameters(SwigluOutput),
-    "GluEpilogue<OtherGluStruct>": _parameters(OtherGluOutput),
+    "GluEpilogue<Swiglu>": _parameters(SwigluOutput),
+    "GluEpilogue<OtherGlu>": _parameters(OtherGluOutput),
+    "SwapAbGluEpilogue<Swiglu>": _parameters(SwigluOutput),
+    "SwapAbGluEpilogue<OtherGlu>": _parameters(OtherGluOutput),
 }
 """A launch's struct, by the type of its epilogue."""
 

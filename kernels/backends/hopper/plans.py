@@ -12,6 +12,12 @@ from expertd.kernels.backends.hopper.tiles import (
     GLU_FEW_TWICE,
     LARGE,
     MIDDLE,
+    MXFP4,
+    MXFP4_FEW,
+    MXFP4_GLU,
+    MXFP4_GLU_FEW,
+    MXFP4_SWIGLU,
+    MXFP4_SWIGLU_FEW,
     NARROW,
     NARROWEST,
     NORMAL,
@@ -27,6 +33,7 @@ from expertd.kernels.backends.hopper.tiles import (
 )
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
+from expertd.weight_format import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -54,9 +61,12 @@ _OVERLAP = 4  # computing and memory add up in this norm: the longer one hides m
 _CONFIGS = (SWAP_AB, SHORT, NORMAL, LARGE, WIDE, MIDDLE, NARROW, NARROWEST)
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
 _SWAP_AB_FEW_M, _UNEVEN_SHORT_M, _SWIGLU_FEW_M = 144, 48, 40  # upper bounds
+_MXFP4_FEW_M = {Layout.CONTIGUOUS: 40, Layout.MASKED: 64}  # upper bounds
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
 _SWIGLU = SWIGLU_FEW, SWIGLU_FEW_TWICE, SWIGLU
 _OTHER_GLU = GLU_FEW, GLU_FEW_TWICE, GLU
+_MXFP4_SWIGLU = MXFP4_SWIGLU_FEW, MXFP4_SWIGLU
+_MXFP4_OTHER_GLU = MXFP4_GLU_FEW, MXFP4_GLU
 _CTA_BYTES_PER_NS = 60  # of weights, that a CTA with few rows takes in at an H200's clock
 _FEW_GROUPS = 4  # upper bound
 _BAND = 8  # tiles of a column that start in a row, as in csrc/scheduler.cuh
@@ -66,12 +76,23 @@ _SIMULATED = 16  # waves; with more, the work just spreads evenly
 _UNEVEN = (0.0, 0.0, 0.2, 0.4)
 
 
-def choose_swiglu(expected_m: float, num_sms: int, other_glu: bool = False, rates: Rates = H200) -> GemmPlan:
+def choose_swiglu(
+    expected_m: float,
+    num_sms: int,
+    other_glu: bool = False,
+    rates: Rates = H200,
+    weights: WeightFormat = WeightFormat.FP8,
+) -> GemmPlan:
     """The plan of the GEMM with an activation in its epilogue, on at least two SMs.
 
     other_glu: with biases, or another activation than SwiGLU.
     rates: of the device that num_sms SMs are of.
+    weights: FP8, or MXFP4.
     """
+    if weights is WeightFormat.MXFP4:
+        few, many = _MXFP4_OTHER_GLU if other_glu else _MXFP4_SWIGLU
+        config = few if expected_m <= _SWIGLU_FEW_M else many
+        return GemmPlan(config, 16 * config.steps)
     few, twice, config = _OTHER_GLU if other_glu else _SWIGLU
     if expected_m <= _SWIGLU_FEW_M:
         config = few if _memory_limits(num_sms, rates) else twice
@@ -87,12 +108,17 @@ def choose(
     num_sms: int,
     part: bool = False,
     rates: Rates = H200,
+    weights: WeightFormat = WeightFormat.FP8,
 ) -> GemmPlan:
     """The plan for num_groups groups of about expected_m rows times [n, k]; all plans give the same bits.
 
     part: there are more columns than these n, from a multiple of 256 on; no tile may reach the others.
     rates: of the device that num_sms SMs are of.
+    weights: FP8, or MXFP4.
     """
+    if weights is WeightFormat.MXFP4:
+        config = MXFP4_FEW if expected_m <= _MXFP4_FEW_M[layout] or num_sms < MXFP4.cluster else MXFP4
+        return GemmPlan(config, 16 * config.steps)
     few = expected_m <= _SWAP_AB_M[layout]
     if expected_m < 1:  # few groups have any
         num_groups, expected_m = math.ceil(num_groups * expected_m), 1.0

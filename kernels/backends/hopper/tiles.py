@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from expertd.limits import SCALE_BLOCK
+from expertd.weight_format import WeightFormat
 
 BLOCK_N = SCALE_BLOCK  # unless configured otherwise: a K block then needs one scale of b
 BLOCK_K = SCALE_BLOCK
@@ -21,6 +22,7 @@ class TileConfig:
     block_n   rows of b in a CTA's tile; with swiglu, half of them gates
     other_glu with swiglu: biases, and another gated activation than silu(gate) * up
     ctas      CTAs per SM
+    weights   the format of b; MXFP4 only with swap_ab, and b packed as in packed_weights.py
     """
 
     swap_ab: bool
@@ -32,11 +34,13 @@ class TileConfig:
     block_n: int = BLOCK_N
     other_glu: bool = False
     ctas: int = 1
+    weights: WeightFormat = WeightFormat.FP8
 
     @property
     def name(self) -> str:
         """The name of its variants: short, and unique within a layout."""
-        swap_ab = "swap_ab_" if self.swap_ab else ""
+        is_fp8 = self.weights is WeightFormat.FP8
+        swap_ab = f"{self.weights.lower()}_" if not is_fp8 else "swap_ab_" if self.swap_ab else ""
         cluster = f"_cluster{self.cluster}" if self.cluster > 1 else ""
         columns = f"n{self.block_n}" if self.block_n != BLOCK_N else ""
         activation = "_glu" if self.other_glu else "_swiglu" if self.swiglu else ""
@@ -47,13 +51,19 @@ class TileConfig:
     def epilogue(self) -> str:
         """The type in csrc/ that stores its results."""
         if self.swiglu:
-            return f"GluEpilogue<{'OtherGlu' if self.other_glu else 'Swiglu'}>"
+            swap_ab = "SwapAb" if self.swap_ab else ""
+            return f"{swap_ab}GluEpilogue<{'OtherGlu' if self.other_glu else 'Swiglu'}>"
         return "SwapAbEpilogue" if self.swap_ab else "Bf16Epilogue"
 
     @property
     def out_block_n(self) -> int:
         """Columns of out in a CTA's tile, and rows of b per TMA load."""
         return self.block_n // 2 if self.swiglu else self.block_n
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a tile's K block of b: as many for each format as its rows and groups of columns take."""
+        return self.block_n * (BLOCK_K if self.weights is WeightFormat.FP8 else BLOCK_K // 2 + BLOCK_K // 32)
 
     @property
     def threads(self) -> int:
@@ -64,11 +74,14 @@ class TileConfig:
     def storage_bytes(self) -> int:
         """Size of SharedStorage in csrc/pipeline.cuh, which asserts it."""
         groups = self.threads // 128 - 1
-        scales = self.block_m * 4 * (2 if self.swiglu or SCALE_BLOCK % self.block_n else 1)
-        stage = (self.block_n + self.block_m) * BLOCK_K + scales + 2 * 8
+        glu = self.swiglu and not self.swap_ab
+        scales = self.block_m * 4 * (2 if glu or SCALE_BLOCK % self.block_n else 1)
+        stage = self.block_bytes + self.block_m * BLOCK_K + scales + 2 * 8
         staging = groups * (4096 if self.swap_ab or self.swiglu else 64 * -(-self.block_n // 64) * 64 * 2)
-        exchange = 2 * 4 * groups * (64 + 8) if self.swiglu else 0
-        biases = 4 * groups * 256 if self.other_glu else 0
+        exchange = 2 * 4 * groups * (64 + 8) if glu else 0
+        biases = 4 * groups * 256 if self.other_glu and glu else 0
+        if self.swiglu and not glu:
+            staging, exchange = self.block_m * 64, 2 * (2 * 4 * self.block_m + 8)
         tiles = (self.stages + 3) * (16 + 8)  # kTiles records, each with its barrier
         return -(-(self.stages * stage + staging + biases + exchange + tiles) // 16) * 16
 
@@ -109,3 +122,10 @@ SWIGLU_FEW_TWICE = replace(SWIGLU_FEW, stages=4, ctas=2)
 GLU, GLU_FEW, GLU_FEW_TWICE = (
     replace(config, other_glu=True) for config in (SWIGLU, SWIGLU_FEW, SWIGLU_FEW_TWICE)
 )
+# Weights of four bits take half the room, so more K blocks are in flight. With many rows, two CTAs load the
+# rows together; with an activation, such a pair has the 128 columns of a scale.
+MXFP4_FEW = TileConfig(swap_ab=True, block_m=64, stages=12, cluster=1, box_m=16, weights=WeightFormat.MXFP4)
+MXFP4 = replace(MXFP4_FEW, block_m=128, stages=8, cluster=2)
+MXFP4_CONFIGS = MXFP4_FEW, MXFP4
+MXFP4_SWIGLU_FEW, MXFP4_SWIGLU = (replace(config, cluster=2, swiglu=True) for config in MXFP4_CONFIGS)
+MXFP4_GLU_FEW, MXFP4_GLU = (replace(config, other_glu=True) for config in (MXFP4_SWIGLU_FEW, MXFP4_SWIGLU))

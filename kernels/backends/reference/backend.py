@@ -27,11 +27,11 @@ class ReferenceBackend(Backend):
     def __init__(self) -> None:
         self._weights = WeightCache(matrices_of)
 
-    def packed(self, weights: W) -> W:
+    def packed(self, weights: W, *, pairs: bool = False) -> W:
         """See `Backend.packed`; on a CPU, calls need the matrices, and the scales only as a key to them."""
         return self._weights.packed(weights) if weights.data.is_cpu else weights
 
-    def prepare_weights(self, group: Weights) -> object:
+    def prepare_weights(self, group: Weights, *, pairs: bool = False) -> object:
         """See `Backend.prepare_weights`."""
         return prepared_matrix(group)
 

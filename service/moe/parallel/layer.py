@@ -103,9 +103,10 @@ class ParallelLayer:
         return self._routed.rank_tokens
 
     def pack(self, name: str) -> None:
-        """See `MoELayer.pack`; for a layer on a CPU whose experts never move."""
+        """See `MoELayer.pack`; for a layer whose experts never move."""
         self._own.pack(name)
-        self._shared = self._shared.with_matrix(name, self.backend.packed(self._shared.matrix(name)))
+        shared = self.backend.packed(self._shared.matrix(name), pairs=name == "gate_up")
+        self._shared = self._shared.with_matrix(name, shared)
         self.weights = self.weights.without_matrix(name)
         self.placed.forget(name)
 

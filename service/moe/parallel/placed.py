@@ -162,7 +162,8 @@ class PlacedExperts:
         group = of_tensors(
             weights[matrix], lambda own, given: given.view(own.dtype).view(own.shape[1:]), parts[first:]
         )
-        self._prepared[matrix] = self._backend.prepare_weights(group)
+        pairs = MATRICES[matrix] == "gate_up"
+        self._prepared[matrix] = self._backend.prepare_weights(group, pairs=pairs)
 
     def replace(self, slot: int, parts: Sequence[Tensor]) -> None:
         """Write the weights of a physical expert, all of whose matrices are prepared; between two steps.

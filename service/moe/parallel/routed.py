@@ -116,11 +116,11 @@ class JointExperts:
             raise ValueError(f"memory: expected hidden_size and top_k {expected}, got {got}")
         self.is_capturable = own.backend.capabilities.captures
         self.needs_floats = rule.weighs_input
-        self._weights, self._backend = own.weights, own.backend
+        self._own, self._backend = own, own.backend
         self._shape, self._rule, self._placed, self._chooses = shape, rule, placed, chooses
         self._biases = None
-        if self._weights.biases is not None:
-            gate_up, down = self._weights.biases
+        if own.weights.biases is not None:
+            gate_up, down = own.weights.biases
             counts = [len(slots) for slots in placed.tables.slots_of_rank]
             self._biases = ExpertBiases(gate_up.contiguous(), all_rows(down, counts, self._memory.group))
         self.set_token_counts([1] * self._memory.num_ranks)
@@ -160,9 +160,10 @@ class JointExperts:
         overlap = self._exchange.overlap
         if not overlaps(self._exchange.overlap_mode, self.rank_tokens, self._shape.hidden_size):
             overlap = None
+        weights = self._own.weights
         self._backend.parallel_experts(
             self._memory, self._tokens, hidden_states, topk_ids.contiguous(),
-            topk_weights.contiguous(), self._weights.gate_up, self._weights.down, out,
+            topk_weights.contiguous(), weights.gate_up, weights.down, out,
             None if overlap else num_sms, offsets, overlap, self._rule.routed, self._biases,
         )  # fmt: skip
         return out.view(-1, self._each, self._shape.hidden_size).sum(1) if self._each > 1 else out

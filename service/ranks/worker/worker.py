@@ -151,7 +151,8 @@ class RankWorker:
         self._placed.append(layer.placed)
         if isinstance(exchange, JointExchange):
             self._joint[model.name] = layer
-        elif backend.capabilities.packs and not moves:
+        packs = any(each.format in backend.capabilities.packs for each in model.shape.weight_layouts)
+        if packs and not moves:
             del weights  # so that each matrix is freed when it is packed
             for name in MATRICES:
                 layer.pack(name)

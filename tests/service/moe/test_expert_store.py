@@ -118,7 +118,7 @@ def test_tables_stay_consistent() -> None:
 class Plain(ReferenceBackend):
     """Reads the weights that are in memory when it multiplies, and keeps none."""
 
-    capabilities = replace(ReferenceBackend.capabilities, packs=False)
+    capabilities = replace(ReferenceBackend.capabilities, packs=frozenset())
     ffn = Backend.ffn
 
     def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: Any) -> None:

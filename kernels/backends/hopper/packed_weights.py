@@ -1,0 +1,195 @@
+"""MXFP4 weights as csrc/codes.cuh reads them, and a cache of them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from expertd.kernels.backends.weight_cache import WeightCache
+from expertd.kernels.ops.four_bits import FourBits, W, Weights, codes_of, columns_of, mapped
+from expertd.kernels.ops.quantize import Quantized
+from expertd.limits import SCALE_BLOCK
+
+_GROUP = 32  # columns that share an exponent
+_WARPS, _ROWS = 8, 8  # a tile's 128 rows: of each warp two times eight
+_PAIRS_STEP = SCALE_BLOCK // 2  # gates in a tile of pairs
+_CODE_BYTES = SCALE_BLOCK * SCALE_BLOCK // 2
+BLOCK_BYTES = _CODE_BYTES + SCALE_BLOCK * SCALE_BLOCK // _GROUP
+"""Of a K block of 128 rows: its codes, then its exponents."""
+MOST_SPREAD = 11
+"""Powers of two by which scales of a block may differ: e4m3 has 2**-6 to 2**8, and e2m1 four of them."""
+_ABOVE_SCALE = 6  # the largest exponent of a block, above its scale: 6 * 2**6 = 384
+_LEAST_SCALE = -126  # of a normal fp32
+_BIAS = 127  # of UE8M0
+_E4M3 = (0x00, 0x08, 0x10, 0x14, 0x18, 0x1C, 0x20, 0x24)  # magnitudes of e2m1 times 2**-5
+
+
+class PackedWeights(NamedTuple):
+    """MXFP4 weights [G, N, K].
+
+    data    uint8 [G, N/128, K/128, BLOCK_BYTES], both rounded up
+    scales  fp32 [G, N/128, K/128], powers of two: each for a block of 128x128. Of pairs, whose N counts the
+            gates: for one of them and that of the ups
+    n       N; of pairs, the gates
+    pairs   rows are gates and the matching ups
+    """
+
+    data: Tensor
+    scales: Tensor
+    n: int
+    pairs: bool
+
+
+def pack_mxfp4(weights: FourBits, pairs: bool = False) -> PackedWeights:
+    """Pack weights [G, N, K] of MXFP4.
+
+    pairs  rows are N/2 gates and the matching ups, N/2 a multiple of 128; a tile gets 64 of each
+
+    Waits for the device. Needs temporary memory for a group, 10 bytes a value. Raises ValueError if scales
+    of a block differ by more than 2**11 (those of zeros do not count), or are NaN.
+    """
+    num_groups, n = weights.data.shape[:2]
+    k_blocks = -(-columns_of(weights) // SCALE_BLOCK)
+    scale_rows = -(-(n // 2 if pairs else n) // SCALE_BLOCK)
+    blocks = -(-n // SCALE_BLOCK)
+    device = weights.data.device
+    data = torch.empty((num_groups, blocks, k_blocks, BLOCK_BYTES), dtype=torch.uint8, device=device)
+    scales = torch.empty((num_groups, scale_rows, k_blocks), dtype=torch.float32, device=device)
+    for group in range(num_groups):
+        own = mapped(weights, lambda tensor, group=group: tensor[group])  # type: ignore[misc]
+        _pack_group(own, group, pairs, data[group], scales[group])
+    return PackedWeights(data, scales, n // 2 if pairs else n, pairs)
+
+
+def unpack_mxfp4(packed: PackedWeights, k: int) -> Quantized:
+    """The same weights [G, N, K] in FP8, exactly; with the scales that `packed` has."""
+    num_groups, blocks = packed.data.shape[:2]
+    codes = packed.data[..., :_CODE_BYTES].view(*packed.data.shape[:3], _WARPS, 2, _ROWS, 4, 2, 2, 4)
+    magnitudes = torch.stack((codes & 7, codes >> 4 & 7), -1).flatten(-2)  # eight codes of a word
+    signs = torch.cat((codes >> 7, codes >> 3 & 1), -1)
+    exponents = packed.data[..., _CODE_BYTES:].view(*packed.data.shape[:3], _WARPS, _ROWS, 2, 2, 2)
+    # [.., warp, half of columns, row, four columns, next 32, high rows, code] as the exponents' order
+    above = exponents.permute(0, 1, 2, 3, 6, 4, 7, 5)[..., None, :, :, None]
+    table = torch.tensor(_E4M3, dtype=torch.uint8, device=packed.data.device)
+    e4m3 = table[magnitudes.int()]
+    e4m3 = torch.where(magnitudes > 0, e4m3 + above, 0) | signs << 7
+    e4m3 = e4m3.view(*e4m3.shape[:-1], 2, 4)
+    # [group, tile, warp, high, row, K block, half, 32 of them, last 16, four of them, code]
+    rows = e4m3.permute(0, 1, 3, 8, 5, 2, 4, 7, 9, 6, 10).reshape(num_groups, blocks, SCALE_BLOCK, -1)
+    n, scales = packed.n, packed.scales
+    if packed.pairs:
+        tiles = rows.view(num_groups, blocks, _WARPS, 2, _ROWS, -1).transpose(2, 3).transpose(1, 2)
+        rows, n, scales = tiles, 2 * n, scales.repeat(1, 2, 1)
+    data = rows.reshape(num_groups, blocks * SCALE_BLOCK, -1)[:, :n, :k].contiguous()
+    return Quantized(data.view(torch.float8_e4m3fn), scales)
+
+
+class PackedCache:
+    """Packed weights by the identity of the caller's tensors, dropped when those are freed."""
+
+    def __init__(self) -> None:
+        self._caches = [WeightCache[PackedWeights](partial(_packed, pairs=pairs)) for pairs in (False, True)]
+
+    def get(self, weights: FourBits, pairs: bool = False) -> PackedWeights:
+        """The weights, packed again if they have been modified or replaced: see `pack_mxfp4`.
+
+        Those that only `packed` has, in pairs, get a copy in the order of rows.
+        """
+        cache, paired = self._caches[pairs], self._caches[True]
+        if not pairs and weights.data.is_meta and not cache.kept(weights):
+            cache.keep(weights, tuple(_unpaired(packed) for packed in paired.get(weights)))
+        return cache.get(weights)[0]
+
+    def packed(self, weights: W, pairs: bool = False) -> W:
+        """Weights whose data is only a key, on the meta device."""
+        return self._caches[pairs].packed(weights)
+
+    def refresh(
+        self, weights: FourBits, groups: Sequence[int], replacements: Sequence[PackedWeights]
+    ) -> None:
+        """Overwrite groups, each with one packed [1, ..], in the memory that captured calls read."""
+        for cache in self._caches:
+            for packed in cache.kept(weights):
+                for group, replacement in zip(groups, replacements, strict=True):
+                    new = _unpaired(replacement) if replacement.pairs and not packed.pairs else replacement
+                    packed.data[group].copy_(new.data[0])
+                    packed.scales[group].copy_(new.scales[0])
+                cache.refresh(weights, [0], [packed])
+
+
+def _unpaired(packed: PackedWeights) -> PackedWeights:
+    """Pairs in the order of rows: gates, then ups. Eight rows stay together."""
+    num_groups, tiles, k_blocks = packed.data.shape[:3]
+
+    def moved(part: Tensor) -> Tensor:
+        # [group, tile, K block, warp, .., gates and ups, four bytes]
+        rows = part.reshape(num_groups, tiles, k_blocks, _WARPS, -1, 2, 4).permute(0, 5, 1, 3, 2, 4, 6)
+        rows = rows.reshape(num_groups, tiles, _WARPS, 2, k_blocks, -1, 4).permute(0, 1, 4, 2, 5, 3, 6)
+        return rows.reshape(num_groups, tiles, k_blocks, -1)
+
+    parts = slice(0, _CODE_BYTES), slice(_CODE_BYTES, BLOCK_BYTES)
+    data = torch.cat([moved(packed.data[..., part]) for part in parts], -1)
+    return PackedWeights(data, packed.scales.repeat(1, 2, 1), 2 * packed.n, pairs=False)
+
+
+def _packed(weights: Weights, pairs: bool) -> tuple[PackedWeights, ...]:
+    if not isinstance(weights, FourBits):
+        raise TypeError(f"weights: expected FourBits, got {type(weights).__name__}")
+    return (pack_mxfp4(weights, pairs),)
+
+
+def _pack_group(weights: FourBits, group: int, pairs: bool, data: Tensor, scales: Tensor) -> None:
+    """Write data [N/128, K/128, BLOCK_BYTES] and scales of a group [N, K]."""
+    blocks, k_blocks = data.shape[:2]
+    codes = _padded(codes_of(weights.data), blocks * SCALE_BLOCK, k_blocks * SCALE_BLOCK)
+    groups = k_blocks * SCALE_BLOCK // _GROUP
+    exponents = _padded(weights.scales, blocks * SCALE_BLOCK, groups).to(torch.int16) - _BIAS
+    is_zero = (codes.view(*exponents.shape, _GROUP) & 7 == 0).all(-1)
+    if bool((exponents[~is_zero] > _BIAS).any()):
+        raise ValueError(f"weights scales: expected no NaN, got one in group {group}")
+    above = exponents.sub_(_shared_exponents(exponents, is_zero, group, pairs, scales)).mul_(8)
+    above = above.masked_fill_(is_zero, 0).to(torch.uint8)
+    if pairs:
+        codes, above = _interleaved(codes), _interleaved(above)
+
+    # [tile, warp, high rows, row, K block, half of columns, 32 of them, last 16 of these, four of them, code]
+    codes = codes.view(blocks, _WARPS, 2, _ROWS, k_blocks, 2, 2, 2, 4, 4)
+    codes = codes.permute(0, 4, 1, 5, 3, 8, 6, 2, 7, 9).flatten(-2)  # a word's eight codes last
+    magnitudes, signs = codes & 7, codes >> 3
+    words = magnitudes[..., 0::2] | magnitudes[..., 1::2] << 4 | signs[..., :4] << 7 | signs[..., 4:] << 3
+    data[..., :_CODE_BYTES] = words.reshape(blocks, k_blocks, -1)
+    above = above.view(blocks, _WARPS, 2, _ROWS, k_blocks, 4).permute(0, 4, 1, 3, 2, 5)
+    data[..., _CODE_BYTES:] = above.reshape(blocks, k_blocks, -1)
+
+
+def _shared_exponents(exponents: Tensor, is_zero: Tensor, group: int, pairs: bool, scales: Tensor) -> Tensor:
+    """int16 [N, K/32]: what to subtract from exponents, so that 0 to 11 are left; writes scales."""
+    rows = 2 if pairs else 1  # times 128, of a scale
+    k_blocks = scales.shape[1]
+    shape = rows, -1, SCALE_BLOCK, k_blocks, SCALE_BLOCK // _GROUP
+    each, counts = exponents.view(shape), ~is_zero.view(shape)
+    most = each.where(counts, _LEAST_SCALE).amax((0, 2, 4))
+    least = each.where(counts, most[None, :, None, :, None]).amin((0, 2, 4))
+    spread = int((most - least).max())
+    if spread > MOST_SPREAD:
+        raise ValueError(
+            f"weights scales: expected at most 2**{MOST_SPREAD} between those of a block of 128x128"
+            f"{' of gates, and of the matching ups' if pairs else ''}, got 2**{spread} in group {group}"
+        )
+    scale = (most - _ABOVE_SCALE).clamp_(min=_LEAST_SCALE)
+    scales.copy_(torch.ldexp(torch.ones_like(scales), scale.to(torch.int32)))
+    base = (scale - (MOST_SPREAD - _ABOVE_SCALE))[None, :, None, :, None]
+    return base.expand(shape[0], *each.shape[1:]).reshape(exponents.shape)
+
+
+def _interleaved(rows: Tensor) -> Tensor:
+    """Rows [N, ..] of gates, then ups: of each tile eight gates, the matching ups, and so on."""
+    tiles = rows.view(2, -1, _WARPS, _ROWS, rows.shape[-1])
+    return tiles.permute(1, 2, 0, 3, 4).reshape(rows.shape)
+
+
+def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    missing = columns - matrix.shape[1], rows - matrix.shape[0]
+    return torch.nn.functional.pad(matrix, (0, missing[0], 0, missing[1])) if any(missing) else matrix
