@@ -30,7 +30,6 @@ from expertd.kernels.ops.four_bits import Weights
 from expertd.kernels.ops.parts import ExpertPart
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
-from expertd.kernels.partitions import SMPartitions
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.kernels.request_table import RequestTable
 from expertd.kernels.stages import Stages
@@ -51,10 +50,6 @@ class HopperBackend(Backend):
         self._kernels = Kernels()
         self._gemm = GroupedGemm(self._kernels, choose)
         self._layer = HopperLayer(self._kernels, self._gemm)
-
-    def partitions(self) -> SMPartitions:
-        """Green contexts of the device."""
-        return SMPartitions(self.device.index)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile (or fetch) every variant, in parallel, and load it on the current device."""
