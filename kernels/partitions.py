@@ -1,11 +1,14 @@
 """Named partitions of a GPU's SMs: green contexts through cuda.core, each with a stream for torch."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _Groups = tuple[int, int, bool]  # the first group of SMs, how many, and whether with the spare SMs
 
@@ -187,6 +190,17 @@ class SMPartitions:
                 f"partition: expected one of {', '.join(self._lanes) or 'none at all'}, got {name!r}"
             )
         return lane
+
+
+def partitions_of(device: int) -> SMPartitions | None:
+    """Those of a GPU; None, with a warning, where the driver makes no green contexts."""
+    from cuda.core._utils.cuda_utils import CUDAError
+
+    try:
+        return SMPartitions(device)
+    except CUDAError as error:
+        logger.warning("partitions: expected green contexts on cuda:%d, got none: %s", device, error)
+        return None
 
 
 class _PartitionStream(torch.cuda.ExternalStream):

@@ -10,6 +10,7 @@ default first; `kernel_list(architecture)`, its kernels. One that is not the fas
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,7 @@ from expertd.backends import BACKENDS, Capabilities
 from expertd.kernels.backends.base import Backend, Progress
 from expertd.kernels.backends.listing import KernelList
 from expertd.kernels.backends.no_gpu import driver_version
+from expertd.weight_format import WeightFormat
 
 __all__ = [
     "Backend",
@@ -37,7 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _instances: dict[str, Backend] = {}
-_auto_choices: dict[torch.device | None, str] = {}
+_auto_choices: dict[tuple[torch.device | None, frozenset[WeightFormat]], str] = {}
 _lock = threading.Lock()
 
 
@@ -46,15 +48,20 @@ def backend_names() -> tuple[str, ...]:
     return tuple(BACKENDS)
 
 
-def resolve_backend(name: str = "auto", device: torch.device | str | None = None) -> Backend:
+def resolve_backend(
+    name: str = "auto",
+    device: torch.device | str | None = None,
+    weight_formats: AbstractSet[WeightFormat] = frozenset(),
+) -> Backend:
     """The backend called `name`, built on first use and shared afterwards.
 
     "auto" is the first of `backend_names` that can run on `device` (None: the current GPU, if there is one),
-    and is not passed over for a faster one. The choice is logged once per device. Raises ValueError for an
-    unknown name, RuntimeError for a backend that is requested by name and cannot run.
+    takes weights of these formats, and is not passed over for a faster one. The choice is logged once. Raises
+    ValueError for an unknown name, RuntimeError for a backend that is requested by name and cannot run.
     """
     if name == "auto":
-        name = _auto(torch.device(device) if isinstance(device, str) else device)
+        special = frozenset(weight_formats - Capabilities().weight_formats)  # which not every backend takes
+        name = _auto(torch.device(device) if isinstance(device, str) else device, special)
     if name in _instances:  # without the lock: every grouped GEMM call comes here
         return _instances[name]
     if name not in BACKENDS:
@@ -82,16 +89,20 @@ def why_on_cpu() -> str | None:
     return None if None in reasons.values() else _listed(reasons)
 
 
-def why_reference() -> str | None:
+def why_reference(weight_formats: AbstractSet[WeightFormat] = frozenset()) -> str | None:
     """Why "auto" takes no backend that is made for this CPU; None if it takes one."""
-    reasons = {name: _why_not_auto(name, None) for name, can in BACKENDS.items() if can.device_type == "cpu"}
+    names = [name for name, can in BACKENDS.items() if can.device_type == "cpu"]
+    reasons = {name: _why_not_auto(name, None, weight_formats) for name in names}
     return None if None in reasons.values() else _listed(reasons)
 
 
-def capabilities_here(name: str, device: torch.device | None = None) -> Capabilities | None:
-    """Those of what `resolve_backend(name, device)` would return; None if it would raise. Logs nothing."""
+def capabilities_here(
+    name: str, device: torch.device | None = None, weight_formats: AbstractSet[WeightFormat] = frozenset()
+) -> Capabilities | None:
+    """Those of what `resolve_backend` would return; None if it would raise. Logs nothing."""
     if name == "auto":
-        return next((can for each, can in BACKENDS.items() if _why_not_auto(each, device) is None), None)
+        passing = (each for each in BACKENDS if _why_not_auto(each, device, weight_formats) is None)
+        return next((BACKENDS[each] for each in passing), None)
     return BACKENDS[name] if why_not(name, device) is None else None
 
 
@@ -119,11 +130,12 @@ def backend_for(backend: Backend | str | None, tensor: torch.Tensor, name: str) 
     return backend
 
 
-def _auto(device: torch.device | None) -> str:
-    if device not in _auto_choices:
+def _auto(device: torch.device | None, weight_formats: frozenset[WeightFormat]) -> str:
+    choice = device, weight_formats
+    if choice not in _auto_choices:
         reasons: dict[str, str] = {}
         for name in BACKENDS:
-            reason = _why_not_auto(name, device)
+            reason = _why_not_auto(name, device, weight_formats)
             if reason is None:
                 break
             reasons[name] = reason
@@ -132,14 +144,18 @@ def _auto(device: torch.device | None) -> str:
         because = f" ({_listed(reasons)})" if reasons else ""
         on = "" if device is None else f" for device {device}"
         logger.info("backend auto: %s%s%s", name, on, because)
-        _auto_choices[device] = name
-    return _auto_choices[device]
+        _auto_choices[choice] = name
+    return _auto_choices[choice]
 
 
-def _why_not_auto(name: str, device: torch.device | None) -> str | None:
+def _why_not_auto(
+    name: str, device: torch.device | None, weight_formats: AbstractSet[WeightFormat]
+) -> str | None:
     """Why "auto" passes the backend `name` over; None if it does not."""
     if (reason := why_not(name, device)) is not None:
         return reason
+    if missing := weight_formats - BACKENDS[name].weight_formats:
+        return f"no weights of {' or '.join(sorted(missing))}"
     why_slower: Callable[[], str | None] = getattr(_package(name), "why_slower", lambda: None)
     return why_slower()
 

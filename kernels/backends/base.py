@@ -52,7 +52,11 @@ class Backend(ABC):
 
     def partitions(self) -> "SMPartitions | None":
         """Partitions of the device's SMs, whose counts become `num_sms`; None if it cannot be partitioned."""
-        return None
+        if not self.capabilities.partitions:
+            return None
+        from expertd.kernels.partitions import partitions_of
+
+        return partitions_of(self.device.index)
 
     def warm_up(self, progress: Progress | None = None) -> None:  # noqa: B027  (a backend may have nothing to do)
         """Do everything that a first call would otherwise do lazily, above all compilation."""

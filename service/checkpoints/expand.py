@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -49,24 +51,32 @@ def _check_moves(model: CheckpointModelSettings, settings: Settings) -> None:
         raise CheckpointError(f"{model.source.router.file}: {model.name}: {expected}, got another")
 
 
+Chosen = Callable[[Settings, Set[WeightFormat]], Capabilities | None]
+"""What "auto" will choose for weights of these formats, beside those of the settings, if it can run."""
+
+
 def _only_fp8() -> Set[WeightFormat]:
     return Capabilities().weight_formats
 
 
-def resolve_checkpoints(
-    settings: Settings, chosen: Callable[[Settings], Capabilities | None] = lambda settings: None
-) -> Settings:
+def resolve_checkpoints(settings: Settings, chosen: Chosen = lambda settings, formats: None) -> Settings:
     """The settings, with the layers of `checkpoints` added to `models`.
 
-    chosen  what "auto" will choose, if it can run, asked only where weights have four bits: it imports torch
+    chosen  asked only where weights have four bits: it imports torch
 
     Reads only headers. Raises CheckpointError if a layer cannot be served.
     """
 
-    def takes() -> Set[WeightFormat]:
-        return (BACKENDS.get(settings.backend) or chosen(settings) or Capabilities()).weight_formats
+    def takes(checkpoint: CheckpointSettings) -> Set[WeightFormat]:
+        can = BACKENDS.get(settings.backend)
+        if can is None and checkpoint.requantize == "allow":  # the first one may take FP8 alone
+            can = chosen(settings, frozenset())
+        if can is not None:
+            return can.weight_formats
+        return {each for each in WeightFormat if chosen(settings, {each}) is not None}
 
-    models = [model for checkpoint in settings.checkpoints for model in models_of(checkpoint, takes)]
+    found = (models_of(checkpoint, partial(takes, checkpoint)) for checkpoint in settings.checkpoints)
+    models = list(chain.from_iterable(found))
     for model in models if settings.num_ranks > 1 else ():
         _check_moves(model, settings)
     try:

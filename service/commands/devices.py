@@ -1,10 +1,12 @@
 """Whether this machine has the devices that the settings need: `check` and `serve` ask before they listen."""
 
 import os
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from expertd.backends import BACKENDS, Capabilities, with_joint_exchange
 from expertd.service.util.files import temporary_directory
+from expertd.weight_format import WeightFormat
 
 if TYPE_CHECKING:
     from expertd.service.settings.model import Settings
@@ -18,11 +20,11 @@ def check_backend(settings: "Settings") -> str:
     from expertd.kernels.backends import why_on_cpu, why_reference
 
     _check_devices(settings)
-    backend = resolve_backend(settings.backend)
+    backend = resolve_backend(settings.backend, weight_formats=settings.weight_formats)
     if settings.devices is None:
         reasons = list[str | None]()
         if settings.backend == "auto" and not backend.capabilities.on_gpu:
-            reasons += why_on_cpu(), why_reference()
+            reasons += why_on_cpu(), why_reference(settings.weight_formats)
         because = "; ".join(filter(None, reasons))
         return f"{backend.name} on {backend.device}" + (f" ({because})" if because else "")
     if not backend.capabilities.joint_exchange:
@@ -30,16 +32,25 @@ def check_backend(settings: "Settings") -> str:
     return f"{backend.name} on GPUs {settings.devices}"
 
 
-def capabilities_of(settings: "Settings") -> Capabilities | None:
-    """Those of the backend that will run; None if none can. Logs nothing, and opens no GPU that ranks use."""
+def capabilities_of(
+    settings: "Settings", weight_formats: Set[WeightFormat] = frozenset()
+) -> Capabilities | None:
+    """Those of the backend that will run; None if none can. Logs nothing, and opens no GPU that ranks use.
+
+    weight_formats  what it has to take beside the models' own, if it is chosen by itself
+    """
     import torch
 
     from expertd.kernels.backends import capabilities_here
 
+    formats = settings.weight_formats | weight_formats
     if settings.devices is not None:
-        names = BACKENDS if settings.backend == "auto" else (settings.backend,)
-        return next((BACKENDS[name] for name in names if BACKENDS[name].on_gpu), None)
-    return capabilities_here(settings.backend, torch.device("cpu") if settings.num_ranks > 1 else None)
+        if settings.backend != "auto":
+            return BACKENDS[settings.backend] if BACKENDS[settings.backend].on_gpu else None
+        joint = (can for can in BACKENDS.values() if can.joint_exchange)
+        return next((can for can in joint if formats <= can.weight_formats), None)
+    device = torch.device("cpu") if settings.num_ranks > 1 else None
+    return capabilities_here(settings.backend, device, formats)
 
 
 def check_partitions(settings: "Settings") -> str:
@@ -50,7 +61,8 @@ def check_partitions(settings: "Settings") -> str:
     from expertd.kernels import resolve_backend
     from expertd.service.device import device_of
 
-    backend, requested = resolve_backend(settings.backend), sum(settings.partitions.values())
+    backend = resolve_backend(settings.backend, weight_formats=settings.weight_formats)
+    requested = sum(settings.partitions.values())
     if not requested:
         return "none"
     if not backend.capabilities.partitions:

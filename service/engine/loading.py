@@ -143,7 +143,7 @@ def load(
     not fit in the device's memory, and LoadCancelledError once `cancelled` returns True.
     """
     try:
-        backend = resolve_backend(settings.backend)
+        backend = resolve_backend(settings.backend, weight_formats=settings.weight_formats)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     device = device_of(backend.device)

@@ -71,6 +71,7 @@ BACKENDS = {
         device_type="cuda",
         captures=True,
         request_table=True,
+        partitions=True,
         routes_bf16=True,
         compiles=True,
         weight_formats=_ALL,

@@ -20,6 +20,7 @@ from expertd.kernels.backends import (
 from expertd.kernels.backends import cpu as of_cpu
 from expertd.kernels.backends import triton as of_triton
 from expertd.kernels.backends.reference.backend import ReferenceBackend
+from expertd.weight_format import WeightFormat
 
 G, M, N, K = 3, 6, 136, 256
 
@@ -263,6 +264,11 @@ def test_which_cpus_have_a_backend_of_their_own(
     )
     assert capabilities_here("auto", torch.device("cpu")) is BACKENDS[chosen]
     assert why_reference() == (None if why is None else f"cpu: {why}")
+    with caplog.at_level("INFO"):
+        assert resolve_backend("auto", "cpu", {WeightFormat.FP8}) is resolve_backend(chosen)
+        assert resolve_backend("auto", "cpu", {WeightFormat.FP8, WeightFormat.INT4}).name == "reference"
+    _, line = [record.getMessage() for record in caplog.records]
+    assert line.endswith(f"; cpu: {why if raised else 'no weights of INT4'})")
     assert why_not("cpu") == (None if raised is None else why), "the slower one can be asked for by name"
 
 

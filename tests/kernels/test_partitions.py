@@ -1,12 +1,47 @@
 """Rounding and fitting the sizes of SM partitions, without a GPU; the contexts are tested on a GPU."""
 
 import pytest
+import torch
 
+from expertd.backends import BACKENDS
+from expertd.kernels import partitions
+from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.partitions import Partition, Supply, plan
 
 H200 = Supply(total_sms=132, unit_sms=8, units=16, spare_sms=4)
 EVEN = Supply(total_sms=128, unit_sms=8, units=16, spare_sms=0)
 MUCH_TO_SPARE = Supply(total_sms=132, unit_sms=8, units=14, spare_sms=20)
+
+
+class OnGPU(ReferenceBackend):
+    """Whatever a backend computes with, its partitions are the GPU's."""
+
+    capabilities = BACKENDS["triton"]
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_backends_of_gpus_have_those_of_the_current_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(partitions, "SMPartitions", lambda device: f"of {device}")
+    monkeypatch.setattr(OnGPU, "capabilities", BACKENDS[name])
+    assert str(OnGPU().partitions()) == "of 3"
+    assert ReferenceBackend().partitions() is None
+
+
+def test_a_gpu_without_green_contexts_has_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = pytest.importorskip("cuda.core._utils.cuda_utils").CUDAError
+
+    def refuse(device: int) -> None:
+        raise error("CUDA_ERROR_NOT_SUPPORTED")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(partitions, "SMPartitions", refuse)
+    assert OnGPU().partitions() is None
+    assert caplog.messages == [
+        "partitions: expected green contexts on cuda:1, got none: CUDA_ERROR_NOT_SUPPORTED"
+    ]
 
 
 def granted(sizes: dict[str, int], supply: Supply = H200) -> dict[str, int]:

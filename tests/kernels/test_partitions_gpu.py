@@ -146,19 +146,20 @@ def test_torch_work_is_slower_in_a_small_partition(partitions: SMPartitions) -> 
     assert seconds("small") > 3 * seconds(None)
 
 
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("rows", [[3, 0, 130, 77, 1], [900, 300, 1500], [700]])
 @pytest.mark.parametrize("sizes", [{"compute": 112, "communication": 20}, {"pcie": 114}, {"h20": 78}])
 def test_a_gemm_gives_the_same_bits_in_a_partition(
-    partitions: SMPartitions, rows: list[int], sizes: dict[str, int]
+    partitions: SMPartitions, rows: list[int], sizes: dict[str, int], backend: str
 ) -> None:
     """Partitions stand in for the H100 PCIe and the H20, which have as many SMs or a few less."""
     case = random_contiguous(rows, 1536, 1024, "cuda")
-    whole = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend="hopper")
+    whole = grouped_gemm_contiguous(case.a, case.b, case.offsets, backend=backend)
     torch.cuda.synchronize()
     for partition in partitions.apply(sizes):
         with torch.cuda.stream(partitions.stream(partition.name)):
             out = grouped_gemm_contiguous(
-                case.a, case.b, case.offsets, backend="hopper", num_sms=partition.num_sms
+                case.a, case.b, case.offsets, backend=backend, num_sms=partition.num_sms
             )
         partitions.stream(partition.name).synchronize()
         assert torch.equal(out.view(torch.int16), whole.view(torch.int16)), partition

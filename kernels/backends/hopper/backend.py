@@ -31,7 +31,6 @@ from expertd.kernels.ops.four_bits import FourBits, W, Weights, format_of, mappe
 from expertd.kernels.ops.parts import ExpertPart, GroupTable
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
-from expertd.kernels.partitions import SMPartitions
 from expertd.kernels.rank_memory import RankMemory, RankTokens
 from expertd.kernels.request_table import RequestTable
 from expertd.kernels.stages import Stages
@@ -52,10 +51,6 @@ class HopperBackend(Backend):
         self._kernels = Kernels()
         self._gemm = GroupedGemm(self._kernels, choose)
         self._layer = HopperLayer(self._kernels, self._gemm)
-
-    def partitions(self) -> SMPartitions:
-        """Green contexts of the device."""
-        return SMPartitions(self.device.index)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Compile (or fetch) every variant, in parallel, and load it on the current device."""

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from expertd.backends import taking
 from expertd.service.cli import main
@@ -161,6 +162,25 @@ def test_four_bits_are_served_by_a_backend_that_takes_them(tmp_path: Path, capsy
         assert (
             f"with requantize: allow, it is rounded to that FP8; backend {takers} takes it as it is" in shown
         )
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_takes_a_backend_of_the_weights_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """With requantize: allow the fastest one, which rounds."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr("expertd.kernels.backends.cpu.why_slower", lambda: None)
+    write(tmp_path, "nvfp4")
+    served = ["check", "--model", str(tmp_path), "--port", "0"]
+    assert main(served) == 0
+    shown = capsys.readouterr().out
+    assert "reference on cpu (cpu: no weights of NVFP4)" in shown
+    assert "experts 0-3 of 4 in NVFP4:" in shown
+    assert main([*served, "--requantize", "allow"]) == 0
+    shown = capsys.readouterr().out
+    assert "cpu on cpu" in shown
+    assert "NVFP4" not in shown
 
 
 def test_layers_says_which_experts_are_in_four_bits(tmp_path: Path, capsys: Output) -> None:
