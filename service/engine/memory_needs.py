@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from expertd.backends import Capabilities
 from expertd.service.engine.layers import has_biases, rule_of
 from expertd.service.moe.expert_budget import chunks_bytes, slots_within
-from expertd.service.moe.needs import GRAPH_TOKENS, Needs, needs_of, part_of_layer, staging_bytes, together
+from expertd.service.moe.needs import (
+    STORE_TOKEN_COUNTS,
+    TOKEN_COUNTS,
+    Needs,
+    needs_of,
+    part_of_layer,
+    staging_bytes,
+    together,
+)
 from expertd.service.moe.separate import has_two_rules
 from expertd.service.moe.step.batch import FLOATS
 from expertd.service.settings.lanes import lanes_of
@@ -58,7 +66,7 @@ def needs_of_model(
     staging   bytes by which memory for all layers grows
     """
     slots = expert_slots(settings).get(model.name)
-    graph_tokens = GRAPH_TOKENS * settings.num_ranks if settings.nnodes == 1 else 0
+    counts = TOKEN_COUNTS if slots is None else STORE_TOKEN_COUNTS
     return needs_of(
         part_of_layer(model.shape, num_held if slots is None else slots),
         (limits or settings.limits).max_batch_tokens,
@@ -67,7 +75,8 @@ def needs_of_model(
         has_biases=has_biases(model),
         weighs_input=rule_of(model).weighs_input,
         keeps_given=settings.placement.policy is not None or slots is not None,
-        graph_tokens=graph_tokens,
+        num_graphs=len(counts) if settings.nnodes == 1 else 0,
+        graph_tokens=counts[-1] * settings.num_ranks,
     )
 
 

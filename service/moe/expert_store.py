@@ -30,7 +30,7 @@ from expertd.kernels.ops.four_bits import mapped, tensors_of
 from expertd.service.device import Copies, Device, Event, Stream
 from expertd.service.memory import Mapped
 from expertd.service.moe.expert_budget import chunk_experts, chunk_sizes
-from expertd.service.moe.needs import GRAPH_TOKENS
+from expertd.service.moe.needs import STORE_TOKEN_COUNTS
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.staging import GrowingBuffer
 from expertd.service.moe.step.step_counts import StoreCounts
@@ -223,7 +223,7 @@ class ExpertStore:
         self._places = np.arange(shape.num_groups + 2)  # of experts, by id + 1; at both ends those of none
         self.counts = memory.counts.setdefault(name, StoreCounts())
         self._used, self._slots_copied = self._device.new_event(), self._device.new_event()
-        most_ids = GRAPH_TOKENS * (shape.top_k + shape.num_shared_experts)
+        most_ids = STORE_TOKEN_COUNTS[-1] * (shape.top_k + shape.num_shared_experts)
         self._groups = GroupTable(
             torch.empty(shape.num_groups, dtype=torch.int32, device=self._device.tensors),
             self._device.pinned(1 + most_ids, dtype=torch.int32).zero_(),
@@ -265,7 +265,7 @@ class ExpertStore:
     ) -> Tensor:
         """As a call, for a CUDA graph: the device finds the experts in slots. Waits for nothing.
 
-        group_ids  int32 of at most GRAPH_TOKENS tokens
+        group_ids  int32, of at most the last of STORE_TOKEN_COUNTS tokens
         offsets    int32 [MAX_GROUPS + 1] or longer, pinned, for those of slots and shared experts
 
         Before each replay call `begin_in_slots`. At its end, out is undefined if `lacks_experts`.

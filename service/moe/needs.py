@@ -13,9 +13,11 @@ from expertd.weight_format import WeightLayout
 GROUPS_AT_ONCE = 4
 """Experts that are read at a time: one waits for small tensors, or is decoded, while others are read."""
 _BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
-GRAPH_TOKENS = 256
-"""Tokens of the largest captured step, on each rank."""
-_GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer
+TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Of captured steps, on each rank. In larger steps, launch latency is hidden."""
+STORE_TOKEN_COUNTS = (1, 4, 16, 64)
+"""The same of layers with a store: graphs take memory from experts, and larger steps lack some anyway."""
+_GRAPH_BYTES = 64 * 1024 * 1024  # of the driver, for the graphs of a layer with TOKEN_COUNTS
 _QUANTIZED_BYTES = 12  # a value of the one matrix that is being quantized: as stored, in fp32 and in FP8
 _PACKING_BYTES = 10  # a value of a matrix that a GPU's backend packs, one group after another
 _STORED_BYTES = 4  # a value of the others that are being read
@@ -24,11 +26,15 @@ _STEPS = 2  # that have memory of their own for what they read and write
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes for a layer's weights, for its steps and for its graphs."""
+    """Bytes for a layer's weights, for its steps and for its graphs.
+
+    graph_steps  of the graphs' bytes, those that graphs of other layers use, too
+    """
 
     weights: int
     steps: int
     graphs: int
+    graph_steps: int = 0
 
     @property
     def total(self) -> int:
@@ -49,7 +55,8 @@ def needs_of(
     has_biases: bool = False,
     weighs_input: bool = False,
     keeps_given: bool = False,
-    graph_tokens: int = GRAPH_TOKENS,
+    num_graphs: int = len(TOKEN_COUNTS),
+    graph_tokens: int = TOKEN_COUNTS[-1],
 ) -> Needs:
     """What a layer needs with steps of `max_tokens`, with a backend of these capabilities.
 
@@ -57,7 +64,8 @@ def needs_of(
     has_biases    whether the experts have some
     weighs_input  whether routing weights multiply the experts' input, see `ExpertRule`
     keeps_given   whether a backend that packs needs the matrices also as they are: experts move
-    graph_tokens  of the largest captured step, those of all ranks; 0: none is captured
+    num_graphs    numbers of tokens for which steps are captured
+    graph_tokens  of the largest captured step, those of all ranks
     """
     in_bf16 = capabilities.keeps_bf16
 
@@ -79,8 +87,10 @@ def needs_of(
             a_value = max(a_value, 2 * _PACKING_BYTES)
         reading += a_value * shape.hidden_size * shape.intermediate_size
     steps = max(step_bytes(max_tokens), reading) + staging
-    graphs = step_bytes(graph_tokens) + _GRAPH_BYTES if capabilities.captures and graph_tokens else 0
-    return Needs(weights, steps, graphs)
+    if not capabilities.captures or num_graphs == 0:
+        return Needs(weights, steps, 0)
+    in_graphs = step_bytes(graph_tokens)
+    return Needs(weights, steps, in_graphs + _GRAPH_BYTES * num_graphs // len(TOKEN_COUNTS), in_graphs)
 
 
 def part_of_layer(shape: LayerShape, num_experts: int) -> LayerShape:
@@ -90,11 +100,12 @@ def part_of_layer(shape: LayerShape, num_experts: int) -> LayerShape:
 
 def together(each: Sequence[Needs]) -> Needs:
     """What layers need whose steps run one after another, with graphs in memory that they share."""
-    graphs = [needs.graphs for needs in each if needs.graphs]
+    in_graphs = max((needs.graph_steps for needs in each), default=0)
     return Needs(
         sum(needs.weights for needs in each),
         max((needs.steps for needs in each), default=0),
-        max(graphs, default=0) + _GRAPH_BYTES * max(len(graphs) - 1, 0),
+        in_graphs + sum(needs.graphs - needs.graph_steps for needs in each),
+        in_graphs,
     )
 
 

@@ -19,7 +19,7 @@ from expertd.service.engine.memory_needs import (
     needs_of_models,
     with_fewer_tokens,
 )
-from expertd.service.moe.needs import GRAPH_TOKENS, Needs
+from expertd.service.moe.needs import TOKEN_COUNTS, Needs
 from expertd.service.moe.placement import contiguous_placement
 from expertd.service.moe.separate import rows_per_token
 from expertd.service.moe.split import experts_of_rank, part_of
@@ -50,8 +50,8 @@ class ExchangeSizes(NamedTuple):
 
 
 def max_rank_tokens(settings: Settings) -> int:
-    """Tokens of a rank in a step, or in a graph, which pads it, at most."""
-    return max(len(part_of(settings.limits.max_batch_tokens, 0, settings.num_ranks)), GRAPH_TOKENS)
+    """Of a rank in a step, or in a graph, which pads it."""
+    return max(len(part_of(settings.limits.max_batch_tokens, 0, settings.num_ranks)), TOKEN_COUNTS[-1])
 
 
 def exchange_bytes(settings: Settings) -> int:
@@ -171,7 +171,7 @@ def budget_within(settings: Settings, capabilities: Capabilities, available: int
             return None
         if any(disagreements(changed)):
             return None
-        (share, *_) = shares_of(changed, capabilities)  # without graphs, as soon as the budget is in use
+        (share, *_) = shares_of(changed, capabilities)  # with fewer graphs, as soon as the budget is in use
         if share.num_bytes <= available:
             return budget
         budget -= -(-(share.num_bytes - available) // _BUDGET_STEP) * _BUDGET_STEP

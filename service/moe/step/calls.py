@@ -12,7 +12,7 @@ from expertd.kernels.request_table import MAX_GIVEN_TOP_K
 from expertd.layout import Layout
 from expertd.service.device import Device
 from expertd.service.moe.base import Layer
-from expertd.service.moe.step.graphs import TOKEN_COUNTS
+from expertd.service.moe.needs import TOKEN_COUNTS
 
 MAX_CALL_TOKENS = MAX_TOKENS
 CALL_TOKEN_COUNTS = (*TOKEN_COUNTS, 384, MAX_CALL_TOKENS)

@@ -23,14 +23,12 @@ from expertd.service.memory import Buffer, Span, host_view, is_on_gpu
 from expertd.service.moe.base import Layer
 from expertd.service.moe.expert_store import ExpertStore
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.needs import STORE_TOKEN_COUNTS, TOKEN_COUNTS
 from expertd.service.moe.request import LayerRequest, OutputMemory, StepPlan, StepResult
 from expertd.service.moe.step.batch import FLOATS, Batch, count_named, empty_slots
 from expertd.service.moe.step.running import RunningStep
 from expertd.service.moe.step.staging import ALIGNMENT, PinnedRows, Staging, is_aligned
 from expertd.service.moe.step.step_counts import HostCopies
-
-TOKEN_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""The captured token counts. In larger steps, launch latency is hidden."""
 
 
 class _Tensors:
@@ -101,6 +99,7 @@ class StepGraphs:
     ) -> None:
         self._layer = layer
         self._store = layer.store if isinstance(layer, MoELayer) else None
+        self._counts = TOKEN_COUNTS if self._store is None else STORE_TOKEN_COUNTS
         self._stream = stream
         self._num_sms = num_sms
         self._staging, self._device = staging, staging.device
@@ -109,7 +108,7 @@ class StepGraphs:
         self._owner = object()  # of plans: identifies the captured graphs
         self._graphs: dict[tuple[int, bool], Graph] = {}
         self._tensors.table.write([])  # no requests: it still names those of another layer's last step
-        for count in reversed(TOKEN_COUNTS):  # largest first, so that the others reuse its memory in the pool
+        for count in reversed(self._counts):  # largest first, so that the others reuse its memory in the pool
             if layer.layout(count) is Layout.CONTIGUOUS:
                 for routed in (True, False) if layer.shape.top_k <= MAX_GIVEN_TOP_K else (True,):
                     self._graphs[count, routed] = self._capture(count, routed, pool)
@@ -117,13 +116,13 @@ class StepGraphs:
     def fits(self, batch: Batch) -> bool:
         """Whether `begin` supports this step on the current stream."""
         return (
-            batch.num_tokens <= TOKEN_COUNTS[-1]
+            batch.num_tokens <= self._counts[-1]
             and self._tensors.are_free
             and len(batch.requests) <= MAX_REQUESTS
             and all(map(_fits, batch.requests))
             and len(batch.with_routing) in (0, len(batch.requests))
             and self._device.is_current(self._stream)
-            and self.has(padded_tokens(batch.num_tokens), not batch.with_routing)
+            and self.has(padded_tokens(batch.num_tokens, self._counts), not batch.with_routing)
         )
 
     def has(self, padded: int, routed: bool) -> bool:
@@ -140,7 +139,10 @@ class StepGraphs:
         tensors.table.write(
             [self._rows(request, part) for request, part in zip(batch.requests, batch.parts, strict=True)]
         )
-        key = padded or padded_tokens(batch.num_tokens), not batch.with_routing if routed is None else routed
+        key = (
+            padded or padded_tokens(batch.num_tokens, self._counts),
+            not batch.with_routing if routed is None else routed,
+        )
         if len(batch.requests) == 1 and _stays_in_place(batch.requests[0]):
             batch.requests[0].plan = StepPlan(self._owner, None, (key, tensors.table.only_request()))
         return self._replay(key, batch.requests, partial(self._outputs, batch), began)
@@ -342,6 +344,6 @@ def _stays_in_place(request: LayerRequest) -> bool:
     return all(isinstance(memory, Span) and is_aligned(memory) for memory in memories)
 
 
-def padded_tokens(num_tokens: int) -> int:
+def padded_tokens(num_tokens: int, counts: Sequence[int] = TOKEN_COUNTS) -> int:
     """The tokens of the smallest graph with room for `num_tokens`."""
-    return next(count for count in TOKEN_COUNTS if num_tokens <= count)
+    return next(count for count in counts if num_tokens <= count)

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from expertd.kernels.request_table import MAX_REQUESTS
 from expertd.service.memory import Span
+from expertd.service.moe.needs import TOKEN_COUNTS
 from expertd.service.moe.request import FP8, LayerRequest, row_bytes
 from expertd.service.moe.split import part_of
-from expertd.service.moe.step.graphs import TOKEN_COUNTS, padded_tokens
+from expertd.service.moe.step.graphs import padded_tokens
 from expertd.service.ranks.messages import PlacedRequest, body_bytes, unpacked_body
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.settings.served import ModelSettings

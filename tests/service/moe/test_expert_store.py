@@ -410,7 +410,7 @@ def graphed(
 ) -> tuple[LayerRunner, LayerRunner, MoELayer]:
     """Runners of a store with graphs, of another without, and the layer with all experts."""
     monkeypatch.setattr(graphs, "RequestTable", HostTable)
-    monkeypatch.setattr(graphs, "TOKEN_COUNTS", (1, 2, 4, 16))
+    monkeypatch.setattr(graphs, "STORE_TOKEN_COUNTS", (1, 2, 4, 16))
     runners = [
         LayerRunner(store_of(StoreMemory(each), shape, SLOTS, Graphed(), 3)[1], each)
         for each in (device, LazyDevice())

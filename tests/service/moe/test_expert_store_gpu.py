@@ -95,7 +95,7 @@ def test_graphs_find_experts_in_slots(backend: str) -> None:
     runners = [with_graphs(layer) for _, layer, _ in made]
     kept = [torch.randn(2, SHAPE.hidden_size, generator=generator).bfloat16() for _ in range(2)]
     for turn in range(60):
-        tokens, place = (1, 2, 1, 100, 3, 1, 250)[turn % 7], (as_bytes, pinned, on_gpu)[turn % 3]
+        tokens, place = (1, 2, 1, 40, 3, 1, 64)[turn % 7], (as_bytes, pinned, on_gpu)[turn % 3]
         for number, (runner, (_, _, whole)) in enumerate(zip(runners, made, strict=True)):
             rows = torch.randn(tokens, SHAPE.hidden_size, generator=generator).bfloat16()
             rows, routing = kept[number] if turn % 2 else rows, None

@@ -14,11 +14,12 @@ from expertd.service.device.cuda import CudaGraphPool
 from expertd.service.engine.local_models import capture_graphs
 from expertd.service.memory import host_view
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.needs import TOKEN_COUNTS
 from expertd.service.moe.request import StepResult
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.batch import Batch
-from expertd.service.moe.step.graphs import TOKEN_COUNTS, StepGraphs
+from expertd.service.moe.step.graphs import StepGraphs
 from expertd.service.moe.step.running import RunningStep
 from expertd.service.moe.step.staging import Staging
 from expertd.service.moe.weights import random_weights

@@ -48,11 +48,13 @@ def test_the_needs_have_their_parts() -> None:
     assert weighs.steps == on_gpu.steps + weighing
     assert on_gpu.steps - needs_of(SHAPE, 4096, HOPPER).steps == 10_000_000
     assert on_cpu.graphs == 0 < on_gpu.graphs
+    with_a_store = needs_of(SHAPE, 4096, HOPPER, num_graphs=4, graph_tokens=64).graphs
+    assert 4 / 13 * on_gpu.graphs > with_a_store > 20_000_000
     of_four_ranks = needs_of(SHAPE, 4096, HOPPER, graph_tokens=4 * 256).graphs
     assert of_four_ranks - on_gpu.graphs == 3 * 256 * (
         2 * 4 * 1024 + 4 * 16 + 5 * (1536 + 48 + 2 * 1024 + 16)
     )
-    assert needs_of(SHAPE, 4096, HOPPER, graph_tokens=0).graphs == 0
+    assert needs_of(SHAPE, 4096, HOPPER, num_graphs=0).graphs == 0
     assert needs_of(SHAPE, 1024, HOPPER).steps < needs_of(SHAPE, 4096, HOPPER).steps
     assert str(on_cpu).startswith(f"{on_cpu.total / 1e6:.1f} MB (weights ")
 

@@ -122,7 +122,7 @@ def test_a_hint_says_which_budget_would_do(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_budget_fills_what_is_free() -> None:
-    """Layers with a store have no graphs, for which 48 layers would need 3 GB."""
+    """Layers with a store have fewer graphs than others, for which 48 layers would need 3 GB."""
     model = {"hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
     models = [{**model, "name": f"{number}"} for number in range(48)]
     settings = Settings.model_validate({"models": models, "backend": "triton"})
@@ -130,7 +130,7 @@ def test_a_budget_fills_what_is_free() -> None:
     budget = budget_within(settings, HOPPER, free)
     assert budget is not None
     (share,) = shares_of(settings.model_copy(update={"weights_budget": budget}), HOPPER)
-    assert share.needs.graphs == 0
+    assert 0 < share.needs.graphs < 1_100_000_000
     one_of_each = 48 * settings.models[0].shape.expert_bytes
     assert 0 <= free - share.num_bytes < one_of_each + 100_000_000
     assert budget_within(settings, BACKENDS["reference"], free) is None

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from expertd.service.memory import Span
+from expertd.service.moe.needs import TOKEN_COUNTS
 from expertd.service.moe.split import part_of
 from expertd.service.moe.step.batch import Batch
-from expertd.service.moe.step.graphs import TOKEN_COUNTS
 from expertd.service.ranks.messages import NOWHERE, Place, PlacedRequest, StepCommand
 from expertd.service.ranks.worker.own_steps import graph_of, requests_of
 from expertd.service.ranks.worker.worker import share_sms
