@@ -6,7 +6,7 @@ import pytest
 
 from expertd.kernels.backends.triton.plans import choose, max_tiles
 from expertd.kernels.backends.triton.targets import TARGETS, Target, target_of
-from expertd.kernels.backends.triton.variants import HEIGHTS, LOW_HEIGHTS, variants_for
+from expertd.kernels.backends.triton.variants import FOUR_BIT_HEIGHTS, HEIGHTS, LOW_HEIGHTS, variants_for
 from expertd.layout import Layout
 
 
@@ -38,6 +38,10 @@ TABLE = [
     (HEIGHTS, 1000, 128, 2048, 132, 128),
     (HEIGHTS, 100, 2, 2048, 132, 64),  # 32 tiles of 128 rows for 132 SMs
     (LOW_HEIGHTS, 1000, 128, 768, 132, 64),
+    (FOUR_BIT_HEIGHTS, 10, 384, 4096, 46, 16),
+    (FOUR_BIT_HEIGHTS, 11, 384, 4096, 46, 64),
+    (FOUR_BIT_HEIGHTS, 1000, 384, 4096, 46, 64),
+    (FOUR_BIT_HEIGHTS, 100, 1, 2048, 46, 16),  # 32 tiles of 64 rows for 46 SMs
 ]
 
 

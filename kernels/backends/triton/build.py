@@ -133,6 +133,7 @@ def run_compiler(variant: TritonVariant, target: Target) -> Any:
     from triton.compiler import ASTSource
 
     triton.knobs.cache.dir = scratch_directory().name  # its own cache, without which it does not compile
+    triton.knobs.compilation.disable_line_info = True  # which would be two thirds of a binary
     function, types, constants = function_of(variant), dict(variant.types), dict(variant.constants)
     signature = {name: types.get(name, "constexpr") for name in function.arg_names}
     attributes = {
