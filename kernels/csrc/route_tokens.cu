@@ -141,8 +141,8 @@ __device__ __forceinline__ int choose(u32* keys, int count, int top_k) {
     search();
 #pragma unroll 1
     for (int slot = 0; slot < top_k; ++slot) {
-        const u32 chosen = __reduce_max_sync(0xffffffff, largest);
-        const int expert = __reduce_min_sync(0xffffffff, largest == chosen ? place : count - 1);
+        const u32 maximum = __reduce_max_sync(0xffffffff, largest);
+        const int expert = __reduce_min_sync(0xffffffff, largest == maximum ? place : count - 1);
         if (lane == slot) chosen = expert;
         if (lane == expert % 32) {
             keys[expert] = 0;
