@@ -1,15 +1,18 @@
 """Long requests in chunks, served: the same answers over HTTP and channels, and callers by their keys."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from expertd.service.engine.loading import load
+from expertd.service.engine.loading import Loaded, load
+from expertd.service.moe.request import LayerRequest
+from expertd.service.settings.model import Settings
 from tests.service.apps import (
     HIDDEN,
     MODEL,
@@ -27,7 +30,7 @@ from tests.service.keys import bearer, write_keys
 from tests.service.ranks.servers import close, output_for
 from tests.service.ranks.steps import routing
 from tests.service.regions import region, region_input, region_output
-from tests.service.runners import EchoRunner
+from tests.service.runners import Computed, EchoRunner
 from tests.service.sockets import connect, infer
 from tests.service.waiting import until
 
@@ -101,10 +104,10 @@ async def test_a_timeout_between_chunks_ends_a_request(tmp_path: Path, over_http
         peer = await claimed(server, max_tokens=64)
         async with competing(server, runner):
             if over_http:
-                body = hidden_request(LONG, parameters={"timeout": 2_000_000})
+                body = hidden_request(LONG, parameters={"timeout": 4_000_000})
                 response = asyncio.ensure_future(server.infer(*body))
             else:
-                sequence = peer.send(64, peer.places(1), timeout=2.0)
+                sequence = peer.send(64, peer.places(1), timeout=4.0)
                 server.app.engine.executor.poll_sources()
             await until(lambda: waiting(server) == 2)
             runner.let(3)
@@ -211,29 +214,40 @@ async def test_channels_belong_to_the_keys_that_opened_them(tmp_path: Path) -> N
 
 async def test_models_share_the_device_by_their_weights() -> None:
     """Steps of one size, of which each model always has some in its queue."""
-    runner = EchoRunner()
-    models = [{**MODEL, "name": "tiny", "weight": 3}, {**MODEL, "name": "other"}]
     order: list[str] = []
-    async with serving(
-        tiny_settings({"max_batch_tokens": 64}, models=models), serving_runner(runner)
-    ) as server:
+
+    class Noting(EchoRunner):
+        def __init__(self, model: str) -> None:
+            super().__init__()
+            self._model = model
+
+        def begin(self, requests: Sequence[LayerRequest]) -> Computed:
+            order.append(self._model)
+            return super().begin(requests)
+
+    runners = {model: Noting(model) for model in ("tiny", "other")}
+    models = [{**MODEL, "name": "tiny", "weight": 3}, {**MODEL, "name": "other"}]
+
+    def loader(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+        return replace(serving_runner(runners["tiny"])(settings, cancelled), runners=dict(runners))
+
+    async with serving(tiny_settings({"max_batch_tokens": 64}, models=models), loader) as server:
 
         async def send(model: str) -> None:
             body, length = hidden_request(LONG)
             headers = {"Inference-Header-Content-Length": str(length)}
             answer = await server.http.post(f"/v2/models/{model}/infer", content=body, headers=headers)
             assert answer.status_code == 200
-            order.append(model)
 
         for model in ("tiny", "other"):
             await send(model)  # what a step takes is known from now on
-        runner.gate.clear()
+        runners["other"].gate.clear()
         calls = [asyncio.ensure_future(send("other"))]
-        await until(lambda: len(runner.steps) == 3)
+        await until(lambda: len(order) == 3)
         for model in ("tiny", "other"):
             calls += [asyncio.ensure_future(send(model)) for _ in range(6)]
             await until(lambda model=model: server.metric("queue_requests", model=model) == 6)  # type: ignore[misc]
-        runner.gate.set()
+        runners["other"].gate.set()
         await asyncio.gather(*calls)
     assert order[:2] == ["tiny", "other"]
     assert order[3:11].count("tiny") == 6

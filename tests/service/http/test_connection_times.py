@@ -173,12 +173,12 @@ async def test_a_body_whose_time_ends_with_its_connection_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     request = head(f"POST {INFER} HTTP/1.1", "Content-Length: 1000000") + bytes(100)
-    async with serving(tiny_settings({"body_timeout_seconds": 1})) as app:
+    async with serving(tiny_settings({"body_timeout_seconds": 2})) as app:
         reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
         writer.write(request)
         await until(lambda: app.arena.used_bytes > 0)
         writer.write_eof()
-        time.sleep(1.1)
+        time.sleep(2.1)
         assert await reader.read() == b""
         writer.close()
     assert "Exception" not in caplog.text
