@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     """Until `condition` holds; fails with `what` was expected."""
     end = time.monotonic() + seconds
     while not condition():

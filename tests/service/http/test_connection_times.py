@@ -1,8 +1,8 @@
 """Timeouts of silent and slow connections, and their maximum number, over raw sockets."""
 
 import asyncio
+import os
 import resource
-import signal
 import socket
 import threading
 import time
@@ -15,7 +15,6 @@ import pytest
 from expertd.service.http import server as http_server
 from expertd.service.http.listening import allow_files
 from tests.service.apps import hidden_request, rows, serving, tiny_settings
-from tests.service.http.processes import pause
 from tests.service.processes import ServerProcess, server_process
 from tests.service.sockets import INFER, ask, connect, head, infer, read_answer, read_to_end
 from tests.service.waiting import until, wait_for
@@ -109,8 +108,14 @@ def test_a_body_after_its_response_keeps_the_connection_open(server: ServerProce
         assert read_to_end(sock) == [], "idle again"
 
 
+# Python runs it at the start of the server: the first one lingers until the last one has come.
+LINGERING = "from expertd.service.http import connection; connection._LINGER_SECONDS = 60.0"
+
+
 def test_connections_beyond_the_limit_get_503(tmp_path: Path) -> None:
-    with server_process(tiny_settings({"max_connections": 2}), tmp_path) as server:
+    (tmp_path / "sitecustomize.py").write_text(LINGERING)
+    paths = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    with server_process(tiny_settings({"max_connections": 2}), tmp_path, environment=paths) as server:
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "the health check's connection is closed")
         socks = [connect(server.port) for _ in range(2)]
         for sock in socks:
@@ -129,9 +134,7 @@ def test_connections_beyond_the_limit_get_503(tmp_path: Path) -> None:
         socks[0].close()
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
         with ExitStack() as stack:
-            pause(server.process.pid)  # it has all of them at once, before the first has lingered long enough
             silent = [stack.enter_context(connect(server.port)) for _ in range(600)]
-            server.process.send_signal(signal.SIGCONT)
             ends = [sock.recv(4096)[:12] for sock in silent[1:]]
         assert set(ends) == {b"HTTP/1.1 503", b""}, "if too many linger, others are just closed"
         wait_for(lambda: ask(server.port, LAST)[0].status == 200, "a connection is free again")
@@ -173,12 +176,12 @@ async def test_a_body_whose_time_ends_with_its_connection_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     request = head(f"POST {INFER} HTTP/1.1", "Content-Length: 1000000") + bytes(100)
-    async with serving(tiny_settings({"body_timeout_seconds": 2})) as app:
+    async with serving(tiny_settings({"body_timeout_seconds": 1})) as app:
         reader, writer = await asyncio.open_connection("127.0.0.1", app.port)
         writer.write(request)
         await until(lambda: app.arena.used_bytes > 0)
         writer.write_eof()
-        time.sleep(2.1)
+        time.sleep(1.1)
         assert await reader.read() == b""
         writer.close()
     assert "Exception" not in caplog.text
