@@ -118,9 +118,9 @@ async def test_an_end_that_lies_ends_its_own_channel(
 ) -> None:
     async with channel_server(tmp_path, EchoRunner(), channels=NIXL) as server:
         honest, liar = End(), End()
-        number = await honest.connect(server)
+        # At once: this end gives no signs of life while it waits for another one's process to start.
+        number, lies = await asyncio.gather(honest.connect(server), liar.connect(server))
         await check_works(server, honest, 1)
-        lies = await liar.connect(server)
         liar.agent.send(message)
         await until(lambda: lies not in server.app.channels.entries)
         assert text in caplog.text
@@ -234,8 +234,7 @@ async def test_an_end_that_lies_about_its_memory(tmp_path: Path, caplog: pytest.
     """Its outputs have no place: its own channel ends."""
     async with channel_server(tmp_path, EchoRunner(), channels=NIXL) as server:
         honest, liar = End(), End()
-        await honest.connect(server)
-        number = await liar.connect(server, address=4096)
+        _, number = await asyncio.gather(honest.connect(server), liar.connect(server, address=4096))
         liar.agent.send(request(1, MAX_TOKENS))
         await until(lambda: number not in server.app.channels.entries)
         assert "nixl: expected a peer, got NIXL_ERR_NOT_FOUND" in caplog.text
