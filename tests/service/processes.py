@@ -56,7 +56,7 @@ class ServerProcess:
     def __init__(self, process: Process, log: Path) -> None:
         self.process = process
         self._log = log
-        found = wait_for(self._listening, "the server listens", 120)
+        found = wait_for(self._listening, "the server listens", 300)
         self.scheme, self.port = found[1], int(found[2])
         self.url = f"127.0.0.1:{self.port}"
 
@@ -71,7 +71,7 @@ class ServerProcess:
 
     def wait_ready(self) -> None:
         """Wait until the server is ready."""
-        wait_for(self._ready, "the server is ready", 120)
+        wait_for(self._ready, "the server is ready", 300)
 
     def terminate(self) -> None:
         """Send SIGTERM."""

@@ -112,7 +112,7 @@ def test_ranks_that_load_end_with_the_server(number: signal.Signals, code: int, 
         server = started([EXPERTD, "serve", "--config", config], log, clean_environment())
     try:
         loading = "rank 0: loading model large"
-        wait_for(lambda: loading in (tmp_path / "log").read_text(), "the ranks load")
+        wait_for(lambda: loading in (tmp_path / "log").read_text(), "the ranks load", 300)
         wait_for(lambda: len(rank_processes(server.pid)) == 2, "both are started")
         ranks = rank_processes(server.pid)
         server.send_signal(number)
