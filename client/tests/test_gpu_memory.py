@@ -115,7 +115,7 @@ def test_host_memory_where_the_driver_refuses(
     def refused(index: int, num_bytes: int) -> None:
         raise device_memory.DeviceMemoryError("cuIpcGetMemHandle: expected CUDA_SUCCESS, got status 801")
 
-    monkeypatch.setattr("expertd_client.channel.opening.DeviceMemory", refused)
+    monkeypatch.setattr("expertd_client.channel.opening.GpuAllocation", refused)
     values = rows(9, torch.device("cuda", 0))
     with ExpertClient(sharing_server.url) as client:
         for _ in range(2):

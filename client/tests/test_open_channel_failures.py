@@ -105,7 +105,7 @@ def test_memory_that_the_driver_does_not_share(
         raise DeviceMemoryError("cuIpcGetMemHandle: expected CUDA_SUCCESS, got status 801")
 
     monkeypatch.setattr("expertd_client.channel.making._gpu", lambda device: 0)
-    monkeypatch.setattr("expertd_client.channel.opening.DeviceMemory", refused)
+    monkeypatch.setattr("expertd_client.channel.opening.GpuAllocation", refused)
     with pytest.raises(TransportUnavailableError, match=r"^cuIpcGetMemHandle: .* status 801$") as caught:
         connect(sharing_server.url).open_channel(MODEL, max_tokens=1, device="cuda:0")
     assert caught.type is TransportUnavailableError
