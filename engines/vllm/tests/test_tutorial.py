@@ -55,11 +55,13 @@ def run(command: str) -> str:
 
 
 def start(command: str, health: str, log: Path) -> "subprocess.Popen[bytes]":
-    """Run a command in the background until an address answers."""
+    """Run a command in the background until an address answers, as where vLLM has not run before."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["VLLM_CACHE_ROOT"] = str(log.parent / "vllm")
     with log.open("ab") as output:
         process = subprocess.Popen(
             ["bash", "-e", "-c", command],
-            stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
+            stdout=output, stderr=output, cwd=ROOT, env=environment, start_new_session=True,
         )  # fmt: skip
     until = time.monotonic() + SECONDS
     while time.monotonic() < until and process.poll() is None:

@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         flags = vllm_flags(given.expertd, others)
     except ValueError as error:
         parser.exit(2, f"expertd-vllm: {error}\n")
+    # vLLM runs `python -m`, which would import this repository's kernels/ for another package of that name.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     with _metrics(), _distribution():
         from vllm.entrypoints.cli.main import main as vllm
 
