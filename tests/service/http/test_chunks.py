@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.engine.loading import Loaded, load
+from expertd.service.engine.loading import LoadedLayers, load
 from expertd.service.moe.request import LayerRequest
 from expertd.service.settings.model import Settings
 from tests.service.apps import (
@@ -228,7 +228,7 @@ async def test_models_share_the_device_by_their_weights() -> None:
     runners = {model: Noting(model) for model in ("tiny", "other")}
     models = [{**MODEL, "name": "tiny", "weight": 3}, {**MODEL, "name": "other"}]
 
-    def loader(settings: Settings, cancelled: Callable[[], bool]) -> Loaded:
+    def loader(settings: Settings, cancelled: Callable[[], bool]) -> LoadedLayers:
         return replace(serving_runner(runners["tiny"])(settings, cancelled), runners=dict(runners))
 
     async with serving(tiny_settings({"max_batch_tokens": 64}, models=models), loader) as server:

@@ -117,7 +117,7 @@ def missing_factor(WEIGHTS: tl.constexpr):
     if WEIGHTS == INT4:
         factor: tl.constexpr = 256.0
     elif WEIGHTS == MXFP4:
-        factor: tl.constexpr = 256.0 * 16384
+        factor: tl.constexpr = 256.0 * 16384  # type: ignore[no-redef]
     else:
-        factor: tl.constexpr = 256.0 * 16384 * 256 / NVFP4_FACTOR
+        factor: tl.constexpr = 256.0 * 16384 * 256 / NVFP4_FACTOR  # type: ignore[no-redef]
     return factor
