@@ -1,8 +1,9 @@
 """TLS below an `HttpConnection`: the handshake, decrypted input, and answers encrypted as fast as they are
 read.
 
-Not the event loop's own TLS: that one encrypts an answer as a whole before it sends any of it, and does not
-tell how much a client has read.
+Not the event loop's own TLS. That one encrypts an answer as a whole before it sends any of it, and does not
+tell how much a client has read. Tried with uvloop 0.23: write() of 58.7 MB held the loop for 339 ms, and took
+112 MiB more memory; then get_write_buffer_size() was 0, although the client had read nothing.
 """
 
 import asyncio
