@@ -117,7 +117,7 @@ def missing_factor(WEIGHTS: tl.constexpr):
     if WEIGHTS == INT4:
         factor: tl.constexpr = 256.0
     elif WEIGHTS == MXFP4:
-        factor: tl.constexpr = 256.0 * 16384  # type: ignore[no-redef]
+        factor: tl.constexpr = 256.0 * 16384
     else:
-        factor: tl.constexpr = 256.0 * 16384 * 256 / NVFP4_FACTOR  # type: ignore[no-redef]
+        factor: tl.constexpr = 256.0 * 16384 * 256 / NVFP4_FACTOR
     return factor
