@@ -114,10 +114,6 @@ def add_part(total, even, odd, data, row_scales, scales, SWAP: tl.constexpr, WEI
 @triton.jit
 def missing_factor(WEIGHTS: tl.constexpr):
     """What products lack."""
-    if WEIGHTS == INT4:
-        factor: tl.constexpr = 256.0
-    elif WEIGHTS == MXFP4:
-        factor: tl.constexpr = 256.0 * 16384
-    else:
-        factor: tl.constexpr = 256.0 * 16384 * 256 / NVFP4_FACTOR
-    return factor
+    of_codes = 1.0 if WEIGHTS == INT4 else 16384.0
+    of_scales = 256.0 / NVFP4_FACTOR if WEIGHTS == NVFP4 else 1.0
+    return 256.0 * of_codes * of_scales
