@@ -32,7 +32,7 @@ LAYER = {
     "weights": {"seed": 0},
     "datatype": "FP32",
 }
-_SECONDS = 120.0
+_SECONDS = 300.0
 
 
 class RunningServer:
