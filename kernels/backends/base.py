@@ -205,7 +205,8 @@ class Backend(ABC):
             missing = -hidden_states.shape[1] % SCALE_BLOCK
             if missing:  # zeros change nothing
                 hidden_states = torch.nn.functional.pad(hidden_states, (0, missing))
-                gate_up = _with_columns(gate_up, missing)
+                if not gate_up.data.is_meta:  # those of `packed` have such columns
+                    gate_up = _with_columns(gate_up, missing)
             hidden_states = quantize_rows(hidden_states)  # once per token, not once per row
         a = permute_rows(hidden_states, tokens)
         rows = self._multiply(a, gate_up, offsets, num_sms)
