@@ -224,6 +224,15 @@ _STORE_COLUMNS = {
     "all on the GPU": "{resident_us:.0f}",
     "in a CUDA graph": "{graph_us:.0f}",
 }
+_STORE_STEPS = {
+    "step": "{case}",
+    "tokens": "{tokens}",
+    "copied, MB": "{step_missed_mb:.0f}",
+    "a served step, µs": "{step_us:.0f}",
+    "all on the GPU": "{resident_step_us:.0f}",
+    "its graph alone": "{slots_graph_us:.1f}",
+    "that of all on the GPU": "{graph_us:.1f}",
+}
 _MACHINE = "{gpu}, driver {driver}, NVRTC {nvrtc}, torch {torch}; a copy moved {copy_tbps:.2f} TB/s; "
 _PEER = "DeepGEMM: sgl-deep-gemm {deep_gemm}"
 SECTIONS: dict[str, Section] = {
@@ -246,6 +255,7 @@ SECTIONS: dict[str, Section] = {
         "{gpu}, driver {driver}, torch {torch}; copies at {copy_gbps:.1f} GB/s; {slots} slots a layer.",
     ),
     "expert-store": written(_STORE, _STORE_COLUMNS),
+    "expert-store-steps": written("expert_store_steps-h200.json", _STORE_STEPS, missing="-"),
     "expert-store-triton": written("expert_store_triton-h200.json", _STORE_COLUMNS),
     "weights-machine": weights_machine,
     "weights": weights,
