@@ -4,13 +4,18 @@ import itertools
 
 import pytest
 
-from expertd.kernels.backends.hopper import plans
+from expertd.kernels.backends.hopper import plans, tiles
 from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
 from expertd.kernels.backends.hopper.plans import GemmPlan, choose, choose_swiglu
 from expertd.kernels.backends.hopper.rates import H200, Rates
 from expertd.kernels.backends.hopper.tiles import (
     LARGE,
     MIDDLE,
+    MXFP4_FEW,
+    MXFP4_GLU,
+    MXFP4_GLU_FEW,
+    MXFP4_SWIGLU,
+    MXFP4_SWIGLU_FEW,
     NARROW,
     NARROWEST,
     NORMAL,
@@ -95,6 +100,17 @@ def test_few_sms_have_two_ctas_each_while_groups_have_few_rows() -> None:
     assert chosen == [SWIGLU_FEW_TWICE] * 2 + [SWIGLU_FEW] * 2 + [SWIGLU] * 4
     slow = Rates(H200.sm_mhz, H200.bytes_per_ns / 2, H200.l2_bytes)
     assert choose_swiglu(40, 48, rates=slow).config is SWIGLU_FEW, "half of the memory feeds half of the SMs"
+
+
+@pytest.mark.parametrize("layout", [C, M])
+def test_mxfp4_has_tall_tiles_where_they_are_faster(layout: Layout) -> None:
+    """As measured with even groups: plain ones from between 32 and 64 rows on, activated ones from 32."""
+    plain = [choose(layout, 4096, 7168, 32, rows, 132, weights=MXFP4) for rows in (1, 32, 40, 41, 64, 512)]
+    assert [plan.config for plan in plain] == [MXFP4_FEW] * 3 + [tiles.MXFP4] * 3
+    assert [plan.tile_steps for plan in plain] == [64] * 3 + [128] * 3
+    for other, few, many in ((False, MXFP4_SWIGLU_FEW, MXFP4_SWIGLU), (True, MXFP4_GLU_FEW, MXFP4_GLU)):
+        activated = [choose_swiglu(rows, 132, other, weights=MXFP4) for rows in (1, 16, 24, 25, 32, 512)]
+        assert [plan.config for plan in activated] == [few] * 3 + [many] * 3
 
 
 @pytest.mark.parametrize("rows", [1, 64, 192, 8192])

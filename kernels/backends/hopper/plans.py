@@ -61,7 +61,8 @@ _OVERLAP = 4  # computing and memory add up in this norm: the longer one hides m
 _CONFIGS = (SWAP_AB, SHORT, NORMAL, LARGE, WIDE, MIDDLE, NARROW, NARROWEST)
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
 _SWAP_AB_FEW_M, _UNEVEN_SHORT_M, _SWIGLU_FEW_M = 144, 48, 40  # upper bounds
-_MXFP4_FEW_M = {Layout.CONTIGUOUS: 40, Layout.MASKED: 64}  # upper bounds
+# Upper bounds. Even groups are equally fast at some 50 rows, with an activation at 24; uneven ones at fewer.
+_MXFP4_FEW_M, _MXFP4_GLU_FEW_M = 40, 24
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
 _SWIGLU = SWIGLU_FEW, SWIGLU_FEW_TWICE, SWIGLU
 _OTHER_GLU = GLU_FEW, GLU_FEW_TWICE, GLU
@@ -91,7 +92,7 @@ def choose_swiglu(
     """
     if weights is WeightFormat.MXFP4:
         few, many = _MXFP4_OTHER_GLU if other_glu else _MXFP4_SWIGLU
-        config = few if expected_m <= _SWIGLU_FEW_M else many
+        config = few if expected_m <= _MXFP4_GLU_FEW_M else many
         return GemmPlan(config, 16 * config.steps)
     few, twice, config = _OTHER_GLU if other_glu else _SWIGLU
     if expected_m <= _SWIGLU_FEW_M:
@@ -117,7 +118,7 @@ def choose(
     weights: FP8, or MXFP4.
     """
     if weights is WeightFormat.MXFP4:
-        config = MXFP4_FEW if expected_m <= _MXFP4_FEW_M[layout] or num_sms < MXFP4.cluster else MXFP4
+        config = MXFP4_FEW if expected_m <= _MXFP4_FEW_M or num_sms < MXFP4.cluster else MXFP4
         return GemmPlan(config, 16 * config.steps)
     few = expected_m <= _SWAP_AB_M[layout]
     if expected_m < 1:  # few groups have any
