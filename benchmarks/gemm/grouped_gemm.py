@@ -5,6 +5,10 @@ TB/s over the real rows, time over the floor max(bytes / copy bandwidth, operati
 DeepGEMM's wheel is installed, the speed relative to DeepGEMM on the same rows in the same run. Then the
 largest shapes' watts, MHz and pJ/FLOP (`power`).
 
+--weights mxfp4 adds groups of 1 to 512 rows each, and to each row of the table `weights`: the time with MXFP4
+weights, and with the same numbers in FP8 (`speed`: the latter over the former), after the outputs' bits have
+been found equal.
+
 --compare prints the shapes that got slower than in a committed FILE by more than noise (`compare` says how
 much that is), each measured again before, and exits with 1 if there are any.
 """
@@ -16,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gemm import compare, deep_gemm_peer, power
-from benchmarks.gemm.problem import Pool, Problem
-from benchmarks.gemm.shapes import SEED, Shape, all_shapes
+from benchmarks.gemm.problem import Pool, Problem, random_mxfp4
+from benchmarks.gemm.shapes import SEED, Shape, all_shapes, even_shapes
 from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.markdown import by, mean, span, table
 from benchmarks.lib.nvml import Nvml, Sensor
@@ -26,11 +32,14 @@ from benchmarks.lib.run import Result, line_of, new_parser
 from benchmarks.lib.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
 from benchmarks.peers import Peer, available_peers
 from expertd import kernels
+from expertd.kernels.backends.hopper.packed_weights import pack_mxfp4, unpack_mxfp4
+from expertd.weight_format import WeightFormat, WeightLayout
 
 Row = dict[str, Any]
 PEAK_TFLOPS = 1480.0
 KERNEL = "grouped_gemm"
 TOLERANCE = 1e-4  # of a peer's output, as `difference`
+MXFP4 = WeightLayout(WeightFormat.MXFP4, 32, "U8")
 
 
 def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
@@ -38,11 +47,10 @@ def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
     problem = pool.problem(shape)
     problem.out.fill_(math.nan)
     ours = kernel_microseconds(problem.run, KERNEL)
-    floor = max(shape.bytes / bandwidth / 1e6, shape.flops / PEAK_TFLOPS / 1e6)
     row: Row = {
         "shape": shape.label, "band": shape.band, "n": shape.n, "k": shape.k, "rows": list(shape.rows),
         "us": ours, "tflops": shape.flops / ours / 1e6, "tbps": shape.bytes / ours / 1e6,
-        "over_floor": ours / floor,
+        "over_floor": ours / floor(shape, shape.bytes, bandwidth),
     }  # fmt: skip
     if with_peer:
         call, result = deep_gemm_peer.prepare(problem)
@@ -50,6 +58,30 @@ def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
         row["speed"] = row["deep_gemm_us"] / ours
         row["diff"] = difference(problem.real_rows(problem.run()), result())
     return row
+
+
+def floor(shape: Shape, num_bytes: int, bandwidth: float) -> float:
+    """The microseconds that moving these bytes, or the operations, take at least."""
+    return max(num_bytes / bandwidth / 1e6, shape.flops / PEAK_TFLOPS / 1e6)
+
+
+def measure_mxfp4(problem: Problem, bandwidth: float) -> Row:
+    """The problem with random MXFP4 weights, beside the same numbers in FP8. Exits if their bits differ."""
+    shape, weights = problem.shape, random_mxfp4(problem.b.data)
+    decoded = unpack_mxfp4(pack_mxfp4(weights), shape.k)
+    bits, times = [], []
+    for b in (decoded, weights):
+        problem.out.fill_(math.nan)
+        bits.append(problem.real_rows(problem.run(b=b)).view(torch.int16).clone())
+        times.append(kernel_microseconds(lambda b=b: problem.run(b=b), KERNEL))  # type: ignore[misc]
+    if not torch.equal(*bits):
+        sys.exit(f"{shape.label}: expected the bits of FP8 weights from MXFP4, got others")
+    fp8, ours = times
+    num_bytes = shape.bytes_with(MXFP4)
+    return {
+        "format": MXFP4.format, "us": ours, "fp8_us": fp8, "speed": fp8 / ours,
+        "tbps": num_bytes / ours / 1e6, "over_floor": ours / floor(shape, num_bytes, bandwidth),
+    }  # fmt: skip
 
 
 def measure_peers(problem: Problem, others: Sequence[Peer]) -> dict[str, float]:
@@ -81,11 +113,25 @@ def by_band(rows: Sequence[Row]) -> str:
     return table((*columns, "best TFLOPS", "best TB/s"), cells)
 
 
+def by_weights(rows: Sequence[Row]) -> str:
+    """A table of the other weights' speed over FP8, with a line for each band of shapes."""
+    cells = []
+    for (band,), of in by(rows, "band").items():
+        found = [row["weights"] for row in of]
+        speeds = [each["speed"] for each in found]
+        over = f"{mean(each['over_floor'] for each in found):.2f}"
+        best = f"{max(each['tbps'] for each in found):.2f}"
+        cells.append((band, len(of), f"{mean(speeds):.2f}", span(speeds), over, best))
+    columns = "speed over FP8, geometric mean", "worst to best", "time over the floor", "best TB/s"
+    return table(("band", "shapes", *columns), cells)
+
+
 def main() -> None:
     """Run the benchmark."""
     options = _options()
     expect_gpu("benchmarks grouped_gemm")
-    shapes = [shape for shape in all_shapes(options.seed) if options.band in shape.band]
+    shapes = all_shapes(options.seed) + (even_shapes() if options.weights else [])
+    shapes = [shape for shape in shapes if options.band in shape.band]
     before = committed_rows(options.compare, shapes) if options.compare else {}
     sensor = Nvml() if options.power else None
     others = available_peers() if options.peers else ()
@@ -105,8 +151,12 @@ def main() -> None:
         row = measure(shape, pool, with_peer, about["copy_tbps"])
         if others:
             row["peers_us"] = measure_peers(pool.problem(shape), others)
+        if options.weights:
+            row["weights"] = measure_mxfp4(pool.problem(shape), about["copy_tbps"])
         result.put(row)
     print(by_band(rows))
+    if options.weights:
+        print(by_weights(rows))
     if sensor:
         for index in largest(shapes, options.power):
             rows[index]["power"] = measure_power(shapes[index], pool, with_peer, sensor)
@@ -148,6 +198,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--band", default="", help="only bands whose name contains this")
     parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
     parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
+    parser.add_argument("--weights", choices=["mxfp4"], help="measure such weights beside FP8, too")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a committed result")
     parser.add_argument(
         "--power", type=int, default=4, metavar="N",

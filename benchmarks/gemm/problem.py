@@ -9,7 +9,9 @@ from benchmarks.gemm.shapes import Shape
 from expertd import kernels
 from expertd.kernels import Quantized
 from expertd.kernels.backends import Backend
+from expertd.kernels.ops.four_bits import FourBits, Weights
 from expertd.layout import Layout
+from expertd.weight_format import WeightFormat
 
 ALIGNMENT = 128  # row alignment of groups in DeepGEMM's contiguous layout
 
@@ -24,9 +26,15 @@ class Problem:
     extents: Tensor
     out: Tensor
 
-    def run(self, num_sms: int | None = None, backend: Backend | None = None) -> Tensor:
-        """Our kernel, on num_sms SMs or all of them; backend None: the one for this GPU."""
-        arguments = (self.a, self.b, self.extents)
+    def run(
+        self, num_sms: int | None = None, backend: Backend | None = None, b: Weights | None = None
+    ) -> Tensor:
+        """Our kernel, on num_sms SMs or all of them.
+
+        backend  None: the one for this GPU
+        b        other weights of the same size; None: the problem's own
+        """
+        arguments = (self.a, self.b if b is None else b, self.extents)
         if self.shape.layout is Layout.CONTIGUOUS:
             return kernels.grouped_gemm_contiguous(*arguments, out=self.out, num_sms=num_sms, backend=backend)
         mean = max(1, sum(self.shape.rows) // self.shape.num_groups)
@@ -70,6 +78,14 @@ class Pool:
     def _rows(self, m: int, k: int) -> Tensor:
         start = torch.randint(0, (self.data.numel() - m * k) // 128, ()).item() * 128
         return self.data[int(start) : int(start) + m * k].view(m, k).clone()
+
+
+def random_mxfp4(like: Tensor) -> FourBits:
+    """MXFP4 weights of the size and on the device of [G, N, K]: every code, and five scales."""
+    num_groups, n, k = like.shape
+    sizes = (0, 256, (num_groups, n, k // 2)), (117, 122, (num_groups, n, k // 32))
+    data, scales = (torch.randint(*size, dtype=torch.uint8, device=like.device) for size in sizes)
+    return FourBits(data, scales, WeightFormat.MXFP4)
 
 
 def _scales(*shape: int) -> Tensor:

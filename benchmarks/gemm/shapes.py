@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from expertd.layout import Layout
+from expertd.weight_format import FP8_BLOCKS, WeightLayout
 
 SEED = 20
 
@@ -31,9 +32,13 @@ class Shape:
     @property
     def bytes(self) -> int:
         """The least traffic: weights of groups with rows, activations and scales once, bf16 output once."""
+        return self.bytes_with(FP8_BLOCKS)
+
+    def bytes_with(self, weights: WeightLayout) -> int:
+        """The same with weights in another format."""
         active = sum(1 for rows in self.rows if rows)
-        weights = active * (self.n * self.k + -(-self.n // 128) * (self.k // 128) * 4)
-        return weights + sum(self.rows) * (self.k + self.k // 128 * 4 + self.n * 2)
+        rows = sum(self.rows) * (self.k + self.k // 128 * 4 + self.n * 2)
+        return active * weights.num_bytes(self.n, self.k) + rows
 
     @property
     def label(self) -> str:
@@ -61,6 +66,19 @@ _UNEVEN = (
     (32, 128, 3072, 4096), (16, 512, 3072, 4096), (32, 128, 4096, 1536), (16, 512, 4096, 1536),
     (20, 300, 3072, 5120), (20, 300, 5120, 1536), (40, 128, 3072, 5120), (40, 128, 5120, 1536),
 )  # fmt: skip
+
+
+# (groups, N, K): gate/up and down of DeepSeek-V3 on 8 GPUs, and down of gpt-oss-120b with K rounded up
+_EACH = (32, 4096, 7168), (32, 7168, 2048), (128, 2880, 2944)
+
+
+def even_shapes() -> list[Shape]:
+    """Groups of 1 to 512 rows each, a band for every number of rows: for weights in other formats."""
+    return [
+        Shape(f"each {rows}", Layout.CONTIGUOUS, (rows,) * groups, n, k)
+        for rows in (1, 4, 8, 16, 32, 64, 128, 256, 512)
+        for groups, n, k in _EACH
+    ]
 
 
 def all_shapes(seed: int = SEED) -> list[Shape]:

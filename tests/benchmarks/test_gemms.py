@@ -12,12 +12,13 @@ from benchmarks import peers
 from benchmarks.gemm import compare, grouped_gemm, power
 from benchmarks.gemm.power import Figures
 from benchmarks.gemm.problem import Problem
-from benchmarks.gemm.shapes import Shape, all_shapes
+from benchmarks.gemm.shapes import Shape, all_shapes, even_shapes
 from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.nvml import Sample, mean_watts
 from benchmarks.peers import Peer, cutlass, torch_gemms
 from benchmarks.peers.peer import packed
 from expertd.kernels import Quantized
+from expertd.kernels.backends.hopper.packed_weights import unpack_mxfp4
 from expertd.layout import Layout
 from tests.kernels.helpers import random_contiguous, random_masked
 
@@ -153,6 +154,34 @@ def test_torch_gets_the_rows_and_weights(make: Any) -> None:
     for group, part in zip(problem.b.data.double(), torch.split(rows, list(ROWS)), strict=True):
         wanted.append(part @ group.t())
     assert difference(result(), torch.cat(wanted)) < 1e-5
+
+
+@PROBLEMS
+def test_mxfp4_is_measured_beside_the_same_numbers_in_fp8(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, times = make(), iter([30.0, 20.0])
+    monkeypatch.setattr(grouped_gemm, "kernel_microseconds", lambda call, kernel: (call(), next(times))[1])
+    row = grouped_gemm.measure_mxfp4(problem, 4.0)
+    assert (row["format"], row["fp8_us"], row["us"], row["speed"]) == ("MXFP4", 30, 20, 1.5)
+    active = 2 * N * K * (1 / 2 + 1 / 32)  # of two groups with rows
+    assert row["tbps"] == pytest.approx((active + sum(ROWS) * (K + K // 128 * 4 + N * 2)) / 20 / 1e6)
+    table = grouped_gemm.by_weights([{"band": "each 5", "weights": row}])
+    assert table.splitlines()[-1].startswith("| each 5 | 1 | 1.50 | ")
+
+
+def test_mxfp4_with_other_bits_is_not_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_gemm, "kernel_microseconds", lambda call, kernel: 1.0)
+    wrong = lambda packed, k: unpack_mxfp4(packed._replace(scales=packed.scales * 2), k)  # noqa: E731
+    monkeypatch.setattr(grouped_gemm, "unpack_mxfp4", wrong)
+    with pytest.raises(SystemExit, match="expected the bits of FP8 weights from MXFP4, got others"):
+        grouped_gemm.measure_mxfp4(contiguous(), 4.0)
+
+
+def test_even_shapes_fit_both_formats() -> None:
+    """A name of a band picks them alone, and K has whole blocks."""
+    shapes = even_shapes()
+    assert not any("each" in shape.band for shape in all_shapes())
+    assert all(len(set(shape.rows)) == 1 and shape.k % 128 == 0 for shape in shapes)
+    assert all(shape.bytes_with(grouped_gemm.MXFP4) < shape.bytes for shape in shapes)
 
 
 def test_a_missing_peer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
