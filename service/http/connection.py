@@ -125,7 +125,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._infer_body is not None:
             sentence = "the server is shutting down, and the body had not arrived"
             self._refuse_body(
-                OipError(503, sentence, reason="shutting_down", headers={"HttpConnection": "close"})
+                OipError(503, sentence, reason="shutting_down", headers={"Connection": "close"})
             )
 
     def stop(self, error: RefusedError) -> None:
@@ -407,7 +407,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         seconds = self._limits.body_timeout_seconds
         text = f"body: expected the whole body within {seconds:g} s, got a part of it"
         # Else the rest of the body would be parsed as a request.
-        self._refuse_body(OipError(408, text, headers={"HttpConnection": "close"}))
+        self._refuse_body(OipError(408, text, headers={"Connection": "close"}))
 
     def _forget_body(self) -> None:
         if self._body is not None:
