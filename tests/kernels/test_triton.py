@@ -1,5 +1,6 @@
 """The Triton backend against float64 and PyTorch: on a GPU, or interpreted where there is none."""
 
+import mmap
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -474,7 +475,8 @@ class PlainTable:
     """What `gather_rows` and `scatter_rows` know of a RequestTable, in any memory."""
 
     def __init__(self, requests: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]]) -> None:
-        packed, token = bytearray(16 + 48 * MAX_REQUESTS), 0
+        # Not from the heap, which may be below 2**31: the interpreter would take such an address for 32 bits.
+        packed, token = mmap.mmap(-1, 16 + 48 * MAX_REQUESTS), 0
         for place, (rows, ids, weights, out) in enumerate(requests):
             addresses = [each.data_ptr() for each in (rows, ids, weights, out)]
             kinds = DATATYPES[out.dtype], ids.dtype == torch.int64

@@ -108,7 +108,7 @@ def test_without_triton_the_list_is_refused(
 def test_the_source_is_the_module_below_the_variant(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert main([*ARGUMENTS, "--dump", "permute_e4m3"]) == 0
     out = capfdbinary.readouterr().out.decode()
-    assert out.startswith("# Variant(name='permute_e4m3'")
+    assert out.startswith("# TritonVariant(name='permute_e4m3'")
     assert "def permute(" in out
 
 
