@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def model_names(layers: int) -> list[str]:
-    """The models of a server with so many layers."""
+    """The server's models, one for each layer."""
     return [MODEL, *(f"{MODEL}-{number}" for number in range(2, layers + 1))]
 
 

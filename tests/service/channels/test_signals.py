@@ -134,7 +134,7 @@ async def test_a_channel_ends_before_the_server_has_noticed(tmp_path: Path, with
         other.close()
 
 
-REQUESTS = 500  # of which so many at least are answered in time, and so many in their step after it:
+REQUESTS = 500  # the fewest of them that are answered in time, and in their step after it:
 IN_TIME, LATE = REQUESTS // 10, REQUESTS // 100
 
 
