@@ -134,7 +134,7 @@ async def test_a_channel_ends_before_the_server_has_noticed(tmp_path: Path, with
         other.close()
 
 
-REQUESTS = 500  # the fewest of them that are answered in time, and in their step after it:
+REQUESTS = 500  # of these, at least IN_TIME are answered in time, and LATE while their step runs on
 IN_TIME, LATE = REQUESTS // 10, REQUESTS // 100
 
 
