@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from benchmarks.gemm.gemm_sweep import by_kind
-from benchmarks.gemm.grouped_gemm import by_band
+from benchmarks.gemm.grouped_gemm import by_band, by_weights
 from benchmarks.gemm.heat_map import worst
 from benchmarks.lib.markdown import (
     Row,
@@ -20,6 +20,7 @@ from benchmarks.lib.markdown import (
 )
 
 GEMMS, SWEEP = "grouped_gemm-h200.json", "gemm_sweep-h200.json"
+MXFP4 = "grouped_gemm_mxfp4-h200.json"
 PICTURE = "../gemm_sweep-h200.svg"
 _OF = "ours", "deep_gemm"
 _POWER = "ours, pJ/FLOP", "DeepGEMM", "ratio"
@@ -28,6 +29,11 @@ _POWER = "ours, pJ/FLOP", "DeepGEMM", "ratio"
 def grouped_gemm(results: Path) -> str:
     """The grouped GEMMs, by band of shapes."""
     return by_band(read(results, GEMMS)["rows"])
+
+
+def mxfp4(results: Path) -> str:
+    """MXFP4 weights beside the same numbers in FP8, by rows of a group."""
+    return by_weights(read(results, MXFP4)["rows"])
 
 
 def peers(results: Path) -> str:
@@ -103,6 +109,8 @@ SECTIONS: dict[str, Section] = {
         GEMMS, _MACHINE + "cuBLAS FP8 reached {cublas_fp8_tflops:.0f} TFLOPS in the same run."
     ),
     "grouped-gemm": grouped_gemm,
+    "grouped-gemm-mxfp4-machine": about(MXFP4, _MACHINE.removesuffix("; ") + "."),
+    "grouped-gemm-mxfp4": mxfp4,
     "grouped-gemm-peers": peers,
     "grouped-gemm-power": power,
     "gemm-sweep-machine": about(SWEEP, _MACHINE + "DeepGEMM: sgl-deep-gemm {deep_gemm}."),
