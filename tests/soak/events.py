@@ -50,6 +50,7 @@ class EventSoak:
         self.servers: list[tuple[SoakServer, Any]] = []
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._wrong: Counter[str] = Counter()  # by event
         self._errors: list[str] = []
         self._times: dict[str, list[float]] = {when: [] for when in ("calm", *EVENTS)}  # of calls, in seconds
         self._when = "calm"
@@ -88,6 +89,8 @@ class EventSoak:
                 when = self._events[-1] if len(self._events) > began.events else began.when
             is_late = seconds > self._late and when not in self._waits
             self._counts.update(calls=1, wrong=int(not is_right), late=int(is_late))
+            if not is_right:
+                self._wrong[when] += 1
             self._times[when].append(seconds)
 
     def lost(self, error: Exception) -> None:
@@ -114,6 +117,7 @@ class EventSoak:
             "lost": self._counts["lost"],
             "wrong": self._counts["wrong"],
             "late": self._counts["late"],
+            "wrong_during": dict(self._wrong),
             "events": dict(Counter(self._events)),
             "waits": list(self._waits),
             "times": {when: _percentiles(seconds) for when, seconds in self._times.items()},
