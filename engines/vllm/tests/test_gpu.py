@@ -15,7 +15,10 @@ from tests.checkpoints import GPU_SIZES, make_checkpoint, write_fp8
 from tests.generating import Outcome, end, generate
 from tests.running import Running, running_expertd, running_vllm
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 _PIECEWISE = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
 _FULL = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
