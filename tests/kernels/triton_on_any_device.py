@@ -1,7 +1,10 @@
 """The Triton backend on a GPU, or interpreted where there is none."""
 
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import torch
 
 from expertd.kernels.backends.triton.backend import TritonBackend
@@ -19,3 +22,23 @@ class OnAnyDevice(TritonBackend):
     """Takes tensors of a CPU, for the interpreter."""
 
     capabilities = replace(TritonBackend.capabilities, device_type=None)
+
+
+def _reduce_halves(operation: Any, given: tuple[Any]) -> list[Any]:
+    """What a function makes of a tensor along an axis, of two halves at once.
+
+    In place of the interpreter's own, which calls the function for two numbers at a time: for minutes.
+    """
+    (tensor,) = given
+    axis, dtype = operation.axis, tensor.dtype
+    data = tensor.handle.data
+    while data.shape[axis] > 1:
+        halves = np.split(data, 2, axis)
+        data = operation.combine_fn.fn(*(operation.to_tensor(half, dtype) for half in halves)).handle.data
+    return [operation.to_tensor(data if operation.keep_dims else data.squeeze(axis), dtype)]
+
+
+if not ON_GPU and find_spec("triton"):
+    from triton.runtime.interpreter import ReduceOps
+
+    ReduceOps.generic_reduce = _reduce_halves
