@@ -19,6 +19,7 @@ from expertd.kernels.backends import (
 )
 from expertd.kernels.backends import cpu as of_cpu
 from expertd.kernels.backends import triton as of_triton
+from expertd.kernels.backends.cpu.instructions import Instructions
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.weight_format import WeightFormat
 
@@ -247,11 +248,14 @@ def test_which_cpus_have_a_backend_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def found() -> None:
+    instructions = of_cpu.program.instructions_here
+
+    def found() -> Instructions:
         if raised is not None:
             raise raised
+        return instructions()
 
-    monkeypatch.setattr(of_cpu.program, "program", found)
+    monkeypatch.setattr(of_cpu.program, "instructions_here", found)
     monkeypatch.setattr(of_cpu, "why_slower", lambda: slower)
     monkeypatch.setattr(backends, "_auto_choices", {})
     chosen, others = ("cpu", "") if why is None else ("reference", f"; cpu: {why}")
@@ -270,6 +274,16 @@ def test_which_cpus_have_a_backend_of_their_own(
     _, line = [record.getMessage() for record in caplog.records]
     assert line.endswith(f"; cpu: {why if raised else 'no weights of INT4'})")
     assert why_not("cpu") == (None if raised is None else why), "the slower one can be asked for by name"
+
+
+def test_whether_the_backend_of_cpus_can_run_is_known_without_its_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which takes LLVM most of a second, and most servers another backend."""
+    monkeypatch.delattr(of_cpu.program, "Program")
+    monkeypatch.delattr(of_cpu.program, "program")
+    assert why_not("cpu") is None
+    of_cpu.why_slower()
 
 
 def test_the_backend_of_cpus_takes_no_other_tensors() -> None:

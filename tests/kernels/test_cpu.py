@@ -10,7 +10,7 @@ from expertd.kernels import dequantize_blocks, grouped_gemm_contiguous, grouped_
 from expertd.kernels.backends.cpu import backend as cpu
 from expertd.kernels.backends.cpu.backend import CpuBackend, _Rows
 from expertd.kernels.backends.cpu.instructions import Instructions
-from expertd.kernels.backends.cpu.program import Program, program
+from expertd.kernels.backends.cpu.program import Program, instructions_here
 from expertd.kernels.ops.quantize import Quantized
 from tests.kernels.helpers import (
     diff,
@@ -23,7 +23,7 @@ from tests.kernels.helpers import (
     untouched,
 )
 
-HERE = program().has
+HERE = instructions_here()
 WAYS = {
     "tiles": replace(HERE, has_tiles=True),
     "pairs": replace(HERE, has_tiles=False),
@@ -48,9 +48,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
     way = WAYS[request.param]
     if not _has(way):
         pytest.skip(f"needs a CPU with {way}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "program", lambda: Program(way))
         yield CpuBackend()
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

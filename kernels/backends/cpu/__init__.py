@@ -10,9 +10,10 @@ def why_not(device: torch.device | None) -> str | None:
     if device is not None and device.type != "cpu":
         return f"a {device.type} device"
     try:
-        from expertd.kernels.backends.cpu.program import program
+        from expertd.kernels.backends.cpu.program import instructions_here, openmp
 
-        program()
+        instructions_here()
+        openmp()
     except ImportError:
         return "no llvmlite installed (expertd[cpu])"
     except OSError as error:
@@ -22,9 +23,9 @@ def why_not(device: torch.device | None) -> str | None:
 
 def why_slower() -> str | None:
     """Why `reference` is the faster one here; None if this backend is, or if it cannot run."""
-    from expertd.kernels.backends.cpu.program import program
+    from expertd.kernels.backends.cpu.program import instructions_here
 
-    return None if program().has.has_bf16 else "a CPU without AVX512-BF16"
+    return None if instructions_here().has_bf16 else "a CPU without AVX512-BF16"
 
 
 def create() -> Backend:

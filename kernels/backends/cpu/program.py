@@ -43,8 +43,8 @@ class Program:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         features = llvm.get_host_cpu_features()
-        self.has = instructions_of(features) if has is None else has
-        self._openmp = _openmp()
+        self.has = instructions_here() if has is None else has
+        self._openmp = openmp()
         thread_num = ctypes.cast(self._openmp.omp_get_thread_num, ctypes.c_void_p)
         llvm.add_symbol("omp_get_thread_num", thread_num.value)
         target = llvm.Target.from_default_triple()
@@ -92,8 +92,19 @@ def program() -> Program:
     return Program()
 
 
-def _openmp() -> Any:
-    """The OpenMP library that torch has loaded, so that its threads are the kernel's, too."""
+@cache
+def instructions_here() -> Instructions:
+    """What this CPU has. Raises ImportError without llvmlite."""
+    import llvmlite.binding as llvm
+
+    return instructions_of(llvm.get_host_cpu_features())
+
+
+def openmp() -> Any:
+    """The OpenMP library that torch has loaded, so that its threads are the kernel's, too.
+
+    Raises OSError if it is not found.
+    """
     own = Path(torch.__file__).parent / "lib" / "libgomp.so.1"
     library = ctypes.CDLL(str(own) if own.exists() else own.name)
     library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
