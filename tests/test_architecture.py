@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -89,13 +90,27 @@ FILES = {
         *(ROOT / "service").rglob("*.py"),
     )
 }
-TREES = {module: ast.parse(path.read_text(), str(path)) for module, path in FILES.items()}
 
 
-def _imports(node: ast.AST, within_functions: bool, for_checkers: bool = False) -> Iterator[str]:
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _trees() -> dict[str, ast.Module]:
+    """By module; read by tests, not by every process that collects them."""
+    return {module: _tree(path) for module, path in FILES.items()}
+
+
+@cache
+def _imports(tree: ast.Module, within_functions: bool, for_checkers: bool = False) -> tuple[str, ...]:
     """Modules that a tree imports at run time; those for type checkers count with `for_checkers`."""
+    return tuple(_imported(tree, within_functions, for_checkers))
+
+
+def _imported(node: ast.AST, within_functions: bool, for_checkers: bool) -> Iterator[str]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not for_checkers:
+        if not for_checkers and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not within_functions:
             continue
@@ -106,8 +121,8 @@ def _imports(node: ast.AST, within_functions: bool, for_checkers: bool = False) 
             of = child.module or ""
             # A name may be a module of the package, or an object in it.
             yield from (name if (name := f"{of}.{alias.name}") in FILES else of for alias in child.names)
-        else:
-            yield from _imports(child, within_functions, for_checkers)
+        elif not isinstance(child, ast.expr):  # which has no statements
+            yield from _imported(child, within_functions, for_checkers)
 
 
 def _package(module: str) -> str:
@@ -130,7 +145,7 @@ WEB, GRPC = ("fastapi", "starlette", "uvicorn", "httptools", "h11"), ("grpc", "g
     ],
 )
 def test_what_may_not_be_imported(within: str, beside: str | None, foreign: tuple[str, ...]) -> None:
-    for module, tree in TREES.items():
+    for module, tree in _trees().items():
         if module.startswith(within) and not (beside and module.startswith(beside)):
             names = list(_imports(tree, within_functions=True))
             found = [n for n in names if any(n == each or n.startswith(f"{each}.") for each in foreign)]
@@ -140,16 +155,18 @@ def test_what_may_not_be_imported(within: str, beside: str | None, foreign: tupl
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_of_the_service_import_only_those_below(package: str) -> None:
     allowed = {package, "util", *PACKAGES[package]}
-    modules = [module for module in TREES if module.startswith(f"{SERVICE}.") and _package(module) == package]
+    modules = [module for module in FILES if module.startswith(f"{SERVICE}.") and _package(module) == package]
     assert modules
     for module in modules:
-        names = [name for name in _imports(TREES[module], within_functions=True) if name.startswith(SERVICE)]
+        names = [
+            name for name in _imports(_tree(FILES[module]), within_functions=True) if name.startswith(SERVICE)
+        ]
         assert {_package(name) for name in names} <= allowed, module
 
 
 def test_nothing_but_a_backend_or_a_device_assumes_a_gpu() -> None:
     """Others ask `Capabilities` and `service.device`, so that a further backend or device is one folder."""
-    for module, tree in TREES.items():
+    for module, tree in _trees().items():
         backends = (f"expertd.kernels.backends.{name}" for name, can in BACKENDS.items() if can.on_gpu)
         if module.startswith((f"{SERVICE}.device", "expertd.backends", *backends)):
             continue
@@ -169,7 +186,8 @@ def _names_a_backend(node: ast.AST) -> bool:
 def _is_of_cuda(node: ast.AST) -> bool:
     if isinstance(node, ast.Compare):
         return any(isinstance(each, ast.Constant) and each.value == "cuda" for each in node.comparators)
-    return isinstance(node, ast.Attribute) and ast.unparse(node).startswith(("torch.cuda", "torch._C"))
+    is_either = isinstance(node, ast.Attribute) and node.attr in ("cuda", "_C")
+    return is_either and isinstance(node.value, ast.Name) and node.value.id == "torch"
 
 
 def test_imports_have_no_cycles() -> None:
@@ -179,7 +197,7 @@ def test_imports_have_no_cycles() -> None:
             for name in _imports(tree, within_functions=True, for_checkers=True)
             if name in FILES and name != module
         }
-        for module, tree in TREES.items()
+        for module, tree in _trees().items()
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -193,7 +211,7 @@ def test_no_two_classes_have_one_name() -> None:
     paths = (*FILES.values(), *(path for folder in others for path in (ROOT / folder).rglob("*.py")))
     found: dict[str, list[str]] = {}
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: places for name, places in found.items() if len(places) > 1}
@@ -207,10 +225,11 @@ def test_modules_that_run_before_torch_do_not_import_it() -> None:
 def test_only_the_loader_and_three_others_read_the_environment() -> None:
     readers = {
         str(FILES[module].relative_to(ROOT))
-        for module, tree in TREES.items()
+        for module, tree in _trees().items()
         if any(
-            isinstance(node, (ast.Attribute, ast.Name)) and ast.unparse(node).endswith(("environ", "getenv"))
+            getattr(node, "attr", getattr(node, "id", "")).endswith(("environ", "getenv"))
             for node in ast.walk(tree)
+            if isinstance(node, (ast.Attribute, ast.Name))
         )
     }
     assert readers == READ_THE_ENVIRONMENT
@@ -220,7 +239,7 @@ def test_only_two_modules_write_temporary_files() -> None:
     """All others would have to report a folder that is full or cannot be written to."""
     users = {
         str(FILES[module].relative_to(ROOT))
-        for module, tree in TREES.items()
+        for module, tree in _trees().items()
         if "tempfile" in _imports(tree, within_functions=True)
     }
     assert users == {"kernels/jit/cache.py", "service/util/files.py"}
@@ -230,7 +249,7 @@ def test_tests_and_benchmarks_do_not_import_each_other() -> None:
     for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
         name = str(path.relative_to(ROOT))
         other = "benchmarks" if name.startswith("tests/") else "tests"
-        tops = {used.split(".")[0] for used in _imports(ast.parse(path.read_text()), within_functions=True)}
+        tops = {used.split(".")[0] for used in _imports(_tree(path), within_functions=True)}
         of_benchmarks = name.startswith("tests/benchmarks/") or name == "tests/test_make_checkpoint.py"
         assert other not in tops or of_benchmarks, name
 
@@ -238,7 +257,7 @@ def test_tests_and_benchmarks_do_not_import_each_other() -> None:
 def test_examples_use_the_server_through_its_client() -> None:
     users = set()
     for path in (ROOT / "examples").rglob("*.py"):
-        tops = {used.split(".")[0] for used in _imports(ast.parse(path.read_text()), within_functions=True)}
+        tops = {used.split(".")[0] for used in _imports(_tree(path), within_functions=True)}
         assert not tops & {"benchmarks", "tests"}, path.name
         if "expertd" in tops:
             users.add(path.name)
