@@ -3,6 +3,17 @@
 import gc
 from importlib import import_module
 
-for name in ("cli", "commands.serve", "http.server", "engine.loading"):
-    import_module(f"expertd.service.{name}")
+for name in (
+    "expertd.kernels.backends.reference.backend",
+    "expertd.service.cli",
+    "expertd.service.commands.serve",
+    "expertd.service.engine.loading",
+    "expertd.service.http.server",
+    "expertd.service.ranks.front.staging",
+    "fastapi_offline",
+    "pydantic.v1",
+    "uvloop",
+):
+    import_module(name)
+import_module("expertd.kernels.backends.cpu").why_not(None)  # imports LLVM if there is one
 gc.freeze()  # as if it had been there before the fork: the collector never searches it

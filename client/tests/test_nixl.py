@@ -103,7 +103,11 @@ def _read(file: Path) -> bytes:
 
 @pytest.mark.parametrize(
     ("dtype", "output_dtype"),
-    [(np.float32, np.float16), (np.float16, ml_dtypes.bfloat16), (ml_dtypes.bfloat16, np.float32)],
+    [
+        (np.float32, np.float16),
+        (np.float16, ml_dtypes.bfloat16),
+        pytest.param(ml_dtypes.bfloat16, np.float32, marks=thorough),
+    ],
 )
 def test_answers_are_those_of_http(
     connect: Connect, nixl_server: RunningServer, dtype: Any, output_dtype: Any

@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -70,6 +71,7 @@ class Callers:
 
     def __init__(self, urls: Any, expected: Array, **options: Any) -> None:
         self._expected, self._over = expected, False
+        self._pause = 0.0  # seconds between calls, where only a server's state is waited for
         self.answers, self.failures = 0, list[BaseException]()
         self.clients = [ExpertClient(urls, transport=name, **options) for name in ("channel", "http")]
         self._lock = threading.Lock()
@@ -89,6 +91,13 @@ class Callers:
         for client in self.clients:
             client.close()
 
+    @contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """Leave the cores to servers that start."""
+        self._pause = 0.02
+        yield
+        self._pause = 0.0
+
     def go_on(self, calls: int = 60) -> None:
         """Wait until this many more calls are answered."""
         end = self.answers + calls
@@ -104,6 +113,7 @@ class Callers:
     def _call(self, client: ExpertClient) -> None:
         while not self._over:
             self._check(client.infer(MODEL, X, IDS, WEIGHTS))
+            time.sleep(self._pause)
 
     def _in_loop(self, urls: Any, options: dict[str, Any]) -> None:
         asyncio.run(self._call_in_loop(urls, options))
@@ -112,6 +122,7 @@ class Callers:
         async with AsyncExpertClient(urls, **options) as client:
             while not self._over:
                 self._check(await client.infer(MODEL, X, IDS, WEIGHTS))
+                await asyncio.sleep(self._pause)
 
     def _check(self, output: Array) -> None:
         assert_rounded(output, self._expected)
@@ -144,9 +155,10 @@ def test_no_call_is_lost_when_a_server_goes(
             callers.go_on()
             server.end(end)
             callers.go_on()
-            wait_until_all(callers, server.url, "down", "draining")
-            server.start_again()
-            wait_until_all(callers, server.url, "up")
+            with callers.unhurried():
+                wait_until_all(callers, server.url, "down", "draining")
+                server.start_again()
+                wait_until_all(callers, server.url, "up")
         callers.go_on()
 
 

@@ -22,6 +22,7 @@ import torch
 from tests.service.forking import MAX_BYTES, MAX_DESCRIPTORS, Request, fork_children
 
 _IMPORTS = (
+    "expertd.kernels.backends.reference.backend",
     "expertd.service.checkpoints",
     "expertd.service.cli",
     "expertd.service.commands.serve",
@@ -34,6 +35,9 @@ _IMPORTS = (
     "expertd.service.ranks.nodes.proxy",
     "expertd.service.ranks.recording",
     "expertd.service.ranks.nodes.remote",
+    "fastapi_offline",
+    "pydantic.v1",
+    "uvloop",
 )
 
 
@@ -42,6 +46,7 @@ def main() -> None:
     gc.disable()
     for name in _IMPORTS:
         import_module(name)
+    import_module("expertd.kernels.backends.cpu").why_not(None)  # imports LLVM if there is one
     gc.freeze()
     gc.enable()
     sys.path.remove(str(Path.cwd()))  # programs do not see the tests
