@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,7 +22,12 @@ import expertd.service.grpc  # noqa: F401 - before a test imports grpc: it turns
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A test of Hypothesis may take as long as it does on a busy machine."""
+    """A test of Hypothesis may take as long as it does on a busy machine.
+
+    Processes of xdist share the cores: more threads would only wait for each other.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import settings  # not where only GPU tests run
 
@@ -31,6 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Tests of tools, and of the documents' site.
 THOROUGH = ("tests/benchmarks/", "tests/site/", "tests/soak/")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without these, their imports are spared: matplotlib, transformers, playwright."""
+    folders = [config.rootpath / folder for folder in THOROUGH]
+    return ("not thorough" in config.option.markexpr and collection_path in folders) or None
+
 
 MANY_MODULES = 50  # of a file's own imports
 

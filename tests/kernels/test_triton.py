@@ -56,6 +56,7 @@ from tests.kernels.helpers import (
 )
 from tests.kernels.test_four_bits import QUANTIZE, Quantize, each_format
 from tests.kernels.triton_on_any_device import DEVICE, KINDS, ON_GPU, OnAnyDevice
+from tests.short import few_of
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -102,10 +103,23 @@ def test_contiguous_matches_float64(rows: list[int], n: int, k: int, backend: Tr
     expect_contiguous(case, buffer, out)
 
 
+# Layouts, tiles and targets are the same code for all formats; of these, only one has a factor for each row.
+a_few_formats = pytest.mark.parametrize("name", few_of(QUANTIZE, ("INT4 of 32", "NVFP4")))
+
+
 @each_format
-@pytest.mark.parametrize("capability", sorted({KINDS[0], KINDS[-1]}))
-def test_contiguous_of_four_bits_matches_float64(quantize: Quantize, capability: int) -> None:
-    """Interpreted for a target whose tiles are transposed, and for one that stands for all others."""
+def test_contiguous_of_four_bits_matches_float64(quantize: Quantize) -> None:
+    """Interpreted for a target whose tiles are transposed."""
+    _expect_contiguous_of_four_bits(quantize, KINDS[-1])
+
+
+@a_few_formats
+def test_contiguous_of_four_bits_on_other_targets(name: str) -> None:
+    """Interpreted for one that stands for all others."""
+    _expect_contiguous_of_four_bits(QUANTIZE[name], KINDS[0])
+
+
+def _expect_contiguous_of_four_bits(quantize: Quantize, capability: int) -> None:
     rows, n, backend = [3, 0, 70, 1], 136, OnAnyDevice(TARGETS[capability])
     case = random_contiguous(rows, n, 256, DEVICE, quantize=quantize)
     buffer, out = poisoned(sum(rows), n, device=DEVICE)
@@ -134,10 +148,10 @@ def test_masked_matches_float64(
     expect_masked(case, buffer, out)
 
 
-@each_format
-def test_masked_of_four_bits_matches_float64(quantize: Quantize, any_backend: TritonBackend) -> None:
+@a_few_formats
+def test_masked_of_four_bits_matches_float64(name: str, any_backend: TritonBackend) -> None:
     counts, max_m, n = [3, 0, 20, 1], 20, 136
-    case = random_masked(counts, max_m, n, 256, DEVICE, quantize=quantize)
+    case = random_masked(counts, max_m, n, 256, DEVICE, quantize=QUANTIZE[name])
     buffer, out = poisoned(len(counts), max_m, n, device=DEVICE)
     grouped_gemm_masked(case.a, case.b, case.counts, out=out, backend=any_backend)
     expect_masked(case, buffer, out)
@@ -149,11 +163,11 @@ def test_all_tiles_layouts_and_sm_counts_give_the_same_bits(
     _expect_same_bits(quantize_blocks, backend, monkeypatch)
 
 
-@each_format
+@a_few_formats
 def test_the_same_with_four_bits(
-    quantize: Quantize, any_backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+    name: str, any_backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _expect_same_bits(quantize, any_backend, monkeypatch)
+    _expect_same_bits(QUANTIZE[name], any_backend, monkeypatch)
 
 
 def _expect_same_bits(

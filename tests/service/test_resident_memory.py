@@ -27,7 +27,9 @@ def memory(pid: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "at_most"), [("cpu", 1.1), ("reference", 2.4)])
+@pytest.mark.parametrize(
+    ("backend", "at_most"), [("cpu", 1.1), pytest.param("reference", 2.4, marks=pytest.mark.thorough)]
+)
 def test_a_loaded_layer_takes_the_memory_that_was_computed(
     backend: str, at_most: float, tmp_path: Path
 ) -> None:
