@@ -166,10 +166,12 @@ $(RUNTIME): $(LOCKED) pyproject.toml client/pyproject.toml
 	$(INSTALL) --no-deps --no-build-isolation -e . -e ./client
 	touch $@
 
+# The last step compiles what tests import once: otherwise each of their first processes would, all at once.
 $(DEV): $(LOCKED) requirements/dev.txt requirements/beside.txt | $(RUNTIME)
 	$(INSTALL) $(NEW_PIP)
 	$(INSTALL) --require-hashes -r requirements/dev.txt
 	$(BIN)/python $(PIP) download --require-hashes --no-deps -r requirements/beside.txt -d $(VENV)/beside
+	-$(BIN)/python -m pytest -q --collect-only > /dev/null
 	touch $@
 
 # In an environment of its own, because neither the server nor its tests need these packages.

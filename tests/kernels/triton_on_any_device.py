@@ -1,6 +1,7 @@
 """The Triton backend on a GPU, or interpreted where there is none."""
 
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,7 +39,20 @@ def _reduce_halves(operation: Any, given: tuple[Any]) -> list[Any]:
     return [operation.to_tensor(data if operation.keep_dims else data.squeeze(axis), dtype)]
 
 
-if not ON_GPU and find_spec("triton"):
-    from triton.runtime.interpreter import ReduceOps
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a function by another one.
 
+    A launch replaces what kernels see of Triton's language. The interpreter does so again at each call, which only
+    Triton's own functions need, once: they see another module.
+    """
+    if function.fn.__module__.startswith("triton."):
+        _replace_language(function.fn)
+    return function.rewrite()(*args, **kwargs)
+
+
+if not ON_GPU and find_spec("triton"):
+    from triton.runtime.interpreter import InterpretedFunction, ReduceOps, _patch_lang
+
+    _replace_language = cache(_patch_lang)
     ReduceOps.generic_reduce = _reduce_halves
+    InterpretedFunction.__call__ = _call
