@@ -186,8 +186,9 @@ def _names_a_backend(node: ast.AST) -> bool:
 def _is_of_cuda(node: ast.AST) -> bool:
     if isinstance(node, ast.Compare):
         return any(isinstance(each, ast.Constant) and each.value == "cuda" for each in node.comparators)
-    is_either = isinstance(node, ast.Attribute) and node.attr in ("cuda", "_C")
-    return is_either and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    if not isinstance(node, ast.Attribute) or node.attr not in ("cuda", "_C"):
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == "torch"
 
 
 def test_imports_have_no_cycles() -> None:

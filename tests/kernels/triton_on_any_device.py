@@ -42,8 +42,8 @@ def _reduce_halves(operation: Any, given: tuple[Any]) -> list[Any]:
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of a function by another one.
 
-    A launch replaces what kernels see of Triton's language. The interpreter does so again at each call, which only
-    Triton's own functions need, once: they see another module.
+    A launch replaces what kernels see of Triton's language. The interpreter does so again at each call,
+    which only Triton's own functions need, once: they see another module.
     """
     if function.fn.__module__.startswith("triton."):
         _replace_language(function.fn)
