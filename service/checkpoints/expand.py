@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, InstanceOf, ValidationError
 
@@ -19,7 +18,7 @@ from expertd.service.checkpoints.find import find_layer, present_layers
 from expertd.service.checkpoints.model import LayerSource, MoEModel
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.model import Settings
-from expertd.service.settings.served import CheckpointSettings, ModelSettings
+from expertd.service.settings.served import CheckpointSettings, ModelSettings, Requantize
 from expertd.service.settings.spans import ALL, numbers, spans
 from expertd.service.util.sentences import expected_and_got, shown
 from expertd.weight_format import WeightFormat
@@ -91,12 +90,14 @@ def models_of(
 ) -> list[CheckpointModelSettings]:
     """The requested layers, each with its name, sizes and routing. Reads only headers.
 
-    takes  the formats in which weights may be served, asked only if some have four bits
+    takes  the formats in which weights may be served, asked only if some have four bits, and may keep them
 
     Raises CheckpointError if a layer cannot be served.
     """
     directory = checkpoint.path.expanduser()
-    requantize = checkpoint.requantize == "allow"
+    requantize = checkpoint.requantize != "refuse"
+    if checkpoint.requantize == "always":
+        takes = _only_fp8
     model = read_model(directory)
     held = range(model.num_experts)
     if checkpoint.experts is not None:
@@ -193,9 +194,7 @@ class ListedLayer:
     shared_bytes: int
 
 
-def list_layers(
-    directory: Path, requantize: Literal["allow", "refuse"]
-) -> tuple[MoEModel, list[ListedLayer]]:
+def list_layers(directory: Path, requantize: Requantize) -> tuple[MoEModel, list[ListedLayer]]:
     """The checkpoint's sizes and MoE layers. Reads only headers.
 
     requantize  as in `CheckpointSettings`

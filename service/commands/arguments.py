@@ -24,7 +24,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", help="MoE layers to serve, such as 3 or 3-5,9 (default: all)")
     parser.add_argument("--experts", help="routed experts to hold, such as 0-63 (default: all)")
     parser.add_argument("--shared-experts", help="false: leave them to the callers (default: true)")
-    parser.add_argument("--requantize", help="allow: round other encodings to FP8 (default: refuse them)")
+    parser.add_argument(
+        "--requantize", help="allow: round other encodings to FP8; always: four bits, too (default: refuse)"
+    )
     parser.add_argument("--name", help="name layers NAME.layers.3 and so on (default: the directory's name)")
     parser.add_argument("--host", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", help="port to listen on; 0: any free one")

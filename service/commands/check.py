@@ -256,7 +256,7 @@ def _expert_store(settings: "Settings") -> str:
     from expertd.service.moe.expert_budget import COPY_RATES, ROUTINGS, copies_of_token
     from expertd.service.ranks.shares import size
 
-    check_expert_slots(settings)
+    check_expert_slots(settings, _capabilities(settings))
     if not (slots := expert_slots(settings)):
         return "none" if settings.weights_budget is None else "none: all experts fit into weights_budget"
     shapes = {model.name: model.shape for model in settings.models}

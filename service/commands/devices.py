@@ -85,7 +85,8 @@ def check_before_listening(settings: "Settings") -> None:
 
     _check_devices(settings)
     check_sockets(settings)
-    check_expert_slots(settings)
+    if settings.weights_budget is not None:
+        check_expert_slots(settings, capabilities_of(settings))
     if settings.num_ranks == 1 and settings.backend != "auto":  # which is chosen, and logged, later
         resolve_backend(settings.backend)
     if settings.devices is None and settings.partitions:  # else the ranks look at them

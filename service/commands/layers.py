@@ -31,7 +31,10 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]") -> None
     )
     parser.add_argument("path", type=Path, help="the directory, as for serve --model")
     parser.add_argument(
-        "--requantize", choices=("allow", "refuse"), default="refuse", help="as for serve (default: refuse)"
+        "--requantize",
+        choices=("allow", "always", "refuse"),
+        default="refuse",
+        help="as for serve (default: refuse)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from expertd.backends import Capabilities
+from expertd.backends import BACKENDS, Capabilities
 from expertd.service.engine.layers import has_biases, rule_of
 from expertd.service.moe.expert_budget import chunks_bytes, slots_within
 from expertd.service.moe.needs import (
@@ -32,10 +32,22 @@ def expert_slots(settings: Settings) -> dict[str, int]:
     return slots_within(settings.weights_budget, {model.name: model.shape for model in settings.models})
 
 
-def check_expert_slots(settings: Settings) -> None:
-    """Raise ValueError (name, expected, got) unless `weights_budget` can be kept. Reads only headers."""
+def check_expert_slots(settings: Settings, capabilities: Capabilities | None) -> None:
+    """Raise ValueError (name, expected, got) unless `weights_budget` can be kept. Reads only headers.
+
+    capabilities  of the backend that will run; None: none can
+    """
     slots = expert_slots(settings)
     for model in (model for model in settings.models if model.name in slots):
+        weights = model.shape.weight_layout.format
+        if capabilities is not None and capabilities.on_gpu and weights in capabilities.packs:
+            others = (
+                name
+                for name, can in BACKENDS.items()
+                if can.on_gpu and weights in can.weight_formats - can.packs
+            )
+            expected = f"experts in FP8 (requantize: always), or backend {' or '.join(others)}"
+            raise ValueError(f"weights_budget: expected {expected}, got {weights} in model {model.name}")
         if has_two_rules(model.shape, rule_of(model)):
             expected = "layers whose routed and shared experts follow one rule"
             raise ValueError(f"weights_budget: expected {expected}, got others in model {model.name}")

@@ -203,11 +203,6 @@ class ExpertStore:
         self._memory, self._shape, self._backend = memory, shape, backend
         self.num_slots = num_slots
         self._packs = shape.weight_layout.format in backend.capabilities.packs
-        if self._packs and not self._device.is_host:
-            expected = f"experts in a format that backend {backend.name!r} does not pack"
-            raise ValueError(
-                f"weights_budget: expected {expected}, got {shape.weight_layout.format} in {name}"
-            )
         whole = ExpertPart(weights.gate_up, weights.down)
         self.host = HostExperts(whole, held, self._device)
         beside = 0 if shape.splits_shared else shape.num_shared_experts

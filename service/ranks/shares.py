@@ -166,7 +166,7 @@ def budget_within(settings: Settings, capabilities: Capabilities, available: int
     while budget > 0:
         changed = settings.model_copy(update={"weights_budget": budget})
         try:
-            check_expert_slots(changed)
+            check_expert_slots(changed, capabilities)
         except ValueError:
             return None
         if any(disagreements(changed)):

@@ -169,6 +169,9 @@ class ModelSettings(Frozen):
         return self
 
 
+Requantize = Literal["allow", "always", "refuse"]
+
+
 class CheckpointSettings(Frozen):
     """MoE layers of a Hugging Face checkpoint directory, each served as {name}.layers.{layer}."""
 
@@ -185,10 +188,11 @@ class CheckpointSettings(Frozen):
         default=None,
         description="prefix of the layers' names, before `.layers.N`; null: the directory's name",
     )
-    requantize: Literal["allow", "refuse"] = Field(
+    requantize: Requantize = Field(
         default="refuse",
         description="whether weights that the backend does not take as they are may be rounded to FP8 with a "
-        "scale per 128x128 block (docs/numerics.md)",
+        "scale per 128x128 block (docs/numerics.md); always: four bits are, also where it takes them "
+        "(docs/checkpoints.md)",
     )
     datatype: _Datatype = Field(default="BF16", description="see `models.N.datatype`")
     masked_max_tokens: int = Field(default=0, ge=0, description="see `models.N.masked_max_tokens`")

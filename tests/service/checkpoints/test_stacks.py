@@ -115,6 +115,19 @@ def test_four_bits_stay_four_bits_in_every_layout(
 
 
 @pytest.mark.parametrize("encoding", FOUR_BITS)
+def test_four_bits_are_rounded_where_that_is_asked_for(encoding: str, tmp_path: Path) -> None:
+    gate_up, down = write(tmp_path, encoding, "three stacks")  # whose shared experts are floats
+    weights = load(tmp_path, "always", takes=frozenset(WeightFormat))
+    assert weights.shared is None, "it has the routed experts' format"
+    for got, meant in ((weights.gate_up, gate_up), (weights.down, down)):
+        assert isinstance(got, Quantized)
+        check(Quantized(got.data[:EXPERTS], got.scales[:EXPERTS]), meant, encoding, is_native=False)
+        if encoding == "mxfp4":
+            for index, values in enumerate(meant):
+                assert torch.equal(dequantize_blocks(got.data[index], got.scales[index]), values)
+
+
+@pytest.mark.parametrize("encoding", FOUR_BITS)
 def test_four_bits_of_other_sizes_are_filled_with_zeros(encoding: str, tmp_path: Path) -> None:
     gate_up, down = write(tmp_path, encoding, "in turns", (192, 160))
     weights = load(tmp_path, takes=frozenset(WeightFormat))

@@ -164,11 +164,54 @@ def test_four_bits_are_served_by_a_backend_that_takes_them(tmp_path: Path, capsy
         )
 
 
+def test_four_bits_are_fp8_where_that_is_asked_for(tmp_path: Path, capsys: Output) -> None:
+    write(tmp_path, "mxfp4", sizes=(1024, 512))
+    assert main(["layers", "--requantize", "always", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["0", "MXFP4", "FP8", "3,145,728"]
+    served = ["check", "--model", str(tmp_path), "--port", "0", "--backend", "hopper", "--requantize"]
+
+    def weights(requantize: str) -> float:
+        main([*served, requantize])
+        (found,) = re.findall(r"experts 0-3 of 4(.*?): .* \(weights ([\d.]+) MB", capsys.readouterr().out)
+        assert found[0] == ("" if requantize == "always" else " in MXFP4")
+        return float(found[1])
+
+    router = 4 * 1024 * 6 / 1e6
+    assert weights("always") - router == pytest.approx(4 * 3 * 1024 * 512 / 1e6, abs=0.06)
+    four_bits = 0.5 + 2 / 32  # scales are in the packed copy, and as they were
+    assert weights("refuse") - router == pytest.approx(4 * 3 * 1024 * 512 * four_bits / 1e6, abs=0.06)
+    assert weights("allow") == weights("refuse")
+    assert main([*served, "sometimes"]) == 2
+    expected = "checkpoints.0.requantize: expected 'allow', 'always' or 'refuse', got 'sometimes'"
+    assert expected in capsys.readouterr().out
+
+
+def test_a_budget_for_what_a_gpu_packs_is_refused_with_what_would_do(tmp_path: Path, capsys: Output) -> None:
+    write(tmp_path, "mxfp4")
+    served = ["check", "--json", "--model", str(tmp_path), "--port", "0"]
+
+    def store(backend: str, requantize: str) -> str:
+        capsys.readouterr()
+        budget = f"weights_budget={350 if requantize == 'always' else 180}KB"  # for three of four experts
+        main([*served, "--backend", backend, "--requantize", requantize, "--set", budget])
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        (found,) = (each["detail"] for each in checks if each["name"] == "expert store")
+        return str(found)
+
+    refused = (
+        "weights_budget: expected experts in FP8 (requantize: always), or backend triton, got MXFP4 in model "
+    )
+    for requantize in ("refuse", "allow"):
+        assert store("hopper", requantize).startswith(refused)
+        assert " of 4 experts on the device; " in store("triton", requantize)
+    assert " of 4 experts on the device; " in store("hopper", "always")
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_auto_takes_a_backend_of_the_weights_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
-    """With requantize: allow the fastest one, which rounds."""
+    """With requantize: allow, or always, the fastest one, which rounds."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr("expertd.kernels.backends.cpu.why_slower", lambda: None)
     write(tmp_path, "nvfp4")
@@ -177,10 +220,11 @@ def test_auto_takes_a_backend_of_the_weights_format(
     shown = capsys.readouterr().out
     assert "reference on cpu (cpu: no weights of NVFP4)" in shown
     assert "experts 0-3 of 4 in NVFP4:" in shown
-    assert main([*served, "--requantize", "allow"]) == 0
-    shown = capsys.readouterr().out
-    assert "cpu on cpu" in shown
-    assert "NVFP4" not in shown
+    for requantize in ("allow", "always"):
+        assert main([*served, "--requantize", requantize]) == 0
+        shown = capsys.readouterr().out
+        assert "cpu on cpu" in shown
+        assert "NVFP4" not in shown
 
 
 def test_layers_says_which_experts_are_in_four_bits(tmp_path: Path, capsys: Output) -> None:
