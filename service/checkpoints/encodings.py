@@ -1,10 +1,11 @@
 """How a checkpoint encodes weights [n, k]: found by the names, dtypes and shapes of their tensors.
 
-Sources: the quantizers of transformers 5.23, and the exporters of ModelOpt 0.47 and compressed-tensors 0.20.
+Sources: the quantizers of transformers 5.23, the exporters of ModelOpt 0.47 and compressed-tensors 0.20, and the
+linear layers of AutoGPTQ 0.7 and AutoAWQ 0.2.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
 
@@ -18,7 +19,7 @@ FP8 = "F8_E4M3"
 FLOATS = ("BF16", "F16", "F32")
 _EXPONENTS = ("F8_E8M0", "U8")  # 2**(byte - 127)
 _IN_ONE = {"U8": 2, "I8": 2, "I32": 8}  # numbers of four bits in an element of a weight
-_WEIGHTS = ("weight_packed", "blocks", "weight")
+_WEIGHTS = ("weight_packed", "blocks", "weight", "qweight")
 _SCALES = ("weight_scale_inv", "weight_scale", "scale", "scales")
 UNUSED = ("input_scale", "input_global_scale", "input_scale_ub", "activation_scale", "weight_shape")
 """Beside a quantized weight, of no use here: activations are quantized by their own largest values."""
@@ -112,7 +113,11 @@ class Scales:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tensors of a weight of `shape` [n, k]: values, scales, and NVFP4's scales of all scales."""
+    """The tensors of a weight of `shape` [n, k]: values, scales, and NVFP4's scales of all scales.
+
+    zeros  GPTQ's and AWQ's zero points, which must all be those of symmetric numbers
+    order  GPTQ's group of each column, which must be that of groups in order
+    """
 
     encoding: Encoding
     weight: Stored
@@ -120,6 +125,13 @@ class Encoded:
     layout: TensorLayout = TensorLayout()
     scales: Scales | None = None
     whole: Scales | None = None
+    zeros: Stored | None = None
+    order: Stored | None = None
+
+    @property
+    def is_awq(self) -> bool:
+        """Whether eight numbers of a column share an element, in AWQ's order."""
+        return self.zeros is not None and not self.shares_columns
 
     @property
     def is_half_bytes(self) -> bool:
@@ -180,6 +192,14 @@ class WeightTensors:
         """The values. Raises CheckpointError if there are none."""
         return self._find(self.first(*_WEIGHTS) or self.names("weight")[0])
 
+    def zeros(self) -> tuple[Stored, Stored | None]:
+        """GPTQ's and AWQ's zero points, and the former's groups of columns, if it has them.
+
+        Raises CheckpointError if there are no zero points.
+        """
+        order = self.first("g_idx")
+        return self._find(self.names("qzeros")[0]), None if order is None else self._find(order)
+
     def scales(self, weight: Stored) -> Stored:
         """The scales. Raises CheckpointError if there are none."""
         name = self.first(*_SCALES)
@@ -209,6 +229,9 @@ def find_encoded(
     Raises CheckpointError if a tensor is missing, or has another shape or dtype than its encoding needs.
     """
     weight = tensors.weight()
+    is_qweight = weight.name.endswith(".qweight")
+    if is_qweight:
+        layout = replace(layout, transposed=True)
     fits = weight.shape in stored_shapes(weight.dtype, shape, layout)
     if not fits and weight.shape not in stored_shapes(FP8, shape, layout):
         raise _wrong(weight, "shape", stored_shapes(weight.dtype, shape, layout), weight.shape)
@@ -223,7 +246,12 @@ def find_encoded(
         check(stored, stored.shape, ("F32",))
         units = _units(FORMS[Encoding.TENSOR], stored, shape, layout, parts)
         whole = Scales(stored, _fitting(units, stored, shape, layout), divides)
-    return Encoded(encoding, weight, shape, layout, scales, whole)
+    zeros, order = tensors.zeros() if is_qweight else (None, None)
+    if zeros is not None:
+        check(zeros, (shape[1] // scales.unit[1], shape[0] // _IN_ONE["I32"]), ("I32",))
+    if order is not None:
+        check(order, (shape[1],), ("I32",))
+    return Encoded(encoding, weight, shape, layout, scales, whole, zeros, order)
 
 
 def stored_shapes(dtype: str, shape: tuple[int, int], layout: TensorLayout) -> list[tuple[int, ...]]:

@@ -27,7 +27,7 @@ _COMPUTES = re.compile(r"(?!\w*(?:norm|hc))\w*(?:mlp|moe|expert|router|feed_forw
 # The tensors of a weight, in every encoding; of an expert that is held here, all are used or refused.
 _SUFFIXES = (
     "weight", "weight_scale_inv", "weight_scale", "scale", "weight_scale_2", "weight_packed",
-    "weight_global_scale", *UNUSED,
+    "weight_global_scale", "qweight", "qzeros", "scales", "g_idx", *UNUSED,
 )  # fmt: skip
 
 
@@ -68,7 +68,10 @@ def _is_elsewhere(model: MoEModel, start: str, name: str, used: Set[str]) -> boo
         expert, projections = f"{names.shared}.", names.shared_projections or names.projections
     else:
         return False
-    if any(f"{start}{expert}{projections[0]}.{suffix}" in used for suffix in ("weight", "weight_packed")):
+    if any(
+        f"{start}{expert}{projections[0]}.{suffix}" in used
+        for suffix in ("weight", "weight_packed", "qweight")
+    ):
         return False  # it is held here
     return name in {f"{expert}{projection}.{suffix}" for projection in projections for suffix in _SUFFIXES}
 

@@ -104,7 +104,7 @@ class Matrix:
         """The layout of four bits that its tensors have as they are; None: they have none."""
         encoded, scales = self.encoded, self.encoded.scales
         found = encoded.encoding.four_bits
-        if found is None or scales is None or not encoded.shares_columns:
+        if found is None or scales is None or not (encoded.shares_columns or encoded.is_awq):
             return None
         rows, size = scales.unit
         step = max(size, COLUMN_STEP)

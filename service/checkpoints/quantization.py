@@ -2,7 +2,7 @@
 
 A weight is read as its tensors say. What is said of it explains why it cannot be read, and must not name
 other numbers than they have; what is said of other modules decides nothing. Sources: compressed-tensors 0.20,
-ModelOpt 0.47, transformers 5.23.
+ModelOpt 0.47, transformers 5.23, AutoGPTQ 0.7, AutoAWQ 0.2.
 """
 
 import re
@@ -30,8 +30,20 @@ _ALGORITHMS = {
     **dict.fromkeys(("MXFP4", "W4A16_MXFP4", "W4A8_MXFP4_FP8"), _MXFP4),
     "MXFP8": frozenset({Encoding.MXFP8}),
 }
-_METHODS = {"fp8": _FP8 | _MXFP4, "fbgemm_fp8": _FP8, "mxfp4": _MXFP4, "mxfp8": _FP8}
+_METHODS = {
+    "fp8": _FP8 | _MXFP4,
+    "fbgemm_fp8": _FP8,
+    "mxfp4": _MXFP4,
+    "mxfp8": _FP8,
+    "gptq": _INT4,
+    "awq": _INT4,
+}
 _DTYPES = {"fp8_e4m3": _FP8, "fp4": _NVFP4 | _MXFP4}  # Quark's
+_INTEGERS: dict[str, dict[str, tuple[object, ...]]] = {
+    "gptq": {"bits": (4,), "sym": (True,), "desc_act": (False,), "checkpoint_format": ("gptq",)},
+    "awq": {"bits": (4,), "zero_point": (False,), "version": ("gemm", "GEMM")},
+}
+"""What these methods must say, where they say something: numbers of four bits, symmetric, packed as usual."""
 _EXPERTS = {"fp8": _FP8, "fp4": _MXFP4}
 _OTHERS = ("compressed-tensors", "modelopt", "quark")  # other keys say it
 _BLOCKS = ([SCALE_BLOCK, SCALE_BLOCK], f"{SCALE_BLOCK}x{SCALE_BLOCK}", [1, 32])
@@ -227,6 +239,9 @@ def _of_the_rest(where: str, given: Mapping[str, Any]) -> Stated | None:
         return Stated(f"{where}.weight_block_size", shown(_BLOCKS[0]), shown(block))
     if method is None or str(method).startswith(_OTHERS):  # modelopt_fp4 and others
         return None
+    for key, allowed in _INTEGERS.get(str(method), {}).items():
+        if given.get(key, allowed[0]) not in allowed:
+            return Stated(f"{where}.{key}", shown(allowed[0]), shown(given[key]))
     return _known(f"{where}.quant_method", method, _METHODS, _OTHERS)
 
 

@@ -11,7 +11,7 @@ from expertd.kernels import ExpertBiases, ExpertPart, FourBits, Quantized, Weigh
 from expertd.kernels.ops.four_bits import mapped
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints.config import CheckpointError
-from expertd.service.checkpoints.encodings import Scales
+from expertd.service.checkpoints.encodings import Encoded, Scales
 from expertd.service.checkpoints.files import OpenFiles, Stored
 from expertd.service.checkpoints.model import Biases, LayerSource, Matrix
 from expertd.service.device import device_of
@@ -113,6 +113,7 @@ def _slice(part: range) -> slice:
     return slice(part.start, part.stop, part.step)
 
 
+_AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LoadTensor = Callable[[Stored], Tensor]
 """What a tensor has of the matrix's expert."""
@@ -122,12 +123,13 @@ def decode(matrix: Matrix, load: LoadTensor) -> Tensor:
     """The matrix in float32 [n, k]."""
     encoded, rows, columns = matrix.encoded, _slice(matrix.rows), _slice(matrix.columns)
     values = load(encoded.weight)
+    _check_symmetric(encoded, load)
     values = values.flatten(1) if values.ndim == 3 else values
     values = values.t() if encoded.layout.transposed else values
     if values.shape[0] == encoded.shape[0]:
         values = _numbers(values[rows])[:, columns]
     else:  # numbers share bytes along n
-        values = _numbers(values.t()).t()[rows, columns]
+        values = _numbers(values.t(), encoded.is_awq).t()[rows, columns]
     return (values * scales_at(matrix, load, matrix.rows, matrix.columns)).contiguous()
 
 
@@ -154,16 +156,40 @@ def quantize_by_powers(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return data.view(n, k)[: size[0], : size[1]], scales
 
 
-def _numbers(values: Tensor) -> Tensor:
-    """The numbers that elements hold, before scales; those of four bits come lowest bits first."""
+def _numbers(values: Tensor, is_awq: bool = False) -> Tensor:
+    """The numbers that elements hold, before scales; those of four bits come lowest bits first, but AWQ's."""
     if values.dtype == torch.int32:  # from -8 to 7, with 8 added
-        shifts = torch.arange(0, 32, 4, device=values.device)
-        return ((values[..., None].long() >> shifts & 15) - 8).flatten(-2).to(torch.float32)
+        return (_nibbles(values, is_awq) - 8).to(torch.float32)
     if values.dtype in (torch.uint8, torch.int8):
         codes = values.contiguous().view(torch.uint8)
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=values.device)
         return table[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()]
     return values.to(torch.float32)
+
+
+def _nibbles(values: Tensor, is_awq: bool) -> Tensor:
+    """int32 [.., 8 * k]: the eight parts of four bits of each int32 [.., k]."""
+    shifts = torch.tensor(_AWQ_SHIFTS if is_awq else range(0, 32, 4), device=values.device)
+    return (values[..., None] >> shifts & 15).flatten(-2)
+
+
+def _check_symmetric(encoded: Encoded, load: LoadTensor) -> None:
+    """Raise CheckpointError if GPTQ's or AWQ's numbers have another zero than 8, or groups out of order."""
+    if encoded.zeros is not None:
+        zero = 8 if encoded.is_awq else 7  # GPTQ's files have 1 less
+        others = _nibbles(load(encoded.zeros), is_awq=False) != zero
+        if others.any():
+            expected = f"symmetric numbers, whose zero points are all {zero}"
+            raise CheckpointError(
+                f"{encoded.zeros.file}: {encoded.zeros.name}: expected {expected}, got others"
+            )
+    if encoded.order is not None and encoded.scales is not None:
+        order = load(encoded.order)
+        if not torch.equal(order, torch.arange(len(order), device=order.device) // encoded.scales.unit[1]):
+            expected = "groups of columns in order (desc_act: false)"
+            raise CheckpointError(
+                f"{encoded.order.file}: {encoded.order.name}: expected {expected}, got others"
+            )
 
 
 def _grid(scales: Scales, matrix: Matrix, load: LoadTensor) -> Tensor:
@@ -267,9 +293,14 @@ def _read_four_bits(reader: PartReader, matrix: Matrix, out: FourBits) -> None:
     """Codes and scales as they are; what the matrix does not fill is zero."""
     encoded, load = matrix.encoded, reader.loader(matrix)
     assert encoded.scales is not None
+    _check_symmetric(encoded, load)
     codes = load(encoded.weight)
-    codes = codes.flatten(1) if codes.ndim == 3 else codes
-    codes = (codes.t() if encoded.layout.transposed else codes).contiguous().view(torch.uint8)
+    if encoded.is_awq:
+        numbers = _nibbles(codes, is_awq=True).t()
+        codes = (numbers[:, 0::2] | numbers[:, 1::2] << 4).to(torch.uint8)
+    else:
+        codes = codes.flatten(1) if codes.ndim == 3 else codes
+        codes = (codes.t() if encoded.layout.transposed else codes).contiguous().view(torch.uint8)
     n, k = len(matrix.rows), len(matrix.columns)
     if out.data.shape != (n, k // 2):
         out.data.zero_()
@@ -335,7 +366,8 @@ def _quantized(
     """Data, with zeros up to `size`, and scales of a matrix whose bits do not stay."""
     encoded, load = matrix.encoded, reader.loader(matrix)
     is_float = encoded.scales is None
-    found = encoded.weight, *(scales.stored for scales in (encoded.scales, encoded.whole) if scales)
+    scales = (scales.stored for scales in (encoded.scales, encoded.whole) if scales)
+    found = encoded.weight, *scales, *filter(None, (encoded.zeros, encoded.order))
     tensors = {} if is_float else {stored: load(stored) for stored in found}
     values = reader.part(matrix) if is_float else None
     with decoding:  # one at a time, for it needs several times the memory

@@ -118,6 +118,42 @@ def int4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {".weight_packed": packed, ".weight_scale": scales, ".weight_shape": shape}, values * spread
 
 
+def _symmetric(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers from 0 to 15 [k, n], scales [k/128, n] of fp16, and what they mean: 8 is zero."""
+    scales = (_largest(weight, 128) / 7).to(torch.float16)
+    spread = _spread(scales.float(), weight.shape[1])
+    numbers = (weight / spread).round().clamp(-8, 7) + 0.0  # no negative zeros
+    return (numbers.long() + 8).t(), scales.t(), numbers * spread
+
+
+def _in_int32(numbers: Tensor) -> Tensor:
+    """int32 [rows, columns / 8] of numbers in the order of columns, lowest bits first."""
+    packed = sum(numbers[:, column::8] << (4 * column) for column in range(8))
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def gptq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """AutoGPTQ's: eight rows of [k, n] in one, zero points less 1, and each column's group."""
+    numbers, scales, values = _symmetric(weight)
+    k, n = numbers.shape
+    zeros, groups = torch.full((k // 128, n), 7), torch.tensor([column // 128 for column in range(k)])
+    return {
+        ".qweight": _in_int32(numbers.t()).t(), ".qzeros": _in_int32(zeros), ".scales": scales,
+        ".g_idx": groups.to(torch.int32),
+    }, values  # fmt: skip
+
+
+def awq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """AutoAWQ's: eight columns of [k, n] in one, the even ones first."""
+    numbers, scales, values = _symmetric(weight)
+    k, n = numbers.shape
+    order = [8 * of + column for of in range(n // 8) for column in (0, 2, 4, 6, 1, 3, 5, 7)]
+    zeros = torch.full((k // 128, n), 8)
+    return {
+        ".qweight": _in_int32(numbers[:, order]), ".qzeros": _in_int32(zeros), ".scales": scales
+    }, values  # fmt: skip
+
+
 _LLM_COMPRESSOR = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 
 

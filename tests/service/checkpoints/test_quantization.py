@@ -11,10 +11,11 @@ from torch import Tensor
 
 from expertd.service.checkpoints import CheckpointError
 from expertd.service.checkpoints.model import PREFIXES
+from expertd.weight_format import WeightFormat
 from tests.service.checkpoints.builders import edit_json
-from tests.service.checkpoints.encoders import ENCODERS, Encoder, bf16, int4
+from tests.service.checkpoints.encoders import ENCODERS, Encoder, awq, bf16, gptq, int4
 from tests.service.checkpoints.layouts import LAYOUTS, write
-from tests.service.checkpoints.test_stacks import check, is_native, load
+from tests.service.checkpoints.test_stacks import check, check_four_bits, is_native, load
 
 Said = dict[str, Any]
 BLOCK = "model.layers.0.block_sparse_moe"
@@ -54,7 +55,7 @@ def autofp8(scheme: str, **settings: Any) -> Said:
 BY_BLOCK = group(8, "float", ["re:.*experts.*"], strategy="block", block_structure=[128, 128])
 INT8, INT4 = group(8, "int", strategy="channel"), group(4, "int", strategy="group", group_size=128)
 ATTENTION_INT8 = group(8, "int", ["re:.*self_attn.*"], strategy="channel")
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 BITS_AND_BYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}}
@@ -65,12 +66,6 @@ def int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     scales = weight.abs().amax(1, keepdim=True) / 127
     data = (weight / scales).round().to(torch.int8)
     return {".weight": data, ".weight_scale": scales}, data * scales
-
-
-def gptq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    n, k = weight.shape
-    stored = {".qweight": torch.zeros(k // 8, n, dtype=torch.int32), ".scales": torch.zeros(k // 128, n)}
-    return stored, weight
 
 
 def asymmetric(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -162,7 +157,7 @@ FILE = "model.safetensors: "
 NUMBERS = f"{CONFIG}.config_groups.group_0.weights: expected num_bits 8 and type 'float', or num_bits 4, got "
 ALGORITHMS = "FP8, FP8_PB_WO, FP8_PB_REAL, FP8_PER_CHANNEL_PER_TOKEN, FP8_BLOCK_SCALES, NVFP4, W4A16_NVFP4, "
 ALGORITHMS = f"expected {ALGORITHMS}NVFP4_AWQ or 5 more"
-METHODS = "expected fp8, fbgemm_fp8, mxfp4, mxfp8, compressed-tensors, modelopt or quark"
+METHODS = "expected fp8, fbgemm_fp8, mxfp4, mxfp8, gptq, awq, compressed-tensors, modelopt or 1 more"
 IN_BLOCKS = f"{EXPERT}, whose tensors are FP8, a scale per 128x128"
 RUN_TIME = {"config_groups": {"R4": {"apply": [TRANSFORM | {"location": "input"}]}}}
 REFUSED: list[tuple[str | Encoder, Said, str]] = [
@@ -183,13 +178,21 @@ REFUSED: list[tuple[str | Encoder, Said, str]] = [
         QUARK | {"global_quant_config": {"weight": {"dtype": "int8"}}},
         f"{CONFIG}.global_quant_config.weight.dtype: expected fp8_e4m3 or fp4, got 'int8' for {EXPERT}",
     ),
-    (gptq, GPTQ, f"{CONFIG}.quant_method: {METHODS}, got 'gptq' for {EXPERT}"),
-    (gptq, AWQ, f"{CONFIG}.quant_method: {METHODS}, got 'awq' for {EXPERT}"),
-    (
-        gptq,
-        {},
-        f": expected tensor {BLOCK}.experts.gate_up_proj or {EXPERT}.weight, got none with one of these "
-        "names",
+    *(
+        (encoder, said, f"{CONFIG}.{sentence} for {EXPERT}, whose tensors are int4")
+        for encoder, said, sentence in (
+            (gptq, GPTQ | {"sym": False}, "sym: expected true, got false"),
+            (gptq, GPTQ | {"desc_act": True}, "desc_act: expected false, got true"),
+            (gptq, GPTQ | {"bits": 8}, "bits: expected 4, got 8"),
+            (
+                gptq,
+                GPTQ | {"checkpoint_format": "gptq_v2"},
+                "checkpoint_format: expected 'gptq', got 'gptq_v2'",
+            ),
+            (awq, AWQ, "zero_point: expected false, got true"),
+            (awq, AWQ | {"zero_point": False, "version": "gemv"}, "version: expected 'gemm', got 'gemv'"),
+            (awq, {"quant_method": "auto-round"}, f"quant_method: {METHODS}, got 'auto-round'"),
+        )
     ),
     (
         asymmetric,
@@ -271,6 +274,69 @@ def test_the_reason_is_named(encoding: str | Encoder, said: Said, sentence: str,
         with pytest.raises(CheckpointError) as refused:
             load(tmp_path, requantize)
         assert str(refused.value).removeprefix(str(tmp_path)).removeprefix("/") == sentence
+
+
+SYMMETRIC: dict[str, tuple[Encoder, Said | None]] = {
+    "gptq": (gptq, GPTQ | {"checkpoint_format": "gptq", "dynamic": {"-:.*shared_expert.*": {}}}),
+    "awq": (awq, AWQ | {"zero_point": False, "modules_to_not_convert": ["gate"]}),
+    "gptq without a word": (gptq, None),
+}
+each_symmetric = pytest.mark.parametrize("name", SYMMETRIC)
+
+
+@each_symmetric
+def test_symmetric_integers_of_gptq_and_awq_are_exact(name: str, tmp_path: Path) -> None:
+    encoder, said = SYMMETRIC[name]
+    gate_up, down = write(tmp_path, encoder, sizes=(512, 256), quantization=said)
+    for experts in (None, "1-2"):
+        held = slice(None) if experts is None else slice(1, 3)
+        weights = load(tmp_path, experts=experts, takes=frozenset(WeightFormat))
+        check_four_bits(weights.gate_up, gate_up[held], "int4")
+        check_four_bits(weights.down, down[held], "int4")
+    with pytest.raises(
+        CheckpointError, match=r"w1\.qweight: expected .*, got int4; with requantize: allow, it "
+    ):
+        load(tmp_path)
+    rounded = load(tmp_path, "allow")
+    check(rounded.gate_up, gate_up, name, is_native=False)
+    check(rounded.down, down, name, is_native=False)
+
+
+@each_symmetric
+def test_other_zero_points_are_refused(name: str, tmp_path: Path) -> None:
+    encoder, said = SYMMETRIC[name]
+
+    def change(suffix: str, tensor: Tensor) -> Tensor:
+        return tensor - 2**20 if suffix == ".qzeros" else tensor
+
+    write(tmp_path, encoder, change=change, quantization=said)
+    expected = (
+        rf"qzeros: expected symmetric numbers, whose zero points are all {8 if name == 'awq' else 7}, got"
+    )
+    for requantize in ("refuse", "always"):
+        with pytest.raises(CheckpointError, match=expected):
+            load(tmp_path, requantize, takes=frozenset(WeightFormat))
+
+
+def test_groups_out_of_order_are_refused(tmp_path: Path) -> None:
+    def change(suffix: str, tensor: Tensor) -> Tensor:
+        return tensor.flip(0) if suffix == ".g_idx" else tensor
+
+    write(tmp_path, gptq, change=change, quantization=None)
+    expected = r"g_idx: expected groups of columns in order \(desc_act: false\), got others"
+    for requantize in ("refuse", "always"):
+        with pytest.raises(CheckpointError, match=expected):
+            load(tmp_path, requantize, takes=frozenset(WeightFormat))
+
+
+@pytest.mark.parametrize("suffix", ["qzeros", "g_idx"])
+def test_tensors_beside_gptqs_have_their_shapes(suffix: str, tmp_path: Path) -> None:
+    def change(at: str, tensor: Tensor) -> Tensor:
+        return tensor[:-1] if at == f".{suffix}" and len(tensor) > 1 else tensor
+
+    write(tmp_path, gptq, change=change, quantization=None)
+    with pytest.raises(CheckpointError, match=rf"{suffix} shape: expected \(.*\), got "):
+        load(tmp_path, takes=frozenset(WeightFormat))
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
