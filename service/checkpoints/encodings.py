@@ -1,7 +1,7 @@
 """How a checkpoint encodes weights [n, k]: found by the names, dtypes and shapes of their tensors.
 
-Sources: the quantizers of transformers 5.23, the exporters of ModelOpt 0.47 and compressed-tensors 0.20, and the
-linear layers of AutoGPTQ 0.7 and AutoAWQ 0.2.
+Sources: the quantizers of transformers 5.23, the exporters of ModelOpt 0.47 and compressed-tensors 0.20, the
+layers of AutoGPTQ 0.7 and AutoAWQ 0.2.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -106,16 +106,20 @@ def nvfp4_packed(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {".weight_packed": packed, ".weight_scale": scales, ".weight_global_scale": whole}, values
 
 
-def int4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    scales = (_largest(weight, 32) / 7).to(torch.bfloat16)
+def int4(weight: Tensor, group: int = 32) -> tuple[dict[str, Tensor], Tensor]:
+    scales = (_largest(weight, group) / 7).to(torch.bfloat16)
     spread = _spread(scales.float(), weight.shape[1])
     values = (weight / spread).round().clamp(-8, 7) + 0.0  # no negative zeros
-    packed = torch.zeros(weight.shape[0], weight.shape[1] // 8, dtype=torch.int64)
-    for column in range(8):
-        packed += (values[:, column::8].long() + 8) << (4 * column)
-    packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-    shape = torch.tensor(weight.shape)
+    packed, shape = _in_int32(values.long() + 8), torch.tensor(weight.shape)
     return {".weight_packed": packed, ".weight_scale": scales, ".weight_shape": shape}, values * spread
+
+
+def _in_int32(numbers: Tensor) -> Tensor:
+    """int32 [rows, columns / 8] of numbers from 0 to 15, lowest bits first."""
+    packed = torch.zeros(numbers.shape[0], numbers.shape[1] // 8, dtype=torch.int64)
+    for column in range(8):
+        packed += numbers[:, column::8] << (4 * column)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
 def _symmetric(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,12 +128,6 @@ def _symmetric(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     spread = _spread(scales.float(), weight.shape[1])
     numbers = (weight / spread).round().clamp(-8, 7) + 0.0  # no negative zeros
     return (numbers.long() + 8).t(), scales.t(), numbers * spread
-
-
-def _in_int32(numbers: Tensor) -> Tensor:
-    """int32 [rows, columns / 8] of numbers in the order of columns, lowest bits first."""
-    packed = sum(numbers[:, column::8] << (4 * column) for column in range(8))
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
 def gptq(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
