@@ -8,6 +8,7 @@ document, the command writes the table between its markers.
 import json
 import sys
 import tempfile
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,24 @@ def report() -> str:
 
 
 def _how(model: MoEModel) -> str:
-    return "with `requantize: allow`" if is_rounded(model) else "understood"
+    if has_four_bits(model):
+        return "in four bits"
+    return "understood" if stated_of(model) & _AS_THEY_ARE else "with `requantize: allow`"
 
 
-def is_rounded(model: MoEModel) -> bool:
-    """Whether the experts have, by what is said of them, an encoding that has to be rounded."""
+_AS_THEY_ARE = {Encoding.FLOAT, Encoding.BLOCKS, Encoding.TENSOR}
+
+
+def stated_of(model: MoEModel) -> Set[Encoding]:
+    """The encodings that the experts may have, by what is said of them."""
     names = model.names
     stated = model.quantization.of(f"layers.{model.layers[0]}.{names.experts}.0.{names.projections[0]}")
-    return stated is not None and stated.allowed.isdisjoint((Encoding.BLOCKS, Encoding.TENSOR))
+    return {Encoding.FLOAT} if stated is None else stated.allowed
+
+
+def has_four_bits(model: MoEModel) -> bool:
+    """Whether experts have four bits, which a backend serves as they are."""
+    return all(encoding.four_bits is not None for encoding in stated_of(model))
 
 
 def _what(model: MoEModel) -> str:

@@ -7,7 +7,7 @@ import pytest
 from expertd.service.checkpoints import CheckpointError
 from expertd.service.checkpoints.families import REFUSED
 from tests.paths import ROOT
-from tests.service.checkpoints.published import PUBLISHED, is_rounded, replaced, report, understood
+from tests.service.checkpoints.published import PUBLISHED, has_four_bits, replaced, report, understood
 
 
 def test_most_are_understood() -> None:
@@ -61,5 +61,6 @@ def test_facts_of_published_models(
 
 
 @pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V4-Flash", "nvidia/DeepSeek-V4-Pro-NVFP4"])
-def test_four_bits_in_some_tensors_have_to_be_allowed(name: str) -> None:
-    assert is_rounded(understood(name))
+def test_four_bits_of_experts_are_found(name: str) -> None:
+    assert has_four_bits(understood(name))
+    assert not has_four_bits(understood("deepseek-ai/DeepSeek-V3"))
