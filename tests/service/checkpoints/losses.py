@@ -4,6 +4,7 @@ Errors are relative, in percent: the root mean square of a difference over that 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from expertd.kernels.ops.four_bits import quantize_int4, quantize_mxfp4, quantiz
 from expertd.service.checkpoints.weights import quantize_by_powers
 from tests.service.checkpoints.encoders import ENCODERS
 
+Round = Callable[[Tensor], Tensor]
 _SIZE = (1024, 2048)
 _LAYER = (1024, 512, 8, 128)
 """Hidden size, intermediate size, experts, and tokens, of top 2."""
@@ -52,11 +54,53 @@ def losses() -> dict[str, tuple[float, float]]:
     return found
 
 
-def layer_losses() -> dict[str, tuple[float, float, float]]:
-    """By format, against the layer in float64 with the same weights: on a CPU, and with steps in FP8.
+def _exact(rows: Tensor) -> Tensor:
+    return rows
 
-    The third is what the format's weights add to the layer with the bf16 weights from which they were made.
-    """
+
+def _bf16(rows: Tensor) -> Tensor:
+    return rows.to(torch.bfloat16).double()
+
+
+def _e4m3_by_powers(rows: Tensor) -> Tensor:
+    """With a power of two for each 128 columns of a row (`scale_fmt: ue8m0`)."""
+    groups = rows.view(len(rows), -1, 128)
+    scales = torch.exp2((groups.abs().amax(2, keepdim=True) / 448).log2().ceil())
+    return ((groups / scales).float().to(torch.float8_e4m3fn).double() * scales).flatten(1)
+
+
+def _nvfp4(rows: Tensor) -> Tensor:
+    return decode(quantize_nvfp4(rows.float())).double()
+
+
+VENDORS: dict[str, tuple[str, str, Round]] = {
+    "gpt-oss": ("MXFP4", "bf16", _bf16),
+    "DeepSeek-V4": ("MXFP4", "e4m3, a power of two per 128", _e4m3_by_powers),
+    "Kimi-K2 Thinking, K2.5": ("INT4", "bf16", _bf16),
+    "NVFP4 exports": ("NVFP4", "NVFP4", _nvfp4),
+}
+"""The weights of a publisher's checkpoints, and the activations in GEMMs that its files name."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer of normal weights and tokens: bf16 weights, tokens and their routing."""
+
+    gate_up: Tensor
+    down: Tensor
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+
+    def exact(self, gate_up: Tensor, down: Tensor, rounded: Round = _exact, result: Round = _exact) -> Tensor:
+        """`exact_experts` with these weights."""
+        return exact_experts(self.x, self.ids, self.weights, gate_up.double(), down.double(), rounded, result)
+
+    def ours(self, gate_up: Weights, down: Weights, backend: Backend) -> Tensor:
+        return fused_experts(self.x, self.ids, self.weights, gate_up, down, backend=backend).double()
+
+
+def _made() -> _Layer:
     h, i, experts, tokens = _LAYER
     generator = torch.Generator().manual_seed(0)
     plain = [
@@ -66,26 +110,56 @@ def layer_losses() -> dict[str, tuple[float, float, float]]:
     x = torch.randn((tokens, h), generator=generator).to(torch.bfloat16)
     ids = torch.rand((tokens, experts), generator=generator).argsort(1)[:, :2].to(torch.int32)
     topk_weights = torch.rand((tokens, 2), generator=generator)
-    exact = exact_experts(x, ids, topk_weights, *(matrix.double() for matrix in plain))
+    return _Layer(plain[0], plain[1], x, ids, topk_weights)
+
+
+def layer_losses() -> dict[str, tuple[float, float, float]]:
+    """By format, against the layer in float64 with the same weights: on a CPU, and with steps in FP8.
+
+    The third is what the format's weights add to the layer with the bf16 weights from which they were made.
+    """
+    layer = _made()
+    exact = layer.exact(layer.gate_up, layer.down)
     found = {}
     for name, quantize in _FORMATS.items():
-        gate_up, down = map(quantize, plain)
-        meant = exact_experts(x, ids, topk_weights, decode(gate_up).double(), decode(down).double())
+        gate_up, down = quantize(layer.gate_up), quantize(layer.down)
+        meant = layer.exact(decode(gate_up), decode(down))
         got = [
-            _error(fused_experts(x, ids, topk_weights, gate_up, down, backend=backend).double(), meant)
-            for backend in (ReferenceBackend(), _InSteps())
+            _error(layer.ours(gate_up, down, backend), meant) for backend in (ReferenceBackend(), _InSteps())
         ]
         found[name] = got[0], got[1], _error(meant, exact)
     return found
 
 
-def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The layer in float64."""
+def vendor_losses() -> dict[str, tuple[float, float, float]]:
+    """By checkpoint, with its weights: the error of its publisher's arithmetic, that of steps in FP8, and
+    the difference between the two.
+    """
+    layer, found = _made(), {}
+    for name, (form, _, rounded) in VENDORS.items():
+        gate_up, down = _FORMATS[form](layer.gate_up), _FORMATS[form](layer.down)
+        matrices = decode(gate_up), decode(down)
+        meant, theirs = layer.exact(*matrices), layer.exact(*matrices, rounded, _bf16)
+        ours = layer.ours(gate_up, down, _InSteps())
+        found[name] = _error(theirs, meant), _error(ours, meant), _error(ours, theirs)
+    return found
+
+
+def exact_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    rounded: Round = _exact,
+    result: Round = _exact,
+) -> Tensor:
+    """The layer in float64; `rounded` are the inputs of both products, and `result` theirs."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for expert in range(len(down)):
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
-        gate, up = (x[tokens].double() @ gate_up[expert].t()).chunk(2, 1)
-        rows = (torch.nn.functional.silu(gate) * up) @ down[expert].t()
+        gate, up = result(rounded(x[tokens].double()) @ gate_up[expert].t()).chunk(2, 1)
+        rows = result(rounded(torch.nn.functional.silu(gate) * up) @ down[expert].t())
         out.index_add_(0, tokens, rows * weights[tokens, slots].double()[:, None])
     return out
 
@@ -102,6 +176,11 @@ def main() -> None:
     print("\n| weights | bf16 activations | FP8 activations | its own error |\n|---|---|---|---|")
     for name, errors in layer_losses().items():
         print(f"| {name} | {' | '.join(f'{error:.2f}' for error in errors)} |")
+    print("\n| checkpoint | weights | its activations | its error | ours | between them |")
+    print("|---|---|---|---|---|---|")
+    for name, errors in vendor_losses().items():
+        form, activations, _ = VENDORS[name]
+        print(f"| {name} | {form} | {activations} | {' | '.join(f'{error:.2f}' for error in errors)} |")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.kernels.helpers import fresh_generator
 from tests.paths import ROOT
 from tests.service.checkpoints.builders import edit_tensors
 from tests.service.checkpoints.encoders import ENCODERS
-from tests.service.checkpoints.losses import layer_losses, losses
+from tests.service.checkpoints.losses import VENDORS, layer_losses, losses, vendor_losses
 
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 4
 SIZES = {
@@ -106,6 +106,17 @@ def test_the_documented_losses_of_a_layer_are_measured() -> None:
     documented = {name: list(map(float, errors)) for name, *errors in rows}
     for name, errors in layer_losses().items():
         assert documented[name] == pytest.approx(errors, abs=0.1)
+
+
+@pytest.mark.slow
+def test_the_documented_differences_from_vendors_are_measured() -> None:
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    rows = re.findall(r"^\| (.+) \| (\w+) \| (.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
+    documented = {name: (form, said, list(map(float, errors))) for name, form, said, *errors in rows}
+    for name, errors in vendor_losses().items():
+        form, said, figures = documented[name]
+        assert (form, said) == VENDORS[name][:2]
+        assert figures == pytest.approx(errors, abs=0.1)
 
 
 @pytest.mark.parametrize("encoding", ENCODERS)
