@@ -13,6 +13,7 @@ from expertd.activation import COMMON
 from expertd.backends import BACKENDS
 from expertd.limits import SCALE_BLOCK
 from expertd.service.checkpoints import CheckpointModelSettings, LayerSource, MoEModel
+from expertd.service.checkpoints.encodings import Encoding
 from expertd.service.checkpoints.model import Biases
 from expertd.service.commands.host_memory import host_memory
 from expertd.service.engine.memory_needs import expert_slots
@@ -21,8 +22,9 @@ from expertd.service.ranks.shares import budget_within, shares_of
 from expertd.service.settings.loader import load_settings
 from expertd.service.settings.model import Settings
 from expertd.service.util import tables
+from expertd.weight_format import FP8_BLOCKS, WeightFormat, WeightLayout
 from tests.paths import ROOT
-from tests.service.checkpoints.published import described, understood
+from tests.service.checkpoints.published import described, stated_of, understood
 
 CONFIG = ROOT / "configs" / "rtx4070.yaml"
 GIB = 1024**3
@@ -76,6 +78,8 @@ def settings_of(name: str) -> Settings:
 def _layer(model: MoEModel, layer: int) -> CheckpointModelSettings:
     """As a server has it, but for the tensors, of which nothing is read here."""
     tensor = cast(Any, None)
+    is_mxfp4 = stated_of(model) == {Encoding.MXFP4}
+    layout = WeightLayout(WeightFormat.MXFP4, 32, "U8") if is_mxfp4 else FP8_BLOCKS
     biases = None if model.names.biases is None else Biases(tensor, tensor, (), interleaved=False)
     return CheckpointModelSettings(
         name=f"layers.{layer}",
@@ -84,7 +88,7 @@ def _layer(model: MoEModel, layer: int) -> CheckpointModelSettings:
         num_experts=model.num_experts,
         top_k=model.top_k,
         num_shared_experts=model.num_shared_experts,
-        source=LayerSource("", tensor, None, (), biases=biases),
+        source=LayerSource("", tensor, None, (), None, biases, layout, layout),
         rule=model.rules.get(layer, COMMON),
     )
 
@@ -118,7 +122,7 @@ def _first(settings: Settings, number: int) -> Settings:
 
 def table() -> str:
     """A Markdown table with a row for each model, and a column for each card."""
-    head = ["experts, layers", "FP8, GB", *(f"{card} GB" for card in CARDS), "host, GB"]
+    head = ["experts, layers", "experts, GB", *(f"{card} GB" for card in CARDS), "host, GB"]
     rows = [list(_row(name)) for name in MODELS]
     lines = [f"| {' | '.join(row)} |\n" for row in (["model", *head], *rows)]
     return "".join([lines[0], "|---" * (len(head) + 1), "|\n", *lines[1:]])

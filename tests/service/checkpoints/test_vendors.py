@@ -1,4 +1,4 @@
-"""Whole checkpoints of four bits in their publishers' files, served and compared with the layer in float64."""
+"""Whole checkpoints of four bits in their publishers' files: served, compared with float64."""
 
 from pathlib import Path
 

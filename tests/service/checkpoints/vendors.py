@@ -121,7 +121,7 @@ class Written:
 
 
 def _linear(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+    return torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5)
 
 
 def _save(directory: Path, vendor: Vendor, tensors: Tensors) -> None:
