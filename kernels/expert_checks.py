@@ -89,7 +89,11 @@ def checked_parts(
     count, last = 0, None
     for part in parts:
         if part is not last:  # which often comes twice
-            size, last = _check_experts(capabilities, *part, None, h, device), part
+            size = _check_experts(capabilities, *part, h, device)
+            if last is not None and (last.biases is None) != (part.biases is None):
+                expected = "none" if last.biases is None else "some"
+                raise refusal("parts biases", f"{expected} as in the part before", "others")
+            last = part
         count += size
         if count > num_groups:
             break

@@ -99,9 +99,9 @@ def fused_experts_in_parts(
 ) -> Tensor:
     """As `fused_experts`, with weights that come one part after another, and bitwise its result.
 
-    parts        experts of groups that follow each other, `num_groups` in all. The next one is asked for once
-                 the launches with the one before are on the stream: it may have the stream wait for what
-                 fills its memory, also where an earlier part was
+    parts        experts of groups that follow each other, `num_groups` in all, all with biases or none. The
+                 next one is asked for once the launches with the one before are on the stream: it may have
+                 the stream wait for what fills its memory, also where an earlier part was
     topk_ids     int32 [T, top_k]: groups of all parts; others name none
     num_groups   at most 1024
     num_experts  the experts among which the tokens are divided, to choose tiles by; None: num_groups

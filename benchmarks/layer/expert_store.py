@@ -94,9 +94,8 @@ def make_case(num_layers: int, num_slots: int, backend: str) -> Case:
         weights = ExpertWeights(router, made.gate_up, made.down)
         case.resident.append(MoELayer(SHAPE, weights, chosen))
         store = ExpertStore(case.memory, str(number), SHAPE, weights, num_slots, chosen)
-        own = ExpertWeights(router, store.slots.gate_up, store.slots.down)
         case.stores.append(store)
-        case.stored.append(MoELayer(SHAPE, own, chosen, store=store))
+        case.stored.append(MoELayer(SHAPE, store.on_device(weights), chosen, store=store))
     case.runners = runners_of(case.stored, device), runners_of(case.resident, device)
     return case
 

@@ -181,7 +181,9 @@ class Backend(ABC):
             own = slice(bounds[first], bounds[groups.stop - 1])
             if own.stop > own.start:
                 tokens, ends = permutation.token_ids[own], permutation.offsets[groups] - own.start
-                rows[own] = self.ffn(hidden_states, tokens, *part, ends, activation, num_sms)
+                rows[own] = self.ffn(
+                    hidden_states, tokens, *part.matrices, ends, activation, num_sms, part.biases
+                )
             first += part.num_groups
         unpermute_rows(rows, permutation.inverse, topk_weights, permutation.absent, out)
 

@@ -4,14 +4,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.four_bits import Weights
 
 
 class ExpertPart(NamedTuple):
-    """Consecutive groups: gate_up [G, 2I, H] and down [G, H, I], as in `fused_experts`."""
+    """Consecutive groups: gate_up [G, 2I, H], down [G, H, I] and biases, as in `fused_experts`."""
 
     gate_up: Weights
     down: Weights
+    biases: ExpertBiases | None = None
+
+    @property
+    def matrices(self) -> tuple[Weights, Weights]:
+        """gate_up and down."""
+        return self.gate_up, self.down
 
     @property
     def num_groups(self) -> int:
@@ -31,10 +38,15 @@ class GroupTable(NamedTuple):
     groups: Tensor
     seen: Tensor
 
+    def groups_of(self, ids: Tensor) -> Tensor:
+        """The groups of ids int32 [T, top_k], in PyTorch; of ids that are not in the table, any."""
+        known = ids.flatten().clamp(0, len(self.groups) - 1)
+        return self.groups.index_select(0, known).view(ids.shape)
+
     def find(self, ids: Tensor) -> Tensor:
-        """The groups of ids int32 [T, top_k], in PyTorch."""
+        """As a call does, in PyTorch: the groups of ids int32 [T, top_k], -1: none. Waits for the device."""
         known = (ids >= 0) & (ids < len(self.groups))
-        found = self.groups[ids.clamp(0, len(self.groups) - 1).long()].masked_fill(~known, -1)
+        found = self.groups_of(ids).masked_fill(~known, -1)
         self.seen[1 : 1 + ids.numel()].copy_(ids.flatten(), non_blocking=True)
         if (known & (found < 0)).any():
             self.seen[0] = 1

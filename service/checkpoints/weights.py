@@ -279,7 +279,7 @@ def read_layer(source: LayerSource, device: torch.device | str, progress: BytesR
                 pool.shutdown(cancel_futures=True)
                 raise
         biases = None if source.biases is None else _biases(reader, source.biases, i)
-    return ExpertWeights(router, *routed, bias, shared_gate, biases, shared)
+    return ExpertWeights(router, *routed.matrices, bias, shared_gate, biases, shared)
 
 
 def _read(reader: PartReader, matrix: Matrix, out: Weights, decoding: threading.Lock) -> None:

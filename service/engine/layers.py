@@ -80,11 +80,8 @@ def stored_layers(memory: StoreMemory, slots: Mapping[str, int]) -> MakeLayer:
         weights = weights_of(model, device, cancelled, experts_on=torch.device("cpu"))
         store = ExpertStore(memory, model.name, model.shape, weights, slots[model.name], backend)
         own = replace(
-            weights,
+            store.on_device(weights),
             router=weights.router.to(device),
-            gate_up=store.slots.gate_up,
-            down=store.slots.down,
-            shared=store.shared,
             router_bias=None if weights.router_bias is None else weights.router_bias.to(device),
             shared_gate=None if weights.shared_gate is None else weights.shared_gate.to(device),
         )

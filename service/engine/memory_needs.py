@@ -51,16 +51,16 @@ def check_expert_slots(settings: Settings, capabilities: Capabilities | None) ->
         if has_two_rules(model.shape, rule_of(model)):
             expected = "layers whose routed and shared experts follow one rule"
             raise ValueError(f"weights_budget: expected {expected}, got others in model {model.name}")
-        if has_biases(model):
-            expected = "experts without biases"
-            raise ValueError(f"weights_budget: expected {expected}, got some in model {model.name}")
 
 
 def host_experts_bytes(settings: Settings) -> int:
     """Bytes of the host's memory for routed experts that are not all on the device."""
     slots = expert_slots(settings)
-    shapes = [model.shape for model in settings.models if model.name in slots]
-    return sum(len(shape.held_experts) * shape.expert_bytes for shape in shapes)
+    num_bytes = 0
+    for model in (model for model in settings.models if model.name in slots):
+        each = model.shape.expert_bytes + has_biases(model) * model.shape.bias_bytes
+        num_bytes += len(model.shape.held_experts) * each
+    return num_bytes
 
 
 def needs_of_model(

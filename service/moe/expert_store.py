@@ -8,8 +8,8 @@ import mmap
 import time
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from expertd.kernels import (
     Activation,
     Backend,
+    ExpertBiases,
     ExpertPart,
     GroupTable,
     HiddenStates,
@@ -131,20 +132,24 @@ class StoreMemory:
         """By model."""
         self._chunks: dict[Hashable, tuple[_Chunk, _Chunk]] = {}
 
-    def chunks(self, shape: LayerShape) -> tuple[_Chunk, _Chunk]:
+    def chunks(self, shape: LayerShape, has_biases: bool) -> tuple[_Chunk, _Chunk]:
         """The two chunks for layers of this size."""
-        size = chunk_sizes(shape)
+        size = *chunk_sizes(shape), has_biases
         if size not in self._chunks:
-            self._chunks[size] = self._new_chunk(shape), self._new_chunk(shape)
+            self._chunks[size] = self._new_chunk(shape, has_biases), self._new_chunk(shape, has_biases)
         return self._chunks[size]
 
-    def _new_chunk(self, shape: LayerShape) -> _Chunk:
-        part = new_part(shape, chunk_experts(shape), self.device.tensors)
+    def _new_chunk(self, shape: LayerShape, has_biases: bool) -> _Chunk:
+        part = new_part(shape, chunk_experts(shape), has_biases, self.device.tensors)
         return _Chunk(part, self.device.new_event(), self.device.new_event())
 
 
 class HostExperts:
-    """The routed experts of a layer in the host's memory, from which the device can copy."""
+    """The routed experts of a layer in the host's memory, from which the device can copy.
+
+    part          their matrices and biases
+    expert_bytes  of each
+    """
 
     def __init__(self, weights: ExpertPart, num_experts: int, device: Device) -> None:
         sources = [tensor[:num_experts] for tensor in _tensors(weights)]
@@ -158,8 +163,9 @@ class HostExperts:
             own.view(torch.uint8).copy_(tensor.view(torch.uint8))
             kept.append(own)
         in_order = iter(kept)
-        self.part = ExpertPart(*(mapped(matrix, lambda _: next(in_order)) for matrix in weights))
+        self.part = _mapped_part(weights, lambda _: next(in_order))
         self._sources = [(tensor.data_ptr(), tensor[0].nbytes) for tensor in kept]
+        self.expert_bytes = sum(size for _, size in self._sources)
         unregister = device.register(Mapped(whole.data_ptr(), whole.numel(), _NO_FILE))
         weakref.finalize(self, unregister).atexit = False
 
@@ -203,17 +209,17 @@ class ExpertStore:
         self._memory, self._shape, self._backend = memory, shape, backend
         self.num_slots = num_slots
         self._packs = shape.weight_layout.format in backend.capabilities.packs
-        whole = ExpertPart(weights.gate_up, weights.down)
+        whole, has_biases = ExpertPart(weights.gate_up, weights.down, weights.biases), bool(weights.biases)
         self.host = HostExperts(whole, held, self._device)
         beside = 0 if shape.splits_shared else shape.num_shared_experts
-        self.slots = new_part(shape, num_slots + beside, self._device.tensors)
+        self.slots = new_part(shape, num_slots + beside, has_biases, self._device.tensors)
         for source, target in zip(_tensors(whole), _tensors(self.slots), strict=True):
             target[num_slots:].view(torch.uint8).copy_(source[held:].view(torch.uint8))
         self.shared = None
         if weights.shared is not None:
             to = self._device.tensors
-            self.shared = ExpertPart(*(mapped(matrix, lambda own: own.to(to)) for matrix in weights.shared))
-        self._chunks = memory.chunks(shape)
+            self.shared = _mapped_part(weights.shared, lambda own: own.to(to))
+        self._chunks = memory.chunks(shape, has_biases)
         self._table = SlotTable(held, num_slots)
         self._places = np.arange(shape.num_groups + 2)  # of experts, by id + 1; at both ends those of none
         self.counts = memory.counts.setdefault(name, StoreCounts())
@@ -230,6 +236,11 @@ class ExpertStore:
         self._groups_copied = self._device.new_event()
         self._waits = deque[tuple[Event, Event]]()  # of steps: before and after
         self._device.synchronize()
+
+    def on_device(self, weights: ExpertWeights) -> ExpertWeights:
+        """Weights of which the device has the store's experts, instead of all."""
+        own = replace(weights, gate_up=self.slots.gate_up, down=self.slots.down, shared=self.shared)
+        return replace(own, biases=self.slots.biases)
 
     def __call__(
         self,
@@ -429,8 +440,9 @@ class ExpertStore:
         stream.wait_event(free)
         self._device.copy(copies, stream)
         copied.record(stream)
-        self.counts.num_bytes += len(experts) * self._shape.expert_bytes
-        for matrix, kept in zip(to, self.host.part, strict=True) if self._packs else ():
+        self.counts.num_bytes += len(experts) * self.host.expert_bytes
+        pairs = zip(to.matrices, self.host.part.matrices, strict=True)
+        for matrix, kept in pairs if self._packs else ():
             prepared = [self._backend.prepare_weights(mapped(kept, itemgetter(expert))) for expert in experts]
             self._backend.weights_changed(matrix, at, prepared)
         if self._device.is_host:  # which waits for its copies here
@@ -474,12 +486,16 @@ class ExpertStore:
         return made
 
 
-def new_part(shape: LayerShape, num_groups: int, device: torch.device) -> ExpertPart:
+def new_part(shape: LayerShape, num_groups: int, has_biases: bool, device: torch.device) -> ExpertPart:
     """Room for routed experts of a layer on a device, filled with zeros."""
     layout, h, i = shape.weight_layout, shape.hidden_size, shape.intermediate_size
+    biases = ExpertBiases(
+        *(torch.empty((num_groups, n), dtype=torch.bfloat16, device=device) for n in (2 * i, h))
+    )
     part = ExpertPart(
         empty_matrices(layout, num_groups, 2 * i, h, device),
         empty_matrices(layout, num_groups, h, i, device),
+        biases if has_biases else None,
     )
     for tensor in _tensors(part):
         tensor.view(torch.uint8).zero_()
@@ -494,4 +510,10 @@ def _sums(tokens: NDArray[np.signedinteger[Any]]) -> NDArray[np.int32]:
 
 
 def _tensors(part: ExpertPart) -> tuple[Tensor, ...]:
-    return *tensors_of(part.gate_up), *tensors_of(part.down)
+    return *tensors_of(part.gate_up), *tensors_of(part.down), *(part.biases or ())
+
+
+def _mapped_part(part: ExpertPart, change: Callable[[Tensor], Tensor]) -> ExpertPart:
+    """With each tensor changed, in the order of `_tensors`."""
+    gate_up, down = (mapped(matrix, change) for matrix in part.matrices)
+    return ExpertPart(gate_up, down, part.biases and ExpertBiases(*map(change, part.biases)))

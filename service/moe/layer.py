@@ -69,11 +69,13 @@ class MoELayer:
         self.routing = routing or Routing()
         self.routing.check(shape.num_experts, shape.top_k)
         self._rule = rule
-        two_calls = needs_two_calls(shape, rule) if store is None else has_two_rules(shape, rule)
+        two_calls = needs_two_calls(shape, rule)
         if two_calls and weights.biases is not None:
             raise ValueError("biases: expected none with this rule of the experts, got some")
-        if store is not None and (two_calls or weights.biases is not None):
-            raise ValueError("store: expected none with this rule of the experts, or biases, got one")
+        if store is not None:
+            two_calls = False
+            if has_two_rules(shape, rule):
+                raise ValueError("store: expected none with this rule of the experts, got one")
         self._separate = SeparateExperts(shape, weights, backend, rule) if two_calls else None
         plain = rule == COMMON and weights.biases is None and not shape.splits_shared
         _check_masked(shape, masked_max_tokens, plain)

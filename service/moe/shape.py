@@ -70,6 +70,11 @@ class LayerShape:
         return self._bytes_in(self.shared_layout)
 
     @property
+    def bias_bytes(self) -> int:
+        """Bytes of an expert's biases on a device, if it has some."""
+        return 2 * (2 * self.intermediate_size + self.hidden_size)
+
+    @property
     def weight_layouts(self) -> dict[WeightLayout, int]:
         """The groups of each layout."""
         counts = {self.weight_layout: len(self.held_experts)}

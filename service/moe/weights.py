@@ -88,12 +88,17 @@ class ExpertWeights:
             self.router,
             *tensors_of(self.gate_up),
             *tensors_of(self.down),
-            *(tensor for matrix in self.shared or () for tensor in tensors_of(matrix)),
+            *(tensor for matrix in self.shared_matrices for tensor in tensors_of(matrix)),
             self.router_bias,
             self.shared_gate,
             *(self.biases or ()),
         )
         return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+
+    @property
+    def shared_matrices(self) -> tuple[Weights, ...]:
+        """Those of the shared experts, if they have another layout than the routed ones; else none."""
+        return () if self.shared is None else self.shared.matrices
 
 
 def without_data(weights: W) -> W:
@@ -124,7 +129,7 @@ def cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
 
     if weights.shared is None:
         return part(slice(at)), part(slice(at, None))
-    gate_up, down = weights.shared
+    gate_up, down = weights.shared.matrices
     return replace(weights, shared=None), replace(weights, gate_up=gate_up, down=down, shared=None)
 
 
@@ -243,7 +248,9 @@ def _by_name(weights: ExpertWeights) -> dict[str, Tensor]:
         | _named("down", weights.down)
         | {
             name: tensor
-            for prefix, matrix in zip(("shared_gate_up", "shared_down"), weights.shared or (), strict=False)
+            for prefix, matrix in zip(
+                ("shared_gate_up", "shared_down"), weights.shared_matrices, strict=False
+            )
             for name, tensor in _named(prefix, matrix).items()
         }
     )

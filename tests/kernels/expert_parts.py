@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from expertd.kernels import ExpertPart, GroupTable, Weights
+from expertd.kernels import ExpertBiases, ExpertPart, GroupTable, Weights
 from expertd.kernels.ops.four_bits import mapped, tensors_of
+from tests.kernels.helpers import fresh_generator
 
 Cuts = Sequence[Sequence[int]]
 """The experts of each part."""
@@ -26,24 +27,36 @@ def placed(topk_ids: Tensor, cuts: Cuts, num_experts: int) -> Tensor:
     return lookup.to(topk_ids.device)[topk_ids.clamp(-1, num_experts).long() + 1].contiguous()
 
 
-def in_one_memory(gate_up: Weights, down: Weights, cuts: Cuts) -> Iterator[ExpertPart]:
+def in_one_memory(
+    gate_up: Weights, down: Weights, cuts: Cuts, biases: ExpertBiases | None = None
+) -> Iterator[ExpertPart]:
     """The parts, each of which overwrites the one before when it is asked for."""
-    part = ExpertPart(*(_room(weights, max(map(len, cuts))) for weights in (gate_up, down)))
-    for cut in cuts:
-        for place, expert in enumerate(cut):
-            for whole, own in zip((gate_up, down), part, strict=True):
-                for to, tensor in zip(tensors_of(own), tensors_of(whole), strict=True):
-                    to[place].view(torch.uint8).copy_(tensor[expert].view(torch.uint8))
-        yield part
 
-
-def _room(weights: Weights, num_groups: int) -> Weights:
-    def filled(tensor: Tensor) -> Tensor:
-        made = tensor.new_empty((num_groups, *tensor.shape[1:]))
+    def room(tensor: Tensor) -> Tensor:
+        made = tensor.new_empty((max(map(len, cuts)), *tensor.shape[1:]))
         made.view(torch.uint8).fill_(0xFF)  # NaN in all of floats
         return made
 
-    return mapped(weights, filled)
+    own_biases = None if biases is None else ExpertBiases(*map(room, biases))
+    part = ExpertPart(mapped(gate_up, room), mapped(down, room), own_biases)
+    pairs = list(zip(_tensors(part), _tensors(ExpertPart(gate_up, down, biases)), strict=True))
+    for cut in cuts:
+        for place, expert in enumerate(cut):
+            for to, tensor in pairs:
+                to[place].view(torch.uint8).copy_(tensor[expert].view(torch.uint8))
+        yield part
+
+
+def _tensors(part: ExpertPart) -> tuple[Tensor, ...]:
+    return *tensors_of(part.gate_up), *tensors_of(part.down), *(part.biases or ())
+
+
+def random_biases(gate_up: Weights, down: Weights) -> ExpertBiases:
+    """Biases of the experts with these matrices, about as large as their products."""
+    generator = fresh_generator(gate_up.data.device.type)
+    (num_experts, two_i), h = gate_up.data.shape[:2], down.data.shape[1]
+    drawn = [torch.randn(num_experts, n, generator=generator, device=generator.device) for n in (two_i, h)]
+    return ExpertBiases(*(bias.bfloat16() for bias in drawn))
 
 
 def slots_of(num_experts: int, kept: Sequence[int], ids: Tensor) -> GroupTable:

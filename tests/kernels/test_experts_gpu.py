@@ -27,7 +27,13 @@ from expertd.kernels.backends.hopper.permute_rows import permute_rows
 from expertd.kernels.backends.hopper.quantize_permute import quantize_permute
 from expertd.kernels.backends.streams import OnStream, current_stream
 from expertd.kernels.ops.activation import SILU, Activation
-from tests.kernels.expert_parts import expect_slots_found, in_one_memory, num_groups_of, placed
+from tests.kernels.expert_parts import (
+    expect_slots_found,
+    in_one_memory,
+    num_groups_of,
+    placed,
+    random_biases,
+)
 from tests.kernels.helpers import diff, expected_experts, forbid_host_sync, fresh_generator
 
 pytestmark = pytest.mark.gpu
@@ -161,24 +167,27 @@ def test_experts(sizes: tuple[int, int, int, int], tokens: int, backend: str) ->
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300, 2000])
 @pytest.mark.parametrize("sizes", [(1024, 384, 24, 4), (2048, 768, 128, 8)])
+@pytest.mark.parametrize("biased", [False, True])
 @on_both
 def test_parts_give_the_bits_of_the_whole(
-    sizes: tuple[int, int, int, int], tokens: int, backend: str
+    sizes: tuple[int, int, int, int], tokens: int, backend: str, biased: bool
 ) -> None:
     """Parts of a few experts, in random order, each of which overwrites the one before."""
     layer = _layer(*sizes, tokens)
     hidden_states, topk_ids, topk_weights, gate_up, down = layer
     cuts = [cut.tolist() for cut in torch.randperm(sizes[2]).tensor_split(5)]
-    groups, parts = placed(topk_ids, cuts, sizes[2]), in_one_memory(gate_up, down, cuts)
+    biases = random_biases(gate_up, down) if biased else None
+    groups, parts = placed(topk_ids, cuts, sizes[2]), in_one_memory(gate_up, down, cuts, biases)
     out = fused_experts_in_parts(
         hidden_states, groups, topk_weights, parts, num_groups_of(cuts), num_experts=sizes[2], backend=backend
     )
-    assert torch.equal(out, layer.run(backend=backend))
+    assert torch.equal(out, layer.run(backend=backend, biases=biases))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300, 2000])
+@pytest.mark.parametrize("biased", [False, True])
 @on_both
-def test_a_table_finds_experts_in_slots(tokens: int, backend: str) -> None:
+def test_a_table_finds_experts_in_slots(tokens: int, backend: str, biased: bool) -> None:
     """By one CTA with few pairs, with more, and by a cluster."""
     layer = _layer(1024, 384, 24, 4, tokens)
     hidden_states, topk_ids, topk_weights, gate_up, down = layer
@@ -186,13 +195,15 @@ def test_a_table_finds_experts_in_slots(tokens: int, backend: str) -> None:
         torch.arange(len(topk_ids[::3])) % 4
     ]
 
+    biases = random_biases(gate_up, down) if biased else None
+
     def run(table: GroupTable, kept: Sequence[int], offsets: Tensor) -> Tensor:
         return fused_experts_in_parts(
-            hidden_states, topk_ids, topk_weights, in_one_memory(gate_up, down, [kept]), len(kept),
+            hidden_states, topk_ids, topk_weights, in_one_memory(gate_up, down, [kept], biases), len(kept),
             num_experts=24, backend=backend, offsets=offsets, table=table,
         )  # fmt: skip
 
-    expect_slots_found(topk_ids, 24, run, layer.run(backend=backend))
+    expect_slots_found(topk_ids, 24, run, layer.run(backend=backend, biases=biases))
 
 
 @on_both

@@ -163,7 +163,7 @@ def test_experts_match_float64(quantize: Quantize, tokens: int, h: int) -> None:
     expected = expected_experts(x, ids, weights, gate_up, down, SILU, None)
     assert diff(out, expected) < BF16_TOLERANCE
     halves = [slice(0, 1), slice(1, 4)]
-    parts = [ExpertPart(*(mapped(w, itemgetter(part)) for w in (gate_up, down))) for part in halves]
+    parts = [ExpertPart(mapped(gate_up, take), mapped(down, take)) for take in map(itemgetter, halves)]
     assert torch.equal(fused_experts_in_parts(x, ids, weights, parts, 4, backend=backend), out)
     packed = backend.packed(gate_up), backend.packed(down)
     assert packed[0].data.is_meta

@@ -23,8 +23,15 @@ from expertd.kernels.backends.reference import matrices
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.activation import SILU, Activation, OtherGlu, Swiglu, rounded_swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
-from expertd.kernels.ops.parts import GroupTable
-from tests.kernels.expert_parts import Cuts, expect_slots_found, in_one_memory, num_groups_of, placed
+from expertd.kernels.ops.parts import ExpertPart, GroupTable
+from tests.kernels.expert_parts import (
+    Cuts,
+    expect_slots_found,
+    in_one_memory,
+    num_groups_of,
+    placed,
+    random_biases,
+)
 from tests.kernels.helpers import diff, expected_experts, fresh_generator, random_rows, random_weights
 
 # The `diff` from rounding hidden states, activations and rows in 10662 draws of 1 to 1025 rows: to bf16
@@ -386,10 +393,12 @@ def test_offsets_are_the_rows_of_earlier_groups(outside: int) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[range(6)], [[4, 0], [5], [1, 2, 3]], [[3], [0], [2], [5], [1]]])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("make", [CpuBackend, ReferenceBackend, Composed])
-def test_parts_give_the_bits_of_the_whole(make: type[Backend], cuts: Cuts) -> None:
+def test_parts_give_the_bits_of_the_whole(make: type[Backend], biased: bool, cuts: Cuts) -> None:
     """In any order, in memory that the next part overwrites; experts of no part add nothing."""
     case, backend = _case([3, 0, 7, 1, 9, 4], slots=5, outside=6), make()
+    case = replace(case, biases=random_biases(case.gate_up, case.down) if biased else None)
     held = torch.zeros(7, dtype=torch.bool)
     held[[expert for cut in cuts for expert in cut]] = True
     ids = case.topk_ids.where(held[case.topk_ids.clamp(-1, 6)], -1)
@@ -398,7 +407,7 @@ def test_parts_give_the_bits_of_the_whole(make: type[Backend], cuts: Cuts) -> No
         case.hidden_states,
         placed(case.topk_ids, cuts, 6),
         case.topk_weights,
-        in_one_memory(case.gate_up, case.down, cuts),
+        in_one_memory(case.gate_up, case.down, cuts, case.biases),
         num_groups_of(cuts),
         num_experts=6,
         backend=backend,
@@ -406,14 +415,16 @@ def test_parts_give_the_bits_of_the_whole(make: type[Backend], cuts: Cuts) -> No
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("make", [CpuBackend, ReferenceBackend, Composed])
-def test_a_table_finds_experts_in_slots(make: type[Backend]) -> None:
+def test_a_table_finds_experts_in_slots(make: type[Backend], biased: bool) -> None:
     case, backend = _case([3, 0, 7, 1, 9, 4], slots=5, outside=6), make()
+    case = replace(case, biases=random_biases(case.gate_up, case.down) if biased else None)
 
     def run(table: GroupTable, kept: Sequence[int], offsets: Tensor) -> Tensor:
         return fused_experts_in_parts(
             case.hidden_states, case.topk_ids, case.topk_weights,
-            in_one_memory(case.gate_up, case.down, [kept]), len(kept),
+            in_one_memory(case.gate_up, case.down, [kept], case.biases), len(kept),
             num_experts=6, backend=backend, offsets=offsets, table=table,
         )  # fmt: skip
 
@@ -463,3 +474,8 @@ def test_wrong_parts_are_refused() -> None:
         fused_experts_in_parts(*arguments, parts, 2, backend=ReferenceBackend())
     with pytest.raises(ValueError, match="num_groups: expected 1 to 1024, got 1025"):
         fused_experts_in_parts(*arguments, (), 1025, backend=ReferenceBackend())
+    plain = ExpertPart(case.gate_up, case.down)
+    biased = plain._replace(biases=random_biases(case.gate_up, case.down))
+    for mixed, expected in (((plain, biased), "none"), ((biased, plain), "some")):
+        with pytest.raises(ValueError, match=f"parts biases: expected {expected} as in the part before"):
+            fused_experts_in_parts(*arguments, mixed, 4, backend=ReferenceBackend())

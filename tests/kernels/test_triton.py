@@ -39,7 +39,13 @@ from expertd.kernels.backends.triton.variants import heights, variants_for
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.four_bits import format_of, mapped, packed_codes, quantize_nvfp4
 from expertd.kernels.request_table import DATATYPES, MAX_REQUESTS
-from tests.kernels.expert_parts import expect_slots_found, in_one_memory, num_groups_of, placed
+from tests.kernels.expert_parts import (
+    expect_slots_found,
+    in_one_memory,
+    num_groups_of,
+    placed,
+    random_biases,
+)
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,
@@ -332,31 +338,35 @@ def test_experts_of_four_bits_match_float64(quantize: Quantize, any_backend: Tri
     assert diff(out, layer.expected(activation, biases)) < TOLERANCE
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("quantize", [quantize_blocks, quantize_nvfp4], ids=["FP8", "NVFP4"])
 def test_parts_give_the_bits_of_the_whole(
-    quantize: Callable[[Tensor], Weights], any_backend: TritonBackend
+    quantize: Callable[[Tensor], Weights], biased: bool, any_backend: TritonBackend
 ) -> None:
     layer = _layer([2, 0, 7, 3], outside=2, h=256, quantize=quantize)
     cuts = [[2, 0], [3], [1]]
     hidden_states, topk_ids, topk_weights, gate_up, down = layer
-    groups, parts = placed(topk_ids, cuts, 4), in_one_memory(gate_up, down, cuts)
+    biases = random_biases(gate_up, down) if biased else None
+    groups, parts = placed(topk_ids, cuts, 4), in_one_memory(gate_up, down, cuts, biases)
     out = fused_experts_in_parts(
         hidden_states, groups, topk_weights, parts, num_groups_of(cuts), backend=any_backend
     )
-    assert torch.equal(out, layer.run(any_backend))
+    assert torch.equal(out, layer.run(any_backend, biases=biases))
 
 
-def test_a_table_finds_experts_in_slots(any_backend: TritonBackend) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_table_finds_experts_in_slots(biased: bool, any_backend: TritonBackend) -> None:
     layer = _layer([2, 0, 7, 3], outside=2, h=256)
     hidden_states, topk_ids, topk_weights, gate_up, down = layer
+    biases = random_biases(gate_up, down) if biased else None
 
     def run(table: GroupTable, kept: Sequence[int], offsets: Tensor) -> Tensor:
         return fused_experts_in_parts(
-            hidden_states, topk_ids, topk_weights, in_one_memory(gate_up, down, [kept]), len(kept),
+            hidden_states, topk_ids, topk_weights, in_one_memory(gate_up, down, [kept], biases), len(kept),
             num_experts=4, backend=any_backend, offsets=offsets, table=table,
         )  # fmt: skip
 
-    expect_slots_found(topk_ids, 4, run, layer.run(any_backend))
+    expect_slots_found(topk_ids, 4, run, layer.run(any_backend, biases=biases))
 
 
 def test_experts_with_many_rows(any_backend: TritonBackend) -> None:

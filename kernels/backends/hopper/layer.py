@@ -130,19 +130,28 @@ class HopperLayer:
     ) -> None:
         """Write out; see `fused_experts_in_parts`. Two launches for each part, and three for all.
 
-        hidden_states as in `experts`.
+        With biases, PyTorch copies those of down, which the last launch adds: one more launch for each part,
+        and a few for a table. hidden_states as in `experts`.
         """
         permutation = compute_permutation(self._kernels, on, topk_ids, num_groups, num_sms, offsets, table)
         a = self._permuted(on, hidden_states, permutation)
         size = topk_ids.numel(), out.shape[1]
         rows, first = torch.empty(size, dtype=torch.bfloat16, device=topk_ids.device), 0
+        added: tuple[Tensor, Tensor] | None = None
         for part in parts:
             end = first + part.num_groups
             own = permutation._replace(offsets=permutation.offsets[first : end + 1])
-            activated = self._activate(on, a, own, part.gate_up, activation, num_experts, num_sms)
+            bias = None
+            if part.biases is not None:
+                if added is None:  # read by the last launch, when another part may be where this one is
+                    groups = topk_ids if table is None else table.groups_of(topk_ids)
+                    added = groups, rows.new_empty((num_groups, size[1]))
+                added[1][first:end].copy_(part.biases.down)
+                bias = part.biases.gate_up
+            activated = self._activate(on, a, own, part.gate_up, activation, num_experts, num_sms, bias)
             self._down(on, activated, own, part.down, rows, num_experts, num_sms, range(size[1]))
             first = end
-        unpermute_rows(self._kernels, on, rows, permutation.inverse, topk_weights, out)
+        unpermute_rows(self._kernels, on, rows, permutation.inverse, topk_weights, out, added)
 
     def parallel_experts(
         self,

@@ -142,8 +142,9 @@ class TritonBackend(Backend):
         rows = torch.empty((inverse.numel(), out.shape[1]), dtype=torch.bfloat16, device=out.device)
         for part in parts:
             own = all_offsets[first : first + part.num_groups + 1]
-            activated = self._activate(a, part.gate_up, own, activation, expected_m, num_sms)
-            self._multiply_into(Layout.CONTIGUOUS, activated, part.down, own, rows, expected_m, num_sms)
+            activated = self._activate(a, part.gate_up, own, activation, expected_m, num_sms, part.biases)
+            bias = None if part.biases is None else part.biases.down
+            self._multiply_into(Layout.CONTIGUOUS, activated, part.down, own, rows, expected_m, num_sms, bias)
             first += part.num_groups
         self._combine(rows, inverse, topk_weights, out)
 

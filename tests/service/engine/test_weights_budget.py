@@ -1,15 +1,16 @@
 """A server whose layer's experts do not all fit into its budget: answers, metrics, and what it refuses."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from expertd.backends import BACKENDS
+from expertd.kernels import ExpertBiases
 from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.commands import host_memory as host_memory_module
 from expertd.service.commands.devices import check_before_listening
@@ -99,15 +100,21 @@ def test_a_budget_that_cannot_be_kept_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_layers_of_a_checkpoint_share_a_budget(tmp_path: Path) -> None:
-    """With shared experts, a router's bias, and one of the files' encodings, decoded on the host."""
-    directory = Checkpoint("deepseek-v3", tmp_path / "model", torch.float32).directory
+@pytest.mark.parametrize(
+    ("family", "encoding", "slots"),
+    [("deepseek-v3", {"scales_dtype": torch.float32}, 3), ("gpt-oss", {"mxfp4": True}, 4)],
+)
+def test_layers_of_a_checkpoint_share_a_budget(
+    family: str, encoding: dict[str, Any], slots: int, tmp_path: Path
+) -> None:
+    """With a shared expert, or biases of experts; a router's bias, and one of the files' encodings."""
+    directory = Checkpoint(family, tmp_path / "model", **encoding).directory
     served = [{"path": directory, "layers": "all"}]
     whole = resolve_checkpoints(tiny_settings(models=[], checkpoints=served))
     shape = whole.models[0].shape
-    budget = 2 * 4 * shape.expert_bytes + 2 * shape.expert_bytes  # slots and a shared one, and two chunks
+    budget = 2 * 4 * shape.expert_bytes + 2 * shape.expert_bytes  # slots and shared ones, and two chunks
     given = resolve_checkpoints(tiny_settings(models=[], checkpoints=served, weights_budget=budget))
-    assert expert_slots(given) == {model.name: 3 for model in whole.models}
+    assert expert_slots(given) == {model.name: slots for model in whole.models}
     generator = fresh_generator()
     runners: list[Any] = [load(each, lambda: False).runners for each in (given, whole)]
     for num_tokens in (1, 3, 2, 5):
@@ -118,19 +125,30 @@ def test_layers_of_a_checkpoint_share_a_budget(tmp_path: Path) -> None:
             assert first == second
 
 
-def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
-    given = settings(13, models=[{**WIDE, "weights": {"path": tmp_path / "layer.safetensors"}}])
-    shape = given.models[0].shape
-    save_weights(tmp_path / "layer.safetensors", random_weights(shape, 1, "cpu"))
-    check_before_listening(given)
-    tensors = load_file(tmp_path / "layer.safetensors")
-    tensors["gate_up_bias"] = tensors["router"].new_zeros(33, 256)
-    tensors["down_bias"] = tensors["router"].new_zeros(33, HIDDEN)
-    save_file(tensors, tmp_path / "layer.safetensors")
-    with pytest.raises(
-        ValueError, match="weights_budget: expected experts without biases, got some in model"
-    ):
-        check_before_listening(given)
+async def test_experts_with_biases_are_served(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    whole, given = (settings(size, models=[{**WIDE, "weights": {"path": path}}]) for size in (33, 13))
+    weights, generator = random_weights(given.models[0].shape, 1, "cpu"), fresh_generator()
+    biases = [torch.randn(33, size, generator=generator).bfloat16() for size in (256, HIDDEN)]
+    save_weights(path, replace(weights, biases=ExpertBiases(*biases)))
+    each = 2 * (256 + HIDDEN)  # bytes
+    assert sum(host_memory(given, HOPPER).pinned.values()) - sum(
+        host_memory(whole, HOPPER).pinned.values()
+    ) == 32 * (EXPERT + each)
+    held = [(given.models[0], 32)]
+    needs, plain = (needs_of_models(of, held, HOPPER).weights for of in (given, settings(13)))
+    assert needs - plain == 9 * each, "8 slots and a shared expert"
+    requests, outputs = [rows(num_tokens, seed) for seed, num_tokens in enumerate((1, 2, 4, 1))], []
+    for of in (whole, given):
+        async with serving(of) as server:
+            outputs.append([output_of(await server.infer(*hidden_request(each))) for each in requests])
+            misses, copied = (
+                server.metric(f"expert_store_{name}_total", model="tiny") for name in ("misses", "copy_bytes")
+            )
+            assert copied == misses * (EXPERT + each)
+    assert misses > 0
+    for first, second in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize(

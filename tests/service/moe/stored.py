@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from expertd.kernels import Backend
+from expertd.kernels import Backend, ExpertBiases
 from expertd.service.device import device_of
 from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.layer import MoELayer
@@ -23,21 +23,46 @@ FOUR_BITS = {
 
 
 def store_of(
-    memory: StoreMemory, shape: LayerShape, num_slots: int, backend: Backend, seed: int, name: str = "tiny"
+    memory: StoreMemory,
+    shape: LayerShape,
+    num_slots: int,
+    backend: Backend,
+    seed: int,
+    name: str = "tiny",
+    biases: ExpertBiases | None = None,
 ) -> tuple[ExpertStore, MoELayer]:
-    """A store, and its layer."""
+    """A store, and its layer. biases: on the host."""
     device = memory.device.tensors
     weights = random_weights(shape, seed, device, experts_on=torch.device("cpu"))
+    weights = replace(weights, biases=biases)
     store = ExpertStore(memory, name, shape, weights, num_slots, backend)
-    own = replace(weights, gate_up=store.slots.gate_up, down=store.slots.down, shared=store.shared)
-    return store, MoELayer(shape, own, backend, store=store)
+    return store, MoELayer(shape, store.on_device(weights), backend, store=store)
 
 
 def stores_and_whole(
-    shape: LayerShape, num_slots: int, backend: Backend, device: str, seeds: Sequence[int]
+    shape: LayerShape,
+    num_slots: int,
+    backend: Backend,
+    device: str,
+    seeds: Sequence[int],
+    biased: bool = False,
 ) -> list[tuple[ExpertStore, MoELayer, MoELayer]]:
     """For each seed a store, its layer, and the same layer with all experts on the device."""
-    memory = StoreMemory(device_of(device))
-    made = [store_of(memory, shape, num_slots, backend, seed, str(seed)) for seed in seeds]
-    whole = [MoELayer(shape, random_weights(shape, seed, device), backend) for seed in seeds]
-    return [(store, layer, other) for (store, layer), other in zip(made, whole, strict=True)]
+    memory, made = StoreMemory(device_of(device)), []
+    for seed in seeds:
+        biases = random_biases(shape, seed) if biased else None
+        store, layer = store_of(memory, shape, num_slots, backend, seed, str(seed), biases)
+        weights = random_weights(shape, seed, device)
+        if biases is not None:
+            weights = replace(weights, biases=ExpertBiases(*(bias.to(device) for bias in biases)))
+        made.append((store, layer, MoELayer(shape, weights, backend)))
+    return made
+
+
+def random_biases(shape: LayerShape, seed: int) -> ExpertBiases:
+    """On the host, about as large as the products to which they are added."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 2 * shape.intermediate_size, shape.hidden_size
+    return ExpertBiases(
+        *(torch.randn(shape.num_groups, size, generator=generator).bfloat16() for size in sizes)
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from expertd.kernels import (
     Backend,
+    ExpertBiases,
     ExpertPart,
     Quantized,
     Weights,
@@ -36,7 +37,7 @@ from expertd.service.moe.step import graphs
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.requests import layer_request, rows_of
-from tests.service.moe.stored import store_of, stores_and_whole
+from tests.service.moe.stored import random_biases, store_of, stores_and_whole
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=48, top_k=3, num_shared_experts=1)
 SLOTS = 8
@@ -135,11 +136,13 @@ def hidden_states(tokens: int, generator: torch.Generator) -> Tensor:
 TOKENS = (1, 1, 2, 30, 1, 4, 0, 2, 60, 3)
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("make", [Plain, CpuBackend, ReferenceBackend])
-def test_steps_of_any_size_have_the_bits_of_whole_layers(make: Callable[[], Backend]) -> None:
+def test_steps_of_any_size_have_the_bits_of_whole_layers(make: Callable[[], Backend], biased: bool) -> None:
     generator = fresh_generator()
     seed = generator.initial_seed() % 1000
-    made = stores_and_whole(SHAPE, SLOTS, make(), "cpu", [seed, seed + 1])
+    made = stores_and_whole(SHAPE, SLOTS, make(), "cpu", [seed, seed + 1], biased)
+    expert_bytes = SHAPE.expert_bytes + biased * SHAPE.bias_bytes
     for tokens in (
         TOKENS if make is not ReferenceBackend else (1, 1, 2, 0, 4, 3)
     ):  # of few rows: oneDNN's bits depend on them
@@ -151,7 +154,7 @@ def test_steps_of_any_size_have_the_bits_of_whole_layers(make: Callable[[], Back
             assert torch.equal(offsets, expected)
     for store, _, _ in made:
         assert store.counts.hits > 0
-        assert store.counts.num_bytes == store.counts.misses * SHAPE.expert_bytes
+        assert store.counts.num_bytes == store.counts.misses * expert_bytes
         assert store.counts.wait_seconds > 0
 
 
@@ -364,18 +367,23 @@ class Logged(Plain):
         def noted() -> Iterator[ExpertPart]:
             for part in parts:
                 yield part
-                self._log.append(("read", [(t.data_ptr(), t.nbytes) for each in part for t in each]))
+                tensors = [tensor for matrix in part.matrices for tensor in tensors_of(matrix)]
+                tensors += part.biases or ()
+                self._log.append(("read", [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]))
 
         experts: Callable[..., None] = super().experts_in_parts
         experts(*before, noted(), *after)
 
 
-def test_steps_wait_for_copies_and_copies_for_what_reads_the_memory() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_steps_wait_for_copies_and_copies_for_what_reads_the_memory(biased: bool) -> None:
     device, generator = LazyDevice(), fresh_generator()
     memory = StoreMemory(device)
     backend = Logged(device.log)
-    made = [store_of(memory, SHAPE, SLOTS, backend, seed, str(seed)) for seed in (1, 2)]
-    whole = [MoELayer(SHAPE, random_weights(SHAPE, seed, "cpu"), Plain()) for seed in (1, 2)]
+    biases = random_biases(SHAPE, 3) if biased else None
+    made = [store_of(memory, SHAPE, SLOTS, backend, seed, str(seed), biases) for seed in (1, 2)]
+    weights = [replace(random_weights(SHAPE, seed, "cpu"), biases=biases) for seed in (1, 2)]
+    whole = [MoELayer(SHAPE, each, Plain()) for each in weights]
     for tokens in TOKENS:
         for (_, layer), other in zip(made, whole, strict=True):
             given = hidden_states(tokens, generator)
@@ -406,28 +414,32 @@ def check_order(log: Log) -> None:
 
 
 def graphed(
-    monkeypatch: pytest.MonkeyPatch, shape: LayerShape, device: LazyDevice
+    monkeypatch: pytest.MonkeyPatch, shape: LayerShape, device: LazyDevice, biases: ExpertBiases | None = None
 ) -> tuple[LayerRunner, LayerRunner, MoELayer]:
     """Runners of a store with graphs, of another without, and the layer with all experts."""
     monkeypatch.setattr(graphs, "RequestTable", HostTable)
     monkeypatch.setattr(graphs, "STORE_TOKEN_COUNTS", (1, 2, 4, 16))
     runners = [
-        LayerRunner(store_of(StoreMemory(each), shape, SLOTS, Graphed(), 3)[1], each)
+        LayerRunner(store_of(StoreMemory(each), shape, SLOTS, Graphed(), 3, biases=biases)[1], each)
         for each in (device, LazyDevice())
     ]
     with torch.inference_mode():
         runners[0].capture(device.new_graph_pool())
-    return runners[0], runners[1], MoELayer(shape, random_weights(shape, 3, "cpu"), Graphed())
+    weights = replace(random_weights(shape, 3, "cpu"), biases=biases)
+    return runners[0], runners[1], MoELayer(shape, weights, Graphed())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [SHAPE, replace(SHAPE, local_experts=range(10, 34))])
+@pytest.mark.parametrize(
+    ("shape", "biased"), [(SHAPE, False), (SHAPE, True), (replace(SHAPE, local_experts=range(10, 34)), True)]
+)
 def test_graphs_find_experts_in_slots_and_run_again_without_them(
-    shape: LayerShape, monkeypatch: pytest.MonkeyPatch
+    shape: LayerShape, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs, tokens of experts, hits, misses and copies are those of steps that wait for their routing."""
     generator = fresh_generator()
-    runner, eager, whole = graphed(monkeypatch, shape, LazyDevice())
+    biases = random_biases(shape, 3) if biased else None
+    runner, eager, whole = graphed(monkeypatch, shape, LazyDevice(), biases)
     assert runner.can_capture
     last = hidden_states(1, generator).bfloat16()
     for turn, tokens in enumerate((1, 1, 2, 12, 1, 4, 2, 9, 3) * 3):
@@ -502,7 +514,10 @@ def test_a_step_that_fails_leaves_no_wrong_experts() -> None:
 def test_host_memory_is_registered_as_long_as_it_is_used() -> None:
     device = LazyDevice()
     store, layer = store_of(StoreMemory(device), SHAPE, SLOTS, Plain(), 3)
-    ((memory,), tensors) = device.registered, [t for each in store.host.part for t in tensors_of(each)]
+    ((memory,), tensors) = (
+        device.registered,
+        [t for each in store.host.part.matrices for t in tensors_of(each)],
+    )
     assert sum(tensor.nbytes for tensor in tensors) == 48 * SHAPE.expert_bytes
     ends = memory.address, memory.address + memory.num_bytes
     assert all(ends[0] <= t.data_ptr() <= t.data_ptr() + t.nbytes <= ends[1] for t in tensors)
@@ -513,6 +528,8 @@ def test_host_memory_is_registered_as_long_as_it_is_used() -> None:
 def test_layers_of_one_size_share_chunks() -> None:
     memory = StoreMemory(CpuDevice(torch.device("cpu")))
     other = replace(SHAPE, num_experts=40, top_k=5)
-    assert memory.chunks(SHAPE) is not memory.chunks(replace(SHAPE, hidden_size=128))
-    assert memory.chunks(replace(other, num_experts=48)) is memory.chunks(SHAPE)
-    assert memory.chunks(other) is not memory.chunks(SHAPE), "with fewer experts at a time"
+    chunks = memory.chunks(SHAPE, False)
+    assert memory.chunks(replace(other, num_experts=48), False) is chunks
+    assert memory.chunks(replace(SHAPE, hidden_size=128), False) is not chunks
+    assert memory.chunks(SHAPE, True) is not chunks
+    assert memory.chunks(other, False) is not chunks, "with fewer experts at a time"

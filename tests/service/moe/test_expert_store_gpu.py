@@ -27,13 +27,14 @@ SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=48, top_
 SLOTS = 12
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @on_both
-def test_steps_of_any_size_have_the_bits_of_whole_layers(backend: str) -> None:
+def test_steps_of_any_size_have_the_bits_of_whole_layers(backend: str, biased: bool) -> None:
     """Steps of two layers, which share chunks, are enqueued while those before them run."""
     generator = fresh_generator("cuda")
     seed = generator.initial_seed() % 1000
-    made = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1])
-    outputs = []
+    made = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1], biased)
+    expert_bytes, outputs = SHAPE.expert_bytes + biased * SHAPE.bias_bytes, []
     for turn in range(40):
         tokens = (1, 2, 3, 1, 700, 5, 40, 1)[turn % 8]
         hidden_states = torch.randn(tokens, SHAPE.hidden_size, device="cuda", generator=generator).bfloat16()
@@ -43,7 +44,7 @@ def test_steps_of_any_size_have_the_bits_of_whole_layers(backend: str) -> None:
     for store, _, _ in made:
         counts = store.counts
         assert counts.hits > 40
-        assert counts.num_bytes == counts.misses * SHAPE.expert_bytes
+        assert counts.num_bytes == counts.misses * expert_bytes
         store._note_waits()
         assert 0 < counts.wait_seconds < 60
 
@@ -86,12 +87,14 @@ def with_graphs(layer: MoELayer) -> LayerRunner:
     return runner
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @on_both
-def test_graphs_find_experts_in_slots(backend: str) -> None:
+def test_graphs_find_experts_in_slots(backend: str, biased: bool) -> None:
     """Layers take turns, by their router or by routing that may name no expert; few steps have all."""
     generator = fresh_generator()
     seed = generator.initial_seed() % 1000
-    made = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1])
+    made = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1], biased)
+    expert_bytes = SHAPE.expert_bytes + biased * SHAPE.bias_bytes
     runners = [with_graphs(layer) for _, layer, _ in made]
     kept = [torch.randn(2, SHAPE.hidden_size, generator=generator).bfloat16() for _ in range(2)]
     for turn in range(60):
@@ -113,7 +116,7 @@ def test_graphs_find_experts_in_slots(backend: str) -> None:
     for runner, (store, _, _) in zip(runners, made, strict=True):
         assert (runner.launches.graph, runner.launches.eager) == (60, 0)
         assert store.counts.hits > 60
-        assert store.counts.num_bytes == store.counts.misses * SHAPE.expert_bytes
+        assert store.counts.num_bytes == store.counts.misses * expert_bytes
         runner.release_graphs()
 
 
