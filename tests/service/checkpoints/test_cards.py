@@ -42,10 +42,13 @@ def test_a_larger_card_takes_more(name: str) -> None:
         assert each.slowest <= each.fastest
 
 
-def test_experts_with_biases_have_no_store() -> None:
+def test_experts_with_biases_have_slots_and_their_biases_are_on_the_host() -> None:
     (name,) = (name for name in MODELS if "gpt-oss" in name)
-    assert [fit(name, card).slots for card in CARDS] == [None] * len(CARDS)
-    assert fit(name, 16).num_layers == 24 > fit(name, 12).num_layers
+    experts = 24 * 32 * settings_of(name).models[0].shape.bias_bytes
+    has_slots, pinned = fit(name, 12).slots is not None, fit(name, 12).host_bytes
+    assert has_slots
+    assert pinned > 24 * 32 * settings_of(name).models[0].shape.expert_bytes + experts
+    assert fit(name, 16).num_layers == 24
 
 
 def test_the_configuration_of_12_gb_has_as_many_slots_as_fit() -> None:

@@ -102,7 +102,7 @@ def test_a_budget_that_cannot_be_kept_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "encoding", "slots"),
-    [("deepseek-v3", {"scales_dtype": torch.float32}, 3), ("gpt-oss", {"mxfp4": True}, 4)],
+    [("deepseek-v3", {"scales_dtype": torch.float32}, 3), ("gpt-oss", {"mxfp4": True}, 5)],
 )
 def test_layers_of_a_checkpoint_share_a_budget(
     family: str, encoding: dict[str, Any], slots: int, tmp_path: Path
@@ -112,7 +112,8 @@ def test_layers_of_a_checkpoint_share_a_budget(
     served = [{"path": directory, "layers": "all"}]
     whole = resolve_checkpoints(tiny_settings(models=[], checkpoints=served))
     shape = whole.models[0].shape
-    budget = 2 * 4 * shape.expert_bytes + 2 * shape.expert_bytes  # slots and shared ones, and two chunks
+    on_device = len(whole.models) * (slots + shape.num_shared_experts)
+    budget = (on_device + 2) * shape.expert_bytes  # and two chunks
     given = resolve_checkpoints(tiny_settings(models=[], checkpoints=served, weights_budget=budget))
     assert expert_slots(given) == {model.name: slots for model in whole.models}
     generator = fresh_generator()
@@ -135,8 +136,7 @@ async def test_experts_with_biases_are_served(tmp_path: Path) -> None:
     assert sum(host_memory(given, HOPPER).pinned.values()) - sum(
         host_memory(whole, HOPPER).pinned.values()
     ) == 32 * (EXPERT + each)
-    held = [(given.models[0], 32)]
-    needs, plain = (needs_of_models(of, held, HOPPER).weights for of in (given, settings(13)))
+    needs, plain = (needs_of_models(of, [(of.models[0], 32)], HOPPER).weights for of in (given, settings(13)))
     assert needs - plain == 9 * each, "8 slots and a shared expert"
     requests, outputs = [rows(num_tokens, seed) for seed, num_tokens in enumerate((1, 2, 4, 1))], []
     for of in (whole, given):
