@@ -29,8 +29,13 @@ class _LayerSettings(ModelSettings):
 
 
 class CheckpointModelSettings(_LayerSettings):
-    """A layer with weights in a checkpoint. Not a setting: the checkpoint determines sizes and routing."""
+    """A layer with weights in a checkpoint. Not a setting: the checkpoint determines sizes and routing.
 
+    checkpoint      its index in `checkpoints`
+    weights_budget  is for all layers of that entry together
+    """
+
+    checkpoint: int = 0
     source: InstanceOf[LayerSource]
     rule: InstanceOf[ExpertRule] = COMMON
 
@@ -74,7 +79,10 @@ def resolve_checkpoints(settings: Settings, chosen: Chosen = lambda settings, fo
             return can.weight_formats
         return {each for each in WeightFormat if chosen(settings, {each}) is not None}
 
-    found = (models_of(checkpoint, partial(takes, checkpoint)) for checkpoint in settings.checkpoints)
+    found = (
+        models_of(checkpoint, partial(takes, checkpoint), number)
+        for number, checkpoint in enumerate(settings.checkpoints)
+    )
     models = list(chain.from_iterable(found))
     for model in models if settings.num_ranks > 1 else ():
         _check_moves(model, settings)
@@ -86,11 +94,12 @@ def resolve_checkpoints(settings: Settings, chosen: Chosen = lambda settings, fo
 
 
 def models_of(
-    checkpoint: CheckpointSettings, takes: Callable[[], Set[WeightFormat]] = _only_fp8
+    checkpoint: CheckpointSettings, takes: Callable[[], Set[WeightFormat]] = _only_fp8, number: int = 0
 ) -> list[CheckpointModelSettings]:
     """The requested layers, each with its name, sizes and routing. Reads only headers.
 
-    takes  the formats in which weights may be served, asked only if some have four bits, and may keep them
+    takes   the formats in which weights may be served, asked only if some have four bits, and may keep them
+    number  the checkpoint's index in the settings
 
     Raises CheckpointError if a layer cannot be served.
     """
@@ -115,7 +124,7 @@ def models_of(
             settings = _settings(checkpoint, directory, model, layer, num_shared_experts)
             num_found = num_shared_experts if checkpoint.shared_experts else 0
             source = find_layer(files, model, layer, held, num_found, requantize, takes)
-            found = {"source": source, "rule": model.rules.get(layer, COMMON)}
+            found = {"source": source, "rule": model.rules.get(layer, COMMON), "checkpoint": number}
             models.append(CheckpointModelSettings.model_validate(settings | found))
     return models
 
@@ -155,6 +164,7 @@ def _settings(
         "masked_max_tokens": checkpoint.masked_max_tokens,
         "partition": checkpoint.partition,
         "load": checkpoint.load,
+        "weights_budget": checkpoint.weights_budget,
         "weight": checkpoint.weight,
     }
     try:

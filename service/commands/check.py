@@ -258,7 +258,7 @@ def _expert_store(settings: "Settings") -> str:
 
     check_expert_slots(settings, _capabilities(settings))
     if not (slots := expert_slots(settings)):
-        return "none" if settings.weights_budget is None else "none: all experts fit into weights_budget"
+        return "none: all experts fit into weights_budget" if settings.has_budget else "none"
     shapes = {model.name: model.shape for model in settings.models}
     texts = []
     for law, exponent in ROUTINGS.items():

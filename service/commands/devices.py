@@ -85,7 +85,7 @@ def check_before_listening(settings: "Settings") -> None:
 
     _check_devices(settings)
     check_sockets(settings)
-    if settings.weights_budget is not None:
+    if settings.has_budget:
         check_expert_slots(settings, capabilities_of(settings))
     if settings.num_ranks == 1 and settings.backend != "auto":  # which is chosen, and logged, later
         resolve_backend(settings.backend)

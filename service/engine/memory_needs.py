@@ -1,8 +1,10 @@
 """The memory that a device needs for the layers that it holds: by arithmetic, before anything is loaded."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from expertd.backends import BACKENDS, Capabilities
+from expertd.service.checkpoints import CheckpointModelSettings
 from expertd.service.engine.layers import has_biases, rule_of
 from expertd.service.moe.expert_budget import chunks_bytes, slots_within
 from expertd.service.moe.needs import (
@@ -23,13 +25,30 @@ from expertd.service.settings.served import ModelSettings
 
 
 def expert_slots(settings: Settings) -> dict[str, int]:
-    """The slots for routed experts of each layer whose experts are in the host's memory, by `weights_budget`.
+    """The slots for routed experts of each layer whose experts are in the host's memory, by its budget.
 
-    {} if there is no budget, or all experts fit into it. Raises ValueError (name, expected, got).
+    Layers without a budget, or whose experts all fit into it, are left out. Raises ValueError (name,
+    expected, got).
     """
-    if settings.weights_budget is None:
-        return {}
-    return slots_within(settings.weights_budget, {model.name: model.shape for model in settings.models})
+    slots = dict[str, int]()
+    for (setting, budget), models in _budgets(settings).items():
+        slots |= slots_within(budget, {model.name: model.shape for model in models}, setting)
+    return slots
+
+
+def _budgets(settings: Settings) -> dict[tuple[str, int], list[ModelSettings]]:
+    """The layers that share a budget, by the name of its setting and its bytes."""
+    found = defaultdict[tuple[str, int], list[ModelSettings]](list)
+    for number, model in enumerate(settings.models):
+        setting, budget = "weights_budget", settings.weights_budget
+        if model.weights_budget is not None:
+            key = f"models.{number}"
+            if isinstance(model, CheckpointModelSettings):
+                key = f"checkpoints.{model.checkpoint}"
+            setting, budget = f"{key}.weights_budget", model.weights_budget
+        if budget is not None:
+            found[setting, budget].append(model)
+    return found
 
 
 def check_expert_slots(settings: Settings, capabilities: Capabilities | None) -> None:

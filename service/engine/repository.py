@@ -137,11 +137,11 @@ class Repository:
         if self._loaded is None:
             raise NotReadyError("the server is loading")
         if self._loaded.models is None:
-            ranks, budget = self._settings.num_ranks, self._settings.weights_budget
+            ranks = self._settings.num_ranks
             got = f"{ranks} ranks" if ranks > 1 else "lanes"
             expected = "a server of one rank without lanes to load and unload models at run time"
-            if budget is not None:
-                expected, got = "no weights_budget to load and unload models at run time", f"{budget} bytes"
+            if self._settings.has_budget:
+                expected, got = "no weights_budget to load and unload models at run time", "one"
             raise RepositoryUnavailableError(f"repository: expected {expected}, got {got}")
         return self._loaded.models
 

@@ -39,11 +39,14 @@ def chunks_bytes(shapes: Iterable[LayerShape]) -> int:
     return sum(2 * chunk_experts(shape) * shape.expert_bytes for shape in each.values())
 
 
-def slots_within(budget: int, shapes: Mapping[str, LayerShape]) -> dict[str, int]:
+def slots_within(
+    budget: int, shapes: Mapping[str, LayerShape], setting: str = "weights_budget"
+) -> dict[str, int]:
     """The slots of each layer for routed experts, with all experts in `budget` bytes; {}: all of them fit.
 
     Every layer gets slots for the same part of its routed experts, and room for its shared ones. Raises
-    ValueError (name, expected, got) if a layer would have fewer than its top_k, or has too many experts.
+    ValueError (name, expected, got), of this setting, if a layer would have fewer than its top_k, or has too
+    many experts.
     """
     routed = {name: len(shape.held_experts) * shape.expert_bytes for name, shape in shapes.items()}
     fixed = sum(shape.num_shared_experts * shape.shared_expert_bytes for shape in shapes.values())
@@ -57,12 +60,12 @@ def slots_within(budget: int, shapes: Mapping[str, LayerShape]) -> dict[str, int
         needed = max(min_slots[name] / len(shape.held_experts) for name, shape in shapes.items())
         num_bytes = fixed + needed * sum(routed.values())
         expected = f"at least {num_bytes / 1e6 + 0.1:.1f} MB, with which each layer has slots for its top_k"
-        raise ValueError(f"weights_budget: expected {expected}, got {budget / 1e6:.1f} MB")
+        raise ValueError(f"{setting}: expected {expected}, got {budget / 1e6:.1f} MB")
     max_slots = {name: _max_slots(shape) for name, shape in shapes.items()}
     for name, shape in shapes.items():
         if max_slots[name] < min_slots[name]:
             expected = f"layers of at most {MAX_GROUPS // 2} experts"
-            raise ValueError(f"weights_budget: expected {expected}, got {shape.num_experts} of model {name}")
+            raise ValueError(f"{setting}: expected {expected}, got {shape.num_experts} of model {name}")
     return {name: min(slots[name], max_slots[name]) for name in shapes}
 
 

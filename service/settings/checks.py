@@ -199,20 +199,24 @@ def _wrong_lanes(settings: Fields) -> Iterator[str]:
 
 def _wrong_budget(settings: Fields) -> Iterator[str]:
     """What does not fit experts in the host's memory."""
-    if settings.weights_budget is None:
-        return
-    got = settings.weights_budget
-    if settings.num_ranks > 1:
-        yield f"weights_budget: expected null with several ranks, got {got}"
-    if settings.lanes.are_on:
-        yield f"weights_budget: expected null with lanes, got {got}"
-    served = [
-        (f"models.{number}", each.load, each.masked_max_tokens) for number, each in enumerate(settings.models)
+    served: list[tuple[str, ModelSettings | CheckpointSettings]] = [
+        *((f"models.{number}", each) for number, each in enumerate(settings.models)),
+        *((f"checkpoints.{number}", each) for number, each in enumerate(settings.checkpoints)),
     ]
-    for number, given in enumerate(settings.checkpoints):
-        served.append((f"checkpoints.{number}", given.load, given.masked_max_tokens))
-    for key, load, masked_max_tokens in served:
-        if not load:
+    own = {key: each.weights_budget for key, each in served if each.weights_budget is not None}
+    budgets = {f"{key}.weights_budget": budget for key, budget in own.items()}
+    if settings.weights_budget is not None:
+        if served and len(own) == len(served):
+            expected = "null if all layers have budgets of their own"
+            yield f"weights_budget: expected {expected}, got {settings.weights_budget}"
+        budgets["weights_budget"] = settings.weights_budget
+    for name, budget in budgets.items():
+        if settings.num_ranks > 1:
+            yield f"{name}: expected null with several ranks, got {budget}"
+        if settings.lanes.are_on:
+            yield f"{name}: expected null with lanes, got {budget}"
+    for key, each in served if budgets else ():
+        if not each.load:
             yield f"{key}.load: expected true with weights_budget, got false"
-        if masked_max_tokens:
-            yield f"{key}.masked_max_tokens: expected 0 with weights_budget, got {masked_max_tokens}"
+        if each.masked_max_tokens and (key in own or settings.weights_budget is not None):
+            yield f"{key}.masked_max_tokens: expected 0 with weights_budget, got {each.masked_max_tokens}"

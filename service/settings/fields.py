@@ -140,9 +140,9 @@ class Fields(BaseSettings):
     )
     weights_budget: NumBytes | None = Field(
         default=None,
-        description="bytes on the device for the experts of all layers, e.g. `10GiB`; if they need more, all "
-        "are in the host's memory, and the device has those that were used last (docs/expert-store.md); "
-        "null: the device has all of them",
+        description="bytes on the device for the experts of all layers without a budget of their own, e.g. "
+        "`10GiB`; if they need more, all are in the host's memory, and the device has those that were used "
+        "last (docs/expert-store.md); null: the device has all of them",
     )
     partitions: dict[str, int] = Field(
         default={},
@@ -196,6 +196,13 @@ class Fields(BaseSettings):
     def num_ranks(self) -> int:
         """The processes that share every layer; 1: this one computes."""
         return self.nnodes * self.ranks_per_node
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether some experts have a budget."""
+        budgets = [self.weights_budget, *(model.weights_budget for model in self.models)]
+        budgets += [checkpoint.weights_budget for checkpoint in self.checkpoints]
+        return any(budget is not None for budget in budgets)
 
     @property
     def combines_exactly(self) -> bool:

@@ -11,7 +11,7 @@ from expertd.routing import Routing
 from expertd.service.moe.shape import LayerShape
 from expertd.service.settings.parts import Frozen
 from expertd.service.settings.spans import Layers, Range, numbers
-from expertd.service.settings.values import matching
+from expertd.service.settings.values import NumBytes, matching
 
 
 class WeightsSettings(Frozen):
@@ -129,6 +129,11 @@ class ModelSettings(Frozen):
         default=True,
         description="whether the layer is loaded at start-up; false: only by a call (docs/operating.md)",
     )
+    weights_budget: NumBytes | None = Field(
+        default=None,
+        description="bytes on the device for the layer's experts, as `weights_budget`, which then is for "
+        "others; null: it has its share of that one",
+    )
     weight: float = Field(
         default=1.0,
         gt=0,
@@ -198,4 +203,9 @@ class CheckpointSettings(Frozen):
     masked_max_tokens: int = Field(default=0, ge=0, description="see `models.N.masked_max_tokens`")
     partition: str | None = Field(default=None, description="see `models.N.partition`")
     load: bool = Field(default=True, description="see `models.N.load`")
+    weights_budget: NumBytes | None = Field(
+        default=None,
+        description="bytes on the device for the experts of these layers together, see "
+        "`models.N.weights_budget`",
+    )
     weight: float = Field(default=1.0, gt=0, le=1e6, description="see `models.N.weight`")

@@ -99,6 +99,37 @@ def test_a_budget_that_cannot_be_kept_is_refused() -> None:
         check_before_listening(settings(5))
 
 
+def test_a_model_may_have_a_budget_of_its_own() -> None:
+    """Another has none, or shares one with the rest."""
+    models = [{**WIDE, "name": "own", "weights_budget": 13 * EXPERT}, {**WIDE, "name": "other"}]
+    given = settings(1, models=models, weights_budget=None)
+    assert expert_slots(given) == {"own": 8}
+    more = [*models, {**WIDE, "name": "third", "num_experts": 16}]
+    shared = settings(1, models=more, weights_budget=(33 + 17 - 8) * EXPERT)
+    slots = expert_slots(shared)
+    assert slots["own"] == 8
+    assert slots["other"] // 2 == slots["third"] > 8
+    whole = settings(1, models=[{**model, "weights_budget": None} for model in models], weights_budget=None)
+    request, outputs, misses = layer_request(torch.randn(3, HIDDEN), "FP32"), list[bytes](), list[int]()
+    for each in (given, whole):
+        runners: Any = load(each, lambda: False).runners
+        for name in ("own", "other"):
+            outputs.append(bytes(runners[name].run([request]).outputs[0]))
+            store = runners[name].layer.store
+            misses.append(0 if store is None else store.counts.misses)
+    assert outputs[:2] == outputs[2:]
+    assert misses[0] > 0
+    assert misses[1:] == [0, 0, 0]
+
+
+def test_a_budget_of_a_model_that_cannot_be_kept_is_refused() -> None:
+    given = settings(13, models=[WIDE, {**WIDE, "name": "b", "weights_budget": 5 * EXPERT}])
+    with pytest.raises(
+        ValueError, match=r"^models\.1\.weights_budget: expected at least 0\.4 MB, with which "
+    ):
+        check_before_listening(given)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "encoding", "slots"),
@@ -116,6 +147,13 @@ def test_layers_of_a_checkpoint_share_a_budget(
     budget = (on_device + 2) * shape.expert_bytes  # and two chunks
     given = resolve_checkpoints(tiny_settings(models=[], checkpoints=served, weights_budget=budget))
     assert expert_slots(given) == {model.name: slots for model in whole.models}
+    copies = [{**served[0], "name": name, "weights_budget": budget} for name in ("a", "b")]
+    twice = resolve_checkpoints(tiny_settings(models=[], checkpoints=copies))
+    assert expert_slots(twice) == {model.name: slots for model in twice.models}
+    copies[1]["weights_budget"] = 2 * shape.expert_bytes
+    wrong = resolve_checkpoints(tiny_settings(models=[], checkpoints=copies))
+    with pytest.raises(ValueError, match=r"^checkpoints\.1\.weights_budget: expected at least "):
+        check_before_listening(wrong)
     generator = fresh_generator()
     runners: list[Any] = [load(each, lambda: False).runners for each in (given, whole)]
     for num_tokens in (1, 3, 2, 5):
@@ -151,6 +189,7 @@ async def test_experts_with_biases_are_served(tmp_path: Path) -> None:
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -158,9 +197,36 @@ async def test_experts_with_biases_are_served(tmp_path: Path) -> None:
         ("masked_max_tokens: 8", r"models\.0\.masked_max_tokens: expected 0 with weights_budget, got 8"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(tmp_path: Path, more: str, expected: str) -> None:
-    text = f"models: [{YAML_MODEL[:-1]}, {more}}}]\nweights_budget: 10GiB\n"
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, more: str, expected: str, own: bool) -> None:
+    budget = "weights_budget: 10GiB"
+    text = f"models: [{YAML_MODEL[:-1]}, {more}{f', {budget}' * own}}}]\n{budget * (not own)}\n"
     check_refused(tmp_path, text, expected)
+
+
+@pytest.mark.parametrize(
+    ("own", "more", "expected"),
+    [
+        ("weights_budget: 2 apples", "", r"models\.0\.weights_budget: expected bytes, or .*, got '2 apples'"),
+        (
+            "weights_budget: 0",
+            "",
+            r"models\.0\.weights_budget: expected .* greater than or equal to 1, got 0",
+        ),
+        ("weight_budget: 1GiB", "", r"models\.0\.weight_budget: .*weights_budget"),
+        (
+            "weights_budget: 1GiB",
+            "weights_budget: 2GiB",
+            r"weights_budget: expected null if all layers have budgets of their own, got 2147483648",
+        ),
+        (
+            "weights_budget: 9",
+            "ranks: 2",
+            r"models\.0\.weights_budget: expected null with several ranks, got 9",
+        ),
+    ],
+)
+def test_wrong_budgets_of_a_model_are_refused(tmp_path: Path, own: str, more: str, expected: str) -> None:
+    check_refused(tmp_path, f"models: [{YAML_MODEL[:-1]}, {own}}}]\n{more}\n", expected)
 
 
 @pytest.mark.parametrize(
