@@ -40,7 +40,7 @@ def main() -> None:
 
     for line in sys.stdin:
         settings = Settings.model_validate(json.loads(line))
-        print(serve(settings, partial(load, make_layer=make_layer)), flush=True)
+        print(serve(settings, partial(load, make_layers=lambda _: make_layer)), flush=True)
 
 
 class Server(Program):

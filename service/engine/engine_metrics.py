@@ -7,7 +7,7 @@ from prometheus_client.core import Metric
 from expertd.kernels.jit import stats as jit_stats
 from expertd.service.engine.engine import Engine
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.metrics.device import call_metrics, memory_metrics, use_metrics
+from expertd.service.engine.metrics.device import call_metrics, memory_metrics, store_metrics, use_metrics
 from expertd.service.engine.metrics.ranks import placement_metrics
 from expertd.service.engine.metrics.steps import lane_queue_metrics, queue_metrics
 from expertd.service.moe.step.step_counts import NOTHING
@@ -40,8 +40,10 @@ def _lane_metrics(engine: Engine) -> Iterator[Metric]:
 
 
 def _use_metrics(engine: Engine) -> Iterator[Metric]:
+    use = engine.loaded.use() if engine.loaded else NOTHING
     if engine.settings.num_ranks == 1:
-        yield from use_metrics(list(engine.models), engine.loaded.use() if engine.loaded else NOTHING)
+        yield from use_metrics(list(engine.models), use)
+    yield from store_metrics(use.stores)
     yield from memory_metrics(engine.loaded.memory() if engine.loaded else None)
 
 

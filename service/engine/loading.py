@@ -129,15 +129,16 @@ Loader = Callable[[Settings, Cancelled], LoadedLayers]
 def load(
     settings: Settings,
     cancelled: Cancelled,
-    make_layer: MakeLayer | None = None,
+    make_layers: Callable[[StoreMemory | None], MakeLayer] | None = None,
     barrier: Callable[[], None] = lambda: None,
     held: Held | None = None,
 ) -> LoadedLayers:
     """Load everything in `settings`, on the worker thread, which will also run the steps.
 
-    make_layer  makes each model's layer; None: `packed_layer_of`
-    barrier     waits for those who run a layer's steps together with this process, before they begin
-    held        the experts of each model that this process holds; None: all of the model's
+    make_layers  what makes each model's layer, with what stores share, if there are some; None:
+                 `packed_layer_of`
+    barrier      waits for those who run a layer's steps together with this process, before they begin
+    held         the experts of each model that this process holds; None: all of the model's
 
     Raises ValueError if the device or a weights file does not fit the settings, MemoryError if models do
     not fit in the device's memory, and LoadCancelledError once `cancelled` returns True.
@@ -159,7 +160,9 @@ def load(
         )
 
     store = StoreMemory(device) if (slots := expert_slots(settings)) else None
-    if make_layer is None:
+    if make_layers is not None:
+        make_layer = make_layers(store)
+    else:
         make_layer = packed_layer_of if store is None else stored_layers(store, slots)
     models = LocalModels(settings, backend, partitions, make_layer, barrier, held, store)
     models.load_all([model for model in settings.models if model.load], cancelled)

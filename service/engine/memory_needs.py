@@ -17,6 +17,7 @@ from expertd.service.moe.needs import (
     together,
 )
 from expertd.service.moe.separate import has_two_rules
+from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.batch import FLOATS
 from expertd.service.settings.lanes import lanes_of
 from expertd.service.settings.model import Settings
@@ -27,13 +28,20 @@ from expertd.service.settings.served import ModelSettings
 def expert_slots(settings: Settings) -> dict[str, int]:
     """The slots for routed experts of each layer whose experts are in the host's memory, by its budget.
 
-    Layers without a budget, or whose experts all fit into it, are left out. Raises ValueError (name,
-    expected, got).
+    Layers without a budget, or whose experts all fit into it, are left out. All ranks have as many slots as
+    one with the most experts. Raises ValueError (name, expected, got).
     """
     slots = dict[str, int]()
     for (setting, budget), models in _budgets(settings).items():
-        slots |= slots_within(budget, {model.name: model.shape for model in models}, setting)
+        slots |= slots_within(budget, {model.name: _of_rank(settings, model) for model in models}, setting)
     return slots
+
+
+def _of_rank(settings: Settings, model: ModelSettings) -> LayerShape:
+    """What a rank holds of a model; some have one expert less."""
+    if settings.num_ranks == 1:
+        return model.shape
+    return part_of_layer(model.shape, -(-len(model.shape.held_experts) // settings.num_ranks))
 
 
 def _budgets(settings: Settings) -> dict[tuple[str, int], list[ModelSettings]]:
@@ -73,12 +81,13 @@ def check_expert_slots(settings: Settings, capabilities: Capabilities | None) ->
 
 
 def host_experts_bytes(settings: Settings) -> int:
-    """Bytes of the host's memory for routed experts that are not all on the device."""
+    """Bytes of this node's memory for routed experts that are not all on their device."""
     slots = expert_slots(settings)
     num_bytes = 0
     for model in (model for model in settings.models if model.name in slots):
-        each = model.shape.expert_bytes + has_biases(model) * model.shape.bias_bytes
-        num_bytes += len(model.shape.held_experts) * each
+        shape = _of_rank(settings, model)
+        each = shape.expert_bytes + has_biases(model) * shape.bias_bytes
+        num_bytes += settings.ranks_per_node * len(shape.held_experts) * each
     return num_bytes
 
 
@@ -119,7 +128,7 @@ def needs_of_models(
     On a GPU each lane has memory of its own for its steps; a CPU's are small beside the weights.
     """
     slots = expert_slots(settings)
-    chunks = chunks_bytes(model.shape for model, _ in held if model.name in slots)
+    chunks = chunks_bytes(_of_rank(settings, model) for model, _ in held if model.name in slots)
     weights = steps = graphs = 0
     for lane in lanes_of(settings) if capabilities.on_gpu else lanes_of(settings)[-1:]:
         needs = together(

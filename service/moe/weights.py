@@ -133,6 +133,17 @@ def cut(weights: ExpertWeights, at: int) -> tuple[ExpertWeights, ExpertWeights]:
     return replace(weights, shared=None), replace(weights, gate_up=gate_up, down=down, shared=None)
 
 
+def copied(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
+    """With copies of the experts' matrices and biases, on a device; of weights without `shared`."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to(device, copy=True)
+
+    biases = weights.biases and ExpertBiases(*map(copy, weights.biases))
+    gate_up, down = (mapped(weights.matrix(name), copy) for name in MATRICES)
+    return replace(weights, gate_up=gate_up, down=down, biases=biases)
+
+
 def random_weights(
     shape: LayerShape,
     seed: int,

@@ -8,7 +8,7 @@ import json
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from expertd.layout import Layout
 from expertd.service.moe.placement.rounds import Fetch
 from expertd.service.moe.request import FP8
+from expertd.service.moe.step.step_counts import StoreCounts
 
 DATATYPES = ("BF16", "FP16", "FP32", FP8)  # FP8: of hidden states alone
 ID_DATATYPES = ("INT32", "INT64")
@@ -34,8 +35,8 @@ _NUMBER = struct.Struct("<Q")  # of a step
 _STEP = struct.Struct("<II")  # model, requests
 # tokens, datatypes of hidden_states, topk_ids and output, region and offset of the five tensors
 _REQUEST = struct.Struct("<IBBBx5I5Q")
-# number, seconds, layout, bytes of the error, experts, empty slots
-_ENDED = struct.Struct("<QdIIII")
+# number, seconds, layout, bytes of the error, experts, empty slots, the numbers of `StoreCounts`
+_ENDED = struct.Struct("<QdIIIIQQQd")
 _LAYOUTS = tuple(Layout)
 # 0, number, model, fetches, kind, start and end of the bytes, region
 _MOVE = struct.Struct("<QQIII4xQQQ")
@@ -138,6 +139,7 @@ class StepEnd:
     """A step's end on one rank: an error (""; none), or its seconds and the tokens of each expert there.
 
     empty_slots  of the rank's own tokens; see `StepResult`
+    store        what the rank's store of the layer's experts has done since the last end
     """
 
     number: int
@@ -146,6 +148,7 @@ class StepEnd:
     layout: Layout
     tokens_per_expert: NDArray[np.int64]
     empty_slots: int = 0
+    store: StoreCounts = field(default_factory=StoreCounts)
 
     @classmethod
     def failed(cls, number: int, error: str) -> "StepEnd":
@@ -156,16 +159,17 @@ class StepEnd:
         error = self.error.encode()[:ERROR_BYTES]
         tokens = self.tokens_per_expert
         sizes = len(error), len(tokens), self.empty_slots
-        head = _ENDED.pack(self.number, self.seconds, _LAYOUTS.index(self.layout), *sizes)
+        layout, store = _LAYOUTS.index(self.layout), astuple(self.store)
+        head = _ENDED.pack(self.number, self.seconds, layout, *sizes, *store)
         return head + error + tokens.tobytes()
 
     @classmethod
     def unpacked(cls, data: bytes) -> "StepEnd":
-        number, seconds, layout, error_bytes, num_experts, empty_slots = _ENDED.unpack_from(data)
+        number, seconds, layout, error_bytes, num_experts, empty_slots, *store = _ENDED.unpack_from(data)
         start = _ENDED.size + error_bytes
         error = data[_ENDED.size : start].decode(errors="replace")
         tokens = np.frombuffer(data[start : start + 8 * num_experts], np.int64)
-        return cls(number, error, seconds, _LAYOUTS[layout], tokens, empty_slots)
+        return cls(number, error, seconds, _LAYOUTS[layout], tokens, empty_slots, StoreCounts(*store))
 
 
 def end_bytes(max_experts: int) -> int:

@@ -210,9 +210,11 @@ def _wrong_budget(settings: Fields) -> Iterator[str]:
             expected = "null if all layers have budgets of their own"
             yield f"weights_budget: expected {expected}, got {settings.weights_budget}"
         budgets["weights_budget"] = settings.weights_budget
+    if budgets and settings.placement.policy is not None:
+        yield f"placement.policy: expected null with weights_budget, got {settings.placement.policy!r}"
     for name, budget in budgets.items():
-        if settings.num_ranks > 1:
-            yield f"{name}: expected null with several ranks, got {budget}"
+        if settings.devices is not None:
+            yield f"{name}: expected null with GPUs that share layers (devices), got {budget}"
         if settings.lanes.are_on:
             yield f"{name}: expected null with lanes, got {budget}"
     for key, each in served if budgets else ():

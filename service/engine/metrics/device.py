@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 
 from expertd.device_calls import CallCounts
 from expertd.service.engine.metrics.family import MetricFamily, samples
-from expertd.service.moe.step.step_counts import Launches, StepUse
+from expertd.service.moe.step.step_counts import Launches, StepUse, StoreCounts
 
 _ONE = "with one rank"
 STEPS = MetricFamily(
@@ -92,12 +92,16 @@ def use_metrics(models: Sequence[str], use: StepUse) -> Iterator[Metric]:
     yield COPY_SECONDS.counter(use.copies.seconds)
     yield COPY_BYTES.counter(use.copies.num_bytes)
     yield from samples(WEIGHTS, {model: use.weights.get(model, 0) for model in models})
-    if use.stores:
-        rows = {model: astuple(counts) for model, counts in use.stores.items()}
-        for index, family in enumerate(_STORE_FAMILIES):
-            yield from samples(family, {model: row[index] for model, row in rows.items()})
     if use.memory is not None:
         yield from samples(MEMORY, use.memory)
+
+
+def store_metrics(stores: Mapping[str, StoreCounts]) -> Iterator[Metric]:
+    """The metrics of stores of experts, of all ranks together; none without a store."""
+    if stores:
+        rows = {model: astuple(counts) for model, counts in stores.items()}
+        for index, family in enumerate(_STORE_FAMILIES):
+            yield from samples(family, {model: row[index] for model, row in rows.items()})
 
 
 def memory_metrics(memory: tuple[int, int] | None) -> Iterator[Metric]:

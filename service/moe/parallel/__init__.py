@@ -1,7 +1,7 @@
 """Expert parallelism: one layer whose experts are split over ranks."""
 
 from expertd.service.moe.parallel.exchange import Combined, Dispatched, Exchange, ExchangeError
-from expertd.service.moe.parallel.layer import ParallelLayer
+from expertd.service.moe.parallel.layer import MakeStore, ParallelLayer
 from expertd.service.moe.parallel.placed import PlacedExperts
 from expertd.service.moe.parallel.routed import JointExchange
 from expertd.service.moe.parallel.torch_exchange import TorchExchange, join_group
@@ -12,6 +12,7 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "JointExchange",
+    "MakeStore",
     "ParallelLayer",
     "PlacedExperts",
     "TorchExchange",

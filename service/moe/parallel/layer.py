@@ -1,6 +1,6 @@
 """A layer whose routed experts are split over ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from expertd.activation import COMMON, ExpertRule
 from expertd.kernels import Backend, HiddenStates, Routing, as_floats, fused_experts, values_of
 from expertd.kernels.device_calls import CallTable
 from expertd.layout import Layout
+from expertd.service.moe.expert_store import ExpertStore
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel.exchange import Exchange
 from expertd.service.moe.parallel.placed import PlacedExperts, tables_of
@@ -22,8 +23,9 @@ from expertd.service.moe.parallel.routed import (
     RoutedExperts,
 )
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights import ExpertWeights, check_weights, cut
+from expertd.service.moe.weights import ExpertWeights, check_weights, copied, cut
 
+MakeStore = Callable[[LayerShape, ExpertWeights], ExpertStore]
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,6 +41,8 @@ class ParallelLayer:
     exact     see `DispatchedExperts`; a `JointExchange` has it in its memory
     physical  the expert of each physical expert, rank after rank, as in `Placement`; None: one replica
               of each, in order
+    store     makes a store of this rank's physical experts, of which `weights` then has those in the host's
+              memory; only with an `Exchange`, and if experts never move. None: there is none
 
     Each rank routes its own tokens, and runs the shared experts on them. The routed experts run where they
     are; what they add to a token comes back to its rank, which adds the shared experts', all in float32.
@@ -74,6 +78,7 @@ class ParallelLayer:
         rule: ExpertRule = COMMON,
         exact: bool = False,
         physical: Sequence[int] | None = None,
+        store: MakeStore | None = None,
     ) -> None:
         tables = tables_of(shape, exchange.num_ranks, physical, weights.router.device)
         num_slots = len(tables.slots_of_rank[exchange.rank])
@@ -82,12 +87,19 @@ class ParallelLayer:
         self.shape, self.weights, self.backend = shape, weights, backend
         self._rule, self._num_ranks = rule, exchange.num_ranks
         routed, self._shared = cut(weights, num_slots)
-        self.placed = PlacedExperts(tables, exchange.rank, routed, self._shared, backend)
         # The shared experts see other tokens than the routed ones. This one's experts are slots, from 0 on.
-        alone = replace(own, num_shared_experts=0)
+        alone, made = replace(own, num_shared_experts=0), None
+        if store is not None:
+            if isinstance(exchange, JointExchange):
+                raise ValueError("store: expected none with a JointExchange, got one")
+            made = store(alone, routed)
+            self.weights = routed = made.on_device(routed)
+            self._shared = copied(self._shared, weights.router.device)  # or else all experts would stay
+        self.placed = PlacedExperts(tables, exchange.rank, routed, self._shared, backend)
         self._own = MoELayer(
-            alone, replace(routed, shared_gate=None), backend, routing=routing, rule=ExpertRule(rule.routed)
-        )
+            alone, replace(routed, shared_gate=None), backend,
+            routing=routing, rule=ExpertRule(rule.routed), store=made,
+        )  # fmt: skip
         self._routed: RoutedExperts
         if isinstance(exchange, JointExchange):
             chooses = physical is not None or shape.held_experts != range(shape.num_experts)

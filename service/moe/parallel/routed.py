@@ -250,10 +250,12 @@ class DispatchedExperts:
         if self._rule.weighs_input:
             rows = rows.float() * arrived.topk_weights[here][:, None]
         ones = torch.ones((len(groups), 1), dtype=torch.float32, device=groups.device)
-        weights = self._own.weights
+        weights, out = self._own.weights, torch.empty_like(rows, dtype=torch.bfloat16)
+        if self._own.store is not None:
+            return self._own.store(rows, groups[:, None], ones, self._rule.routed, num_sms, out, counts)
         return fused_experts(
             rows, groups[:, None], ones,
-            weights.gate_up, weights.down, out=torch.empty_like(rows, dtype=torch.bfloat16),
+            weights.gate_up, weights.down, out=out,
             activation=self._rule.routed, biases=weights.biases, backend=self._own.backend,
             num_sms=num_sms, offsets=counts,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -71,6 +71,19 @@ class StoreCounts:
     misses: int = 0
     num_bytes: int = 0
     wait_seconds: float = 0.0
+
+    def add(self, other: "StoreCounts", times: int = 1) -> None:
+        """Count what another one has; times -1: no longer."""
+        self.hits += times * other.hits
+        self.misses += times * other.misses
+        self.num_bytes += times * other.num_bytes
+        self.wait_seconds += times * other.wait_seconds
+
+    def less(self, other: "StoreCounts") -> "StoreCounts":
+        """Without what another one has."""
+        made = replace(self)
+        made.add(other, -1)
+        return made
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def load_ranks(settings: Settings, cancelled: Cancelled) -> LoadedLayers:
         supervisor.open_cuda if in_place else None,
         why_not=supervisor.why_not,
         ranks=steps.states,
+        use=steps.use,
         placements=balancer,
         gpus=lambda: [state.device.uuid for state in steps.states()],
         recordings=RankRecordings(supervisor.group),

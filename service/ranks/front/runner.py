@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from expertd.service.engine.metrics.ranks import RankState
 from expertd.service.moe.request import LayerRequest, StepResult
 from expertd.service.moe.routing_checks import check_routing
+from expertd.service.moe.step.step_counts import NOTHING, StepUse, StoreCounts
 from expertd.service.ranks.front.group import RankGroup
 from expertd.service.ranks.front.staging import StagedStep, StagingRegion
 from expertd.service.ranks.front.supervisor import Supervisor
@@ -25,14 +27,21 @@ class Steps:
         self._free = list(staging)
         self._seconds = [0.0] * num_ranks
         self._expert_tokens = [0] * num_ranks
+        self._stores: dict[str, StoreCounts] = {}  # of all ranks, by model
         self.sent = 0  # over all groups of ranks: the number of the last step
         self._lock = threading.Lock()
 
-    def note(self, ends: Mapping[int, StepEnd]) -> None:
-        """Count a step's ends, by rank."""
+    def note(self, model: str, ends: Mapping[int, StepEnd]) -> None:
+        """Count the ends of a model's step, by rank."""
         for rank, end in ends.items():
             self._seconds[rank] += end.seconds
             self._expert_tokens[rank] += int(end.tokens_per_expert.sum())
+            if any(astuple(end.store)):
+                self._stores.setdefault(model, StoreCounts()).add(end.store)
+
+    def use(self) -> StepUse:
+        """What the ranks' stores have done; on any thread."""
+        return replace(NOTHING, stores=dict(self._stores))
 
     def states(self) -> list[RankState]:
         """Each rank's state."""
@@ -76,7 +85,7 @@ class RankRunner:
             steps.give_back(staging)
             raise
         steps.sent = number  # no gaps: a rank of another node chooses a step's memory by its number
-        return RankStep(steps, group, number, staged, staging, self._loads)
+        return RankStep(steps, self._model.name, group, number, staged, staging, self._loads)
 
 
 class RankStep:
@@ -85,13 +94,14 @@ class RankStep:
     def __init__(
         self,
         steps: Steps,
+        model: str,
         group: RankGroup,
         number: int,
         staged: StagedStep,
         staging: StagingRegion,
         loads: LoadWindow | None,
     ) -> None:
-        self._loads = loads
+        self._loads, self._model = loads, model
         self._steps, self._group, self._number = steps, group, number
         self._staged, self._staging = staged, staging
         self._ends: dict[int, StepEnd] | None = None
@@ -113,7 +123,7 @@ class RankStep:
         ends = self._wait()
         if self._result is None:
             self._result = self._made(list(ends.values()))
-            self._steps.note(ends)
+            self._steps.note(self._model, ends)
             if self._loads is not None:
                 self._loads.note([end.tokens_per_expert for end in ends.values()])
         return self._result

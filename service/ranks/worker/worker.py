@@ -4,7 +4,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,20 +13,25 @@ import torch.distributed as dist
 from expertd.kernels import Backend, Overlap, RankMemory, overlaps
 from expertd.service.device import Device, device_of
 from expertd.service.device.cuda import use_gpu
-from expertd.service.engine.layers import Cancelled, rule_of, weights_of
+from expertd.service.engine.layers import Cancelled, MakeLayer, rule_of, weights_of
 from expertd.service.engine.loading import LoadedLayers, load
+from expertd.service.engine.memory_needs import expert_slots
 from expertd.service.engine.steps import Runner, Step
 from expertd.service.moe.base import Layer
+from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.parallel import (
     ExchangeError,
     JointExchange,
+    MakeStore,
     ParallelLayer,
     PlacedExperts,
     TorchExchange,
     join_group,
 )
 from expertd.service.moe.runner import LayerRunner
-from expertd.service.moe.weights import MATRICES
+from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.step.step_counts import StoreCounts
+from expertd.service.moe.weights import MATRICES, ExpertWeights
 from expertd.service.ranks.messages import MOVED, NO_STEP, MoveCommand, StepEnd, number_and_body
 from expertd.service.ranks.regions import MappedRegions
 from expertd.service.ranks.setup import MAX_RUNNING, SPIN_SECONDS, RankSetup, Rings, Role
@@ -50,6 +55,7 @@ _GPU_SPIN_SECONDS = 500e-6
 class _Running:
     number: int
     step: Step
+    model: str
     partition: str | None  # None: the whole device
 
 
@@ -79,10 +85,11 @@ class RankWorker:
         self._device: Device  # of all layers
         self._joint: dict[str, ParallelLayer] = {}  # whose ranks launch together
         self._overlap: Overlap | None = None  # one for all layers: their steps run one after another
+        self._counted: dict[str, StoreCounts] = {}  # of stores, by model, at the last step's end
         self._placements = RankPlacements(setup, store, regions)
         self._placed: list[PlacedExperts] = []  # of the models, in their order
         self.loaded: LoadedLayers = load(
-            setup.settings, lambda: False, self._layer, self._barrier, self._placements.held
+            setup.settings, lambda: False, self._layers, self._barrier, self._placements.held
         )
         self._placements.set_layers(self._placed)
         self._barrier()
@@ -130,10 +137,24 @@ class RankWorker:
             elif self._running and self._running[0].step.is_done():
                 self._finish(rings)
 
+    def _layers(self, memory: StoreMemory | None) -> MakeLayer:
+        self._stores, self._slots = memory, expert_slots(self._setup.settings)
+        return self._layer
+
+    def _store(self, model: ModelSettings, backend: Backend) -> MakeStore | None:
+        """What makes the store of a layer's experts here; None: it has none."""
+        if (memory := self._stores) is None or (slots := self._slots.get(model.name)) is None:
+            return None
+
+        def make(shape: LayerShape, weights: ExpertWeights) -> ExpertStore:
+            return ExpertStore(memory, model.name, shape, weights, slots, backend)
+
+        return make
+
     def _layer(
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
     ) -> Layer:
-        self._device = device_of(device)
+        self._device, store = device_of(device), self._store(model, backend)
         weights = weights_of(model, device, cancelled, self._placements.held(model))
         moves = self._setup.settings.placement.policy is not None
         check_moves(model, weights, moves)
@@ -146,7 +167,7 @@ class RankWorker:
             exchange = TorchExchange()
         layer = ParallelLayer(
             model.shape, weights, backend, exchange, routing=model.routing.rule, rule=rule_of(model),
-            exact=settings.combines_exactly, physical=self._placements.physical(model),
+            exact=settings.combines_exactly, physical=self._placements.physical(model), store=store,
         )  # fmt: skip
         self._placed.append(layer.placed)
         if isinstance(exchange, JointExchange):
@@ -197,7 +218,8 @@ class RankWorker:
                 self._finish(rings)
             self._fail(rings, number, error)
             return
-        self._running.append(_Running(number, step, self._models[own.model][0].partition))
+        model = self._models[own.model][0]
+        self._running.append(_Running(number, step, model.name, model.partition))
         if step.is_done():
             self._finish(rings)
 
@@ -239,11 +261,17 @@ class RankWorker:
             self._check_ranks()
             tokens = result.tokens_per_expert.astype(np.int64)
             of_step = result.compute_seconds, result.layout, tokens, result.empty_slots
-            end = StepEnd(running.number, "", *of_step)
+            end = StepEnd(running.number, "", *of_step, self._since_last_end(running.model))
         except Exception as error:
             self._fail(rings, running.number, error)
             return
         self._end(rings, end)
+
+    def _since_last_end(self, model: str) -> StoreCounts:
+        """What a layer's store has done since the last step of it that has ended."""
+        now = StoreCounts() if self._stores is None else self._stores.counts.get(model, StoreCounts())
+        before, self._counted[model] = self._counted.get(model, StoreCounts()), replace(now)
+        return now.less(before)
 
     def _fail(self, rings: Rings, number: int, error: Exception) -> None:
         """A step has failed; the process ends if its device has, and all ranks start again."""

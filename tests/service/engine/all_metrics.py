@@ -7,7 +7,13 @@ from types import SimpleNamespace
 
 from expertd.device_calls import CallCounts
 from expertd.service.engine.metrics import Metrics
-from expertd.service.engine.metrics.device import GpuSensors, call_metrics, memory_metrics, use_metrics
+from expertd.service.engine.metrics.device import (
+    GpuSensors,
+    call_metrics,
+    memory_metrics,
+    store_metrics,
+    use_metrics,
+)
 from expertd.service.engine.metrics.ranks import RankDevice, RankState, placement_metrics
 from expertd.service.engine.metrics.steps import QueueState, lane_queue_metrics, queue_metrics
 from expertd.service.engine.placement import PlacementState
@@ -47,8 +53,9 @@ def everything() -> Metrics:
     metrics.watch_ranks(lambda: [RankState(True, 1, 0.5, 10, RankDevice((5, 9), 3, 1.5, 2, "GPU-a"))])
     metrics.watch(lambda: queue_metrics({"tiny": QueueState(1, 2, 3)}))
     stores = {"tiny": StoreCounts(1, 2, 3, 4.0)}
-    use = StepUse({"tiny": Launches(1, 2, 3, 4)}, {"tiny": 5}, HostCopies(6, 7.0), {"weights": 8}, stores)
+    use = StepUse({"tiny": Launches(1, 2, 3, 4)}, {"tiny": 5}, HostCopies(6, 7.0), {"weights": 8})
     metrics.watch(lambda: use_metrics(["tiny"], use))
+    metrics.watch(lambda: store_metrics(stores))
     metrics.watch(lambda: memory_metrics((1, 2)))
     calls = map(CallCounts, *(itertools.count(first) for first in (1, 2, 3, 4)))  # more at each scrape
     metrics.watch(lambda: call_metrics(["tiny"], {"tiny": next(calls)}))

@@ -24,6 +24,7 @@ from tests.kernels.helpers import fresh_generator
 from tests.service.apps import HIDDEN, MODEL, hidden_request, output_of, rows, serving, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.moe.requests import layer_request
+from tests.service.ranks.servers import serving_ranks
 from tests.service.settings.refusals import MODEL as YAML_MODEL
 from tests.service.settings.refusals import check_refused
 
@@ -120,6 +121,30 @@ def test_a_model_may_have_a_budget_of_its_own() -> None:
     assert outputs[:2] == outputs[2:]
     assert misses[0] > 0
     assert misses[1:] == [0, 0, 0]
+
+
+@pytest.mark.slow
+async def test_a_budget_is_that_of_each_rank() -> None:
+    """Ranks tell the front end what their stores did."""
+    whole, given = (settings(size, ranks=2) for size in (17, 9))
+    assert (expert_slots(whole), expert_slots(given)) == ({}, {"tiny": 6}), "of 16, and two chunks of 1"
+    for share, other in zip(shares_of(given, HOPPER), shares_of(whole, HOPPER), strict=True):
+        assert share.needs.weights == other.needs.weights - 8 * EXPERT
+    pinned, others = (sum(host_memory(each, HOPPER).pinned.values()) for each in (given, whole))
+    assert pinned - others == 32 * EXPERT
+    requests = [rows(num_tokens, seed) for seed, num_tokens in enumerate((1, 1, 2, 4, 1, 3))]
+    outputs = []
+    for each in (whole, given):
+        async with serving_ranks(each) as server:
+            outputs.append([output_of(await server.infer(*hidden_request(sent))) for sent in requests])
+            hits, misses, copied, waited = (
+                server.metric(f"expert_store_{name}_total", model="tiny")
+                for name in ("hits", "misses", "copy_bytes", "wait_seconds")
+            )
+            assert copied == misses * EXPERT
+            assert (hits > 0) == (misses > 0) == (waited > 0) == (each is given)
+    for first, second in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 def test_a_budget_of_a_model_that_cannot_be_kept_is_refused() -> None:
@@ -220,8 +245,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, more: str, expecte
         ),
         (
             "weights_budget: 9",
-            "ranks: 2",
-            r"models\.0\.weights_budget: expected null with several ranks, got 9",
+            "lanes: {decode_max_tokens: 8}",
+            r"models\.0\.weights_budget: expected null with lanes, got 9",
         ),
     ],
 )

@@ -66,8 +66,12 @@ def config(tmp_path: Path) -> Path:
         ),
         ("ranks: 2\non_rank_loss: shrink", r"on_rank_loss: "),
         (
-            "ranks: 2\nweights_budget: 1GiB",
-            r"weights_budget: expected null with several ranks, got 1073741824",
+            "devices: 0-1\nbackend: hopper\nweights_budget: 1GiB",
+            r"weights_budget: expected null with GPUs that share layers \(devices\), got 1073741824",
+        ),
+        (
+            "ranks: 2\nplacement: {policy: static}\nweights_budget: 1GiB",
+            r"placement\.policy: expected null with weights_budget, got 'static'",
         ),
         (
             "lanes: {decode_max_tokens: 8}\nweights_budget: 1GiB",

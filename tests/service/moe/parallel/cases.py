@@ -14,6 +14,8 @@ from expertd.kernels import Activation, Backend, ExpertBiases, HiddenStates, Rou
 from expertd.kernels.backends.cpu.backend import CpuBackend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.four_bits import mapped
+from expertd.service.device.cpu import CpuDevice
+from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.parallel import Exchange, ParallelLayer
 from expertd.service.moe.shape import LayerShape
@@ -74,6 +76,7 @@ class Case:
     gated: bool = False  # the shared experts
     biased: bool = False  # all experts
     packed: bool = False
+    num_slots: int | None = None  # of a rank's store; None: there is none
 
     @property
     def all_tokens(self) -> Tensor:
@@ -114,9 +117,16 @@ def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
     whole = weights_of(case.shape, case.seed, case.gated, case.biased)
     weights = part_of(whole, held, own, case.shape.num_shared_experts)
     backend = BACKENDS[case.backend]
+
+    def stored(shape: LayerShape, weights: ExpertWeights) -> ExpertStore:
+        assert case.num_slots is not None
+        memory = StoreMemory(CpuDevice(torch.device("cpu")))
+        return ExpertStore(memory, "layer", shape, weights, case.num_slots, backend)
+
     layer = ParallelLayer(
         case.shape, weights, backend, exchange,
         routing=case.routing, rule=case.rule, exact=case.exact, physical=case.physical,
+        store=None if case.num_slots is None else stored,
     )  # fmt: skip
     for name in MATRICES if case.packed else ():
         layer.pack(name)

@@ -79,6 +79,25 @@ def test_packed_weights_give_the_same_bits(ranks: Ranks, rule: str, exact: bool)
     assert torch.equal(plain, packed)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(("rule", "biased"), [("weighed input", False), ("offset", True), ("common", False)])
+def test_experts_in_the_hosts_memory_give_the_same_bits(
+    ranks: Ranks, rule: str, biased: bool, exact: bool
+) -> None:
+    """With two slots for each rank's experts."""
+    counts = (6, 0, 11)
+    case = make_case(counts, SHARED, given=make_routing(counts), rule=RULES[rule], backend="cpu")
+    case = replace(case, exact=exact, biased=biased)
+    whole, stored = (
+        ranks.run(GROUPS[3], run_case, replace(case, num_slots=num_slots)) for num_slots in (None, 2)
+    )
+    for (out, tokens, offsets), (expected, *others) in zip(stored, whole, strict=True):
+        assert torch.equal(out, expected)
+        assert tokens == others[0]
+        assert torch.equal(offsets, others[1])
+    assert any(out.any() for out, *_ in stored)
+
+
 @pytest.mark.parametrize("number", [2, 3, 4])
 @pytest.mark.parametrize("out_dtype", [torch.float32, BF16, torch.float16])
 def test_ranks_are_added_in_their_order_then_shared_experts(
