@@ -4,36 +4,12 @@
 
 #include "floats.cuh"
 
-// How results leave: a type and a file each. EPILOGUE is one of them.
-struct Bf16Epilogue;   // rows of bf16
-class SwapAbEpilogue;  // the same from swapped operands: b, not a, is on wgmma's M side
-template <typename Activation>
-class GluEpilogue;  // gates and ups, activated and in FP8, with a scale per row and 128 columns
-template <typename Activation>
-class SwapAbGluEpilogue;  // the same from swapped operands
-struct Swiglu;            // Activations: silu(gate) * up,
-struct OtherGlu;          // and another one, with biases
-using Epilogue = EPILOGUE;
-
-template <typename>
-constexpr bool kActivates = false;
-template <typename Activation>
-constexpr bool kActivates<GluEpilogue<Activation>> = true;
-template <typename Activation>
-constexpr bool kActivates<SwapAbGluEpilogue<Activation>> = true;
-template <typename>
-constexpr bool kSwaps = false;
-template <>
-constexpr bool kSwaps<SwapAbEpilogue> = true;
-template <typename Activation>
-constexpr bool kSwaps<SwapAbGluEpilogue<Activation>> = true;
-
 enum class Layout { kContiguous, kMasked };
 constexpr Layout kLayout = Layout::LAYOUT;
 enum class Weights { kFp8, kMxfp4 };
 constexpr bool kMxfp4 = Weights::WEIGHTS == Weights::kMxfp4;  // b in codes of four bits: codes.cuh
-constexpr bool kSwapAb = kSwaps<Epilogue>;
-constexpr bool kGlu = kActivates<Epilogue>;
+constexpr bool kSwapAb = SWAP_AB;  // b, not a, is on wgmma's M side
+constexpr bool kGlu = GLU;         // out is activated gates times ups, in FP8 with scales
 constexpr bool kStoresBoxes = !kSwapAb && !kGlu;
 constexpr int kBlockM = BLOCK_M;  // rows of a in a tile, at most
 constexpr int kBlockN = BLOCK_N;  // rows of b in a tile; with an activation, 64 gate rows and the matching 64 up rows

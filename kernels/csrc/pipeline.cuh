@@ -7,6 +7,7 @@
 #include "epilogue_swap_ab_glu.cuh"
 #include "parameters.cuh"
 
+using Epilogue = EPILOGUE;  // a type and a file for each way in which results leave
 using Parameters = GemmParameters<Epilogue::Output>;
 
 // Position in a ring of stages or tiles; the phase bit flips each time around.

@@ -39,6 +39,8 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
     defines = {
         "LAYOUT": f"k{layout.value.capitalize()}",
         "EPILOGUE": config.epilogue,
+        "SWAP_AB": str(config.swap_ab).lower(),
+        "GLU": str(config.swiglu).lower(),
         "WEIGHTS": f"k{config.weights.capitalize()}",
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
