@@ -8,8 +8,8 @@ enum class Layout { kContiguous, kMasked };
 constexpr Layout kLayout = Layout::LAYOUT;
 enum class Weights { kFp8, kMxfp4 };
 constexpr bool kMxfp4 = Weights::WEIGHTS == Weights::kMxfp4;  // b in codes of four bits: codes.cuh
-constexpr bool kSwapAb = SWAP_AB;  // b, not a, is on wgmma's M side
-constexpr bool kGlu = GLU;         // out is activated gates times ups, in FP8 with scales
+constexpr bool kSwapAb = SWAP_AB;                             // b, not a, is on wgmma's M side
+constexpr bool kGlu = GLU;                                    // out is activated gates times ups, in FP8 with scales
 constexpr bool kStoresBoxes = !kSwapAb && !kGlu;
 constexpr int kBlockM = BLOCK_M;  // rows of a in a tile, at most
 constexpr int kBlockN = BLOCK_N;  // rows of b in a tile; with an activation, 64 gate rows and the matching 64 up rows
@@ -24,7 +24,8 @@ constexpr int kBoxM = BOX_M;                   // rows of a per TMA load
 constexpr int kCtasPerSm = CTAS_PER_SM;
 constexpr int kArrivals = ARRIVALS;  // lanes that arrive at a barrier for a warp: one, or all for racecheck
 
-constexpr int kConsumerGroups = kSwapAb ? 2 : kBlockM / 64;  // warpgroups
+constexpr int kConsumerGroups = kSwapAb ? 2 : kBlockM / 64;     // warpgroups
+constexpr bool kMaySkip = !kSwapAb || (kCluster > 1 && !kGlu);  // a warpgroup may have no rows or columns of a tile
 constexpr int kConsumerWarps = kConsumerGroups * 4;
 constexpr int kScaleWarps = 3;
 constexpr int kThreads = (kConsumerGroups + 1) * 128;

@@ -4,7 +4,7 @@
 
 #include "codes.cuh"
 #include "pipeline.cuh"
-#include "wgmma.cuh"
+#include "wgmma_fragments.cuh"
 
 namespace codes {
 
@@ -17,33 +17,21 @@ class Consumer {
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
         : shared_(shared), warpgroup_(warpgroup), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
 
+    __device__ __forceinline__ bool computes(const Tile& tile, const Problem& problem) const {
+        return tile.column < problem.n;
+    }
+
     template <typename Epilogue>
-    __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
-        StageRing stage_ring;
-        for (TileRing tile_ring;; tile_ring.advance()) {
-            const Tile tile = shared_.announced_tile(tile_ring, problem);
-            if (tile.rows < 0) break;
-            if constexpr (kCluster > 1 && !kGlu) {
-                if (tile.column >= problem.n) {  // only the other CTA has columns
-                    for (int left = problem.k_blocks; left > 0; --left, stage_ring.advance()) {
-                        shared_.wait_full(stage_ring.index, stage_ring.phase);
-                        shared_.release(stage_ring.index);
-                    }
-                    continue;
-                }
-            }
-            epilogue.prepare(tile);
-            const int slices = (tile.rows + 15) / 16;
-            if (slices == 1)
-                multiply<1>(epilogue, stage_ring, tile, problem.k_blocks);
-            else if (slices == 2)
-                multiply<2>(epilogue, stage_ring, tile, problem.k_blocks);
-            else if (slices <= 4)
-                multiply<4>(epilogue, stage_ring, tile, problem.k_blocks);
-            else if constexpr (kBlockM > 64)
-                multiply<8>(epilogue, stage_ring, tile, problem.k_blocks);
-        }
-        epilogue.finish();
+    __device__ __forceinline__ void compute(Epilogue& epilogue, StageRing& stage_ring, const Tile& tile, int k_blocks) {
+        const int slices = (tile.rows + 15) / 16;
+        if (slices == 1)
+            multiply<1>(epilogue, stage_ring, tile, k_blocks);
+        else if (slices == 2)
+            multiply<2>(epilogue, stage_ring, tile, k_blocks);
+        else if (slices <= 4)
+            multiply<4>(epilogue, stage_ring, tile, k_blocks);
+        else if constexpr (kBlockM > 64)
+            multiply<8>(epilogue, stage_ring, tile, k_blocks);
     }
 
   private:

@@ -26,38 +26,22 @@ class Consumer {
           row_(threadIdx.x / 32 * 16),
           first_row_(warpgroup * 64) {}
 
+    // Whether the tile has rows and columns for this warpgroup. Through a shuffle the compiler knows that the warp
+    // agrees; else it would wait after each wgmma of a pair.
+    __device__ __forceinline__ bool computes(const Tile& tile, const Problem& problem) const {
+        return __shfl_sync(0xffffffff, tile.rows > first_row_ && tile.column < problem.n, 0);
+    }
+
+    // All of K, then the epilogue.
     template <typename Epilogue>
-    __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
-        StageRing stage_ring;
-        for (TileRing tile_ring;; tile_ring.advance()) {
-            // -- wait for a tile
-            const Tile tile = shared_.announced_tile(tile_ring, problem);
-            if (tile.rows < 0) break;
-
-            // -- nothing to compute here: only release the stages
-            // Through a shuffle the compiler knows that the warp agrees; else it would wait after each wgmma of a pair.
-            const bool computes = tile.rows > first_row_ && tile.column < problem.n;
-            if (!__shfl_sync(0xffffffff, computes, 0)) {
-                for (int left = problem.k_blocks; left > 0; --left, stage_ring.advance()) {
-                    shared_.wait_full(stage_ring.index, stage_ring.phase);
-                    shared_.release(stage_ring.index);
-                }
-                continue;
-            }
-
-            // -- multiply and promote all of K
-            epilogue.prepare(tile);
-            Sums sum = {};
-            if constexpr (!kGlu) second_ = floats::kScaleBlock - tile.column % floats::kScaleBlock;
-            if constexpr (kInPairs)
-                multiply_in_pairs(sum, stage_ring, problem.k_blocks);
-            else
-                multiply_by_rounds(sum, stage_ring, problem.k_blocks);
-
-            // -- store
-            epilogue.store(sum, tile);
-        }
-        epilogue.finish();
+    __device__ __forceinline__ void compute(Epilogue& epilogue, StageRing& stage_ring, const Tile& tile, int k_blocks) {
+        Sums sum = {};
+        if constexpr (!kGlu) second_ = floats::kScaleBlock - tile.column % floats::kScaleBlock;
+        if constexpr (kInPairs)
+            multiply_in_pairs(sum, stage_ring, k_blocks);
+        else
+            multiply_by_rounds(sum, stage_ring, k_blocks);
+        epilogue.store(sum, tile);
     }
 
   private:

@@ -17,23 +17,17 @@ class Consumer {
         : shared_(shared), warpgroup_(warpgroup) {}
 
     template <typename Epilogue>
-    __device__ __forceinline__ void run(Epilogue& epilogue, const Problem& problem) {
-        StageRing stage_ring;
-        for (TileRing tile_ring;; tile_ring.advance()) {
-            const Tile tile = shared_.announced_tile(tile_ring, problem);
-            if (tile.rows < 0) break;
-            switch ((tile.rows + 15) / 16) {
-                case 1: multiply<1>(epilogue, stage_ring, tile, problem.k_blocks); break;
-                case 2: multiply<2>(epilogue, stage_ring, tile, problem.k_blocks); break;
-                case 3:
-                    if constexpr (kBlockM > 32) multiply<3>(epilogue, stage_ring, tile, problem.k_blocks);
-                    break;
-                case 4:
-                    if constexpr (kBlockM > 32) multiply<4>(epilogue, stage_ring, tile, problem.k_blocks);
-                    break;
-            }
+    __device__ __forceinline__ void compute(Epilogue& epilogue, StageRing& stage_ring, const Tile& tile, int k_blocks) {
+        switch ((tile.rows + 15) / 16) {
+            case 1: multiply<1>(epilogue, stage_ring, tile, k_blocks); break;
+            case 2: multiply<2>(epilogue, stage_ring, tile, k_blocks); break;
+            case 3:
+                if constexpr (kBlockM > 32) multiply<3>(epilogue, stage_ring, tile, k_blocks);
+                break;
+            case 4:
+                if constexpr (kBlockM > 32) multiply<4>(epilogue, stage_ring, tile, k_blocks);
+                break;
         }
-        epilogue.finish();
     }
 
   private:

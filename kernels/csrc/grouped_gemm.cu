@@ -27,6 +27,34 @@
 #include "consumer_swap_ab.cuh"
 #include "producers.cuh"
 
+// A consumer warpgroup's loop over all tiles.
+template <typename Consumer>
+__device__ __forceinline__ void consume(const Problem& problem, SharedStorage& shared, Consumer&& consumer,
+                                        Epilogue& epilogue) {
+    StageRing stage_ring;
+    for (TileRing tile_ring;; tile_ring.advance()) {
+        // -- wait for a tile
+        const Tile tile = shared.announced_tile(tile_ring, problem);
+        if (tile.rows < 0) break;
+
+        // -- nothing to compute here: only release the stages
+        if constexpr (kMaySkip) {
+            if (!consumer.computes(tile, problem)) {
+                for (int left = problem.k_blocks; left > 0; --left, stage_ring.advance()) {
+                    shared.wait_full(stage_ring.index, stage_ring.phase);
+                    shared.release(stage_ring.index);
+                }
+                continue;
+            }
+        }
+
+        // -- multiply and promote all of K, and store
+        epilogue.prepare(tile);
+        consumer.compute(epilogue, stage_ring, tile, problem.k_blocks);
+    }
+    epilogue.finish();
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     grouped_gemm(const __grid_constant__ Parameters parameters) {
     // ---- parameters: read here, once; the compiler would read them again in each loop
@@ -45,7 +73,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     // ---- shared memory
     extern __shared__ __align__(1024) u8 raw[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(raw);
-    int* const table = reinterpret_cast<int*>(raw + sizeof(SharedStorage));
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // so the compiler knows that it is uniform
     const int lane = threadIdx.x % 32;
 
@@ -61,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     Tile first{};
     if (warp == kConsumerWarps && rank == 0) {
         if (!extents_ready) ptx::grid_dependency_wait();
-        scheduler.read(group_extents, table);
+        scheduler.read(group_extents, reinterpret_cast<int*>(&shared + 1));
         first = scheduler.tile(blockIdx.x / kCluster);
     }
     kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
@@ -80,11 +107,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
         if constexpr (kMovesRegisters) ptx::grow_registers<kConsumerRegisters>();
         Epilogue epilogue{shared.epilogue, parameters.out_map, output, problem};
         if constexpr (kMxfp4)
-            codes::Consumer(shared, warp / 4).run(epilogue, problem);
+            consume(problem, shared, codes::Consumer(shared, warp / 4), epilogue);
         else if constexpr (kSwapAb)
-            swap_ab::Consumer(shared, warp / 4).run(epilogue, problem);
+            consume(problem, shared, swap_ab::Consumer(shared, warp / 4), epilogue);
         else
-            normal::Consumer(shared, warp / 4).run(epilogue, problem);
+            consume(problem, shared, normal::Consumer(shared, warp / 4), epilogue);
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();  // a CTA must outlive the other's arrivals and copies into it
 }
