@@ -12,13 +12,21 @@
 // the exponents of e4m3.
 #pragma once
 
-#include "ptx.cuh"
+#include "parameters.cuh"
 
 namespace codes {
 
 constexpr int kWarpCodes = 2 * 32 * 16;    // bytes of a warp's codes
 constexpr int kWarpExponents = 8 * 2 * 4;  // bytes: rows g and g + 8, four groups of 32 columns
 constexpr u32 kSigns = 0x80808080;
+
+// Starts to load a K block of the tile's rows of b; a CTA without columns loads the last ones.
+__device__ __forceinline__ void load(u64* full, u8* to, const u8* b_codes, const Problem& problem, const Tile& tile,
+                                     int kb) {
+    const int blocks_n = (problem.n + kOutBlockN - 1) / kOutBlockN;
+    const i64 block = tile.group * static_cast<i64>(blocks_n) + min(tile.column / kOutBlockN, blocks_n - 1);
+    ptx::bulk_load(full, to, b_codes + (block * problem.k_blocks + kb) * kBytesOfB, kBytesOfB);
+}
 
 // Eight codes of a row: the half of a fragment in columns 0 to 15, and that in columns 16 to 31.
 struct Halves {

@@ -1,6 +1,7 @@
 // The producer warpgroup: a warp that loads a and b by TMA, and three that multiply their scales.
 #pragma once
 
+#include "codes.cuh"
 #include "pipeline.cuh"
 
 // The producers' inputs.
@@ -17,11 +18,8 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
     const auto boxes_of = [](const Tile& tile) { return (tile.rows + kBoxM - 1) / kBoxM; };
     const auto load_b = [&](const Tile& tile, int kb, int stage) {
         ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], kBytesOfB + boxes_of(tile) * kBoxM * kBlockK);
-        if constexpr (kMxfp4) {  // a CTA without columns loads the last ones
-            const int blocks_n = (problem.n + kOutBlockN - 1) / kOutBlockN;
-            const i64 block = tile.group * static_cast<i64>(blocks_n) + min(tile.column / kOutBlockN, blocks_n - 1);
-            ptx::bulk_load(&shared.full[stage], shared.b[stage],
-                           operands.b_codes + (block * problem.k_blocks + kb) * kBytesOfB, kBytesOfB);
+        if constexpr (kMxfp4) {
+            codes::load(&shared.full[stage], shared.b[stage], operands.b_codes, problem, tile, kb);
             return;
         }
         const int row = tile.group * problem.n * kLoadsOfB + tile.column;
