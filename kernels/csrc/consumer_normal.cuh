@@ -20,11 +20,7 @@ using Sums = float[kHalves * kAccumulators];
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
-        : shared_(shared),
-          a_(wgmma::Descriptor::of(shared.a[0] + warpgroup * 64 * kBlockK)),
-          b_(wgmma::Descriptor::of(shared.b[0])),
-          row_(threadIdx.x / 32 * 16),
-          first_row_(warpgroup * 64) {}
+        : shared_(shared), first_row_(warpgroup * 64) {}
 
     // Whether the tile has rows and columns for this warpgroup. Through a shuffle the compiler knows that the warp
     // agrees; else it would wait after each wgmma of a pair.
@@ -142,9 +138,11 @@ class Consumer {
     }
 
     SharedStorage& shared_;
-    const wgmma::Descriptor a_, b_;
-    const int row_, first_row_;  // where the warp and the warpgroup start in the tile
-    int second_ = 0;             // the tile's column from where on the next scale of b applies
+    const int first_row_;  // where the warpgroup starts in the tile
+    const wgmma::Descriptor a_ = wgmma::Descriptor::of(shared_.a[0] + first_row_ * kBlockK);
+    const wgmma::Descriptor b_ = wgmma::Descriptor::of(shared_.b[0]);
+    const int row_ = threadIdx.x / 32 * 16;  // where the warp starts
+    int second_ = 0;                         // the tile's column from where on the next scale of b applies
 };
 
 }  // namespace normal

@@ -65,13 +65,8 @@ struct SharedStorage {
     }
     // A consumer warp has read a stage; every CTA that writes there must know.
     __device__ __forceinline__ void release(int stage) {
-        const u32 lane = threadIdx.x % 32;
         __syncwarp();
-        if constexpr (kArrivals == 1) {
-            if (lane < kCluster) ptx::mbarrier_arrive_at<kCluster>(&empty[stage], lane);
-        } else {
-            for (u32 rank = 0; rank < kCluster; ++rank) ptx::mbarrier_arrive_at<kCluster>(&empty[stage], rank);
-        }
+        ptx::mbarrier_arrive_at_all<kCluster, kArrivals>(&empty[stage]);
     }
 
     // ---- tiles

@@ -162,6 +162,17 @@ __device__ __forceinline__ void mbarrier_arrive_at(u64* barrier, u32 rank) {
     }
 }
 
+// Arrives for a warp at the same barrier of every CTA of the cluster: kArrivals times, 1 or 32.
+template <int kCluster, int kArrivals>
+__device__ __forceinline__ void mbarrier_arrive_at_all(u64* barrier) {
+    const u32 lane = threadIdx.x % 32;
+    if constexpr (kArrivals == 1) {
+        if (lane < kCluster) mbarrier_arrive_at<kCluster>(barrier, lane);
+    } else {
+        for (u32 rank = 0; rank < kCluster; ++rank) mbarrier_arrive_at<kCluster>(barrier, rank);
+    }
+}
+
 // Writes 16 bytes to the same place in CTA `rank` of this cluster; they complete on that CTA's copy of the barrier.
 __device__ __forceinline__ void store_to_cta(void* place, int4 value, u64* barrier, u32 rank) {
     asm volatile(
@@ -210,7 +221,22 @@ __device__ __forceinline__ void copy_word_async(void* destination, const void* s
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(destination)), "l"(source) : "memory");
 }
 
-// Waits for this thread's copies.
+// Copies `count` ints to shared memory, by all lanes of a warp, with several loads of each in flight.
+__device__ __forceinline__ void copy_by_warp(int* destination, const int* source, int count) {
+    constexpr int kAtOnce = 4;
+#pragma unroll 1
+    for (int base = threadIdx.x % 32; base < count; base += 32 * kAtOnce) {
+        int found[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) found[i] = base + i * 32 < count ? __ldcg(source + base + i * 32) : 0;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            if (base + i * 32 < count) destination[base + i * 32] = found[i];
+    }
+    __syncwarp();
+}
+
+// Waits for this thread's asynchronous copies.
 __device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---------------------------------------------------------------- TMA: bulk copies

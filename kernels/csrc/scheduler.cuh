@@ -38,17 +38,13 @@ struct Groups {
 class Scheduler {
   public:
     __device__ __forceinline__ Scheduler(int num_groups, int max_rows, Columns columns, Cut cut)
-        : num_groups_(num_groups),
-          max_rows_(max_rows),
-          columns_(columns),
-          tiles_n_((columns.count + kTileN - 1) / kTileN),
-          cut_(cut) {}
+        : num_groups_(num_groups), max_rows_(max_rows), columns_(columns), cut_(cut) {}
 
     // Reads the extents, and copies more than 32 of them to `table` in shared memory.
     __device__ __forceinline__ void read(const int* group_extents, int* table) {
         extents_ = group_extents;
         if (num_groups_ > 32) {
-            stage(table, group_extents);
+            ptx::copy_by_warp(table, group_extents, num_groups_ + (kLayout == Layout::kContiguous));
             extents_ = table;
         }
 #pragma unroll 1
@@ -112,23 +108,6 @@ class Scheduler {
         return min(max(ptx::load_relaxed(extents_ + index), 0), max_rows_);
     }
 
-    // Copies the extents of all groups; several loads of a lane are in flight.
-    __device__ __forceinline__ void stage(int* table, const int* group_extents) const {
-        constexpr int kAtOnce = 4;
-        const int count = num_groups_ + (kLayout == Layout::kContiguous);
-#pragma unroll 1
-        for (int base = lane(); base < count; base += 32 * kAtOnce) {
-            int found[kAtOnce];
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i)
-                found[i] = base + i * 32 < count ? __ldcg(group_extents + base + i * 32) : 0;
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i)
-                if (base + i * 32 < count) table[base + i * 32] = found[i];
-        }
-        __syncwarp();
-    }
-
     // Loads a chunk of 32 groups; `before`: the tiles of earlier chunks. A group's tiles differ by at most one step in
     // height: with three steps per tile, 600 rows become 192 + 192 + 128 + 88, not 3 * 192 + 24.
     __device__ __forceinline__ void look_at(int chunk, int before) {
@@ -155,7 +134,7 @@ class Scheduler {
 
     const int num_groups_, max_rows_;
     const Columns columns_;
-    const int tiles_n_;
+    const int tiles_n_ = (columns_.count + kTileN - 1) / kTileN;
     const Cut cut_;
     const int* extents_ = nullptr;
     int chunk_through_ = 0x7fffffff;  // a lane for each 32 groups: the number of tiles up to their end
