@@ -4,12 +4,10 @@
 
 #include "floats.cuh"
 
-enum class Layout { kContiguous, kMasked };
-constexpr Layout kLayout = Layout::LAYOUT;
-enum class Weights { kFp8, kMxfp4 };
-constexpr bool kMxfp4 = Weights::WEIGHTS == Weights::kMxfp4;  // b in codes of four bits: codes.cuh
-constexpr bool kSwapAb = SWAP_AB;                             // b, not a, is on wgmma's M side
-constexpr bool kGlu = GLU;                                    // out is activated gates times ups, in FP8 with scales
+constexpr bool kContiguous = CONTIGUOUS;  // rows of all groups follow each other; else each group has max_m places
+constexpr bool kSwapAb = SWAP_AB;         // b, not a, is on wgmma's M side
+constexpr bool kGlu = GLU;                // out is activated gates times ups, in FP8 with scales
+constexpr bool kMxfp4 = MXFP4;            // b in codes of four bits: codes.cuh
 constexpr bool kStoresBoxes = !kSwapAb && !kGlu;
 constexpr int kBlockM = BLOCK_M;  // rows of a in a tile, at most
 constexpr int kBlockN = BLOCK_N;  // rows of b in a tile; with an activation, 64 gate rows and the matching 64 up rows

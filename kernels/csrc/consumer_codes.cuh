@@ -11,7 +11,7 @@ namespace codes {
 static_assert(!kMxfp4 || (kSwapAb && kBlockN == 128 && (kBlockM == 64 || kBlockM == 128)),
               "there is code for 128 rows of b, and heights up to 64 or 128");
 
-// A warpgroup's loop over all tiles.
+// A warpgroup's part of a tile.
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
@@ -60,7 +60,7 @@ class Consumer {
             StageRing done = stage_ring;
             const auto multiply = [&](Product& product) {
                 const int stage = stage_ring.index;
-                shared_.wait_full(stage, stage_ring.phase);
+                shared_.wait_full(stage_ring);
                 decode<0>(product.a, shared_.b[stage], warp_, lane_);
                 decode<1>(product.a + 8, shared_.b[stage], warp_, lane_);
                 wgmma::multiply_block<16 * kSlices>(product.d, product.a, a + stage * kBlockM * kBlockK);
@@ -77,7 +77,7 @@ class Consumer {
             float acc[kRegisters] = {};
             u32 first[8], last[8];
             const auto decode_first = [&] {
-                shared_.wait_full(stage_ring.index, stage_ring.phase);
+                shared_.wait_full(stage_ring);
                 decode<0>(first, shared_.b[stage_ring.index], warp_, lane_);
             };
             const auto multiply = [&](bool is_last) {

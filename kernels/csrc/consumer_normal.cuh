@@ -16,7 +16,7 @@ constexpr bool kInPairs = kHalves == 1 && kCtasPerSm == 1 && (kAccumulators <= 4
 using Accumulators = float[kAccumulators];
 using Sums = float[kHalves * kAccumulators];
 
-// A warpgroup's loop over all tiles.
+// A warpgroup's part of a tile.
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
@@ -45,9 +45,9 @@ class Consumer {
     __device__ __forceinline__ void multiply_in_pairs(Sums& sum, StageRing& stage_ring, int k_blocks) {
         Accumulators acc[2];  // not set to 0: ptxas would wait for the first product before it sets the second
         StageRing done = stage_ring;
-        const auto multiply = [&](Accumulators& acc) {
-            shared_.wait_full(stage_ring.index, stage_ring.phase);
-            this->multiply(acc, stage_ring.index);
+        const auto multiply_next = [&](Accumulators& acc) {
+            shared_.wait_full(stage_ring);
+            multiply(acc, stage_ring.index);
             stage_ring.advance();
         };
         const auto promote_next = [&](const Accumulators& acc) {
@@ -56,7 +56,7 @@ class Consumer {
             promote(sum, acc, scales);
             done.advance();
         };
-        wgmma::in_pairs(acc, k_blocks, multiply, promote_next);
+        wgmma::in_pairs(acc, k_blocks, multiply_next, promote_next);
     }
 
     // A round of the ring is unrolled: with every address known, the four wgmma of a K block follow each other closely
@@ -78,7 +78,7 @@ class Consumer {
     }
 
     __device__ __forceinline__ void accumulate(Sums& sum, Accumulators& acc, int stage, u32 phase) {
-        shared_.wait_full(stage, phase);
+        shared_.wait_full({stage, phase});
 #pragma unroll
         for (int half = 0; half < kHalves; ++half) {
             multiply(acc, stage, half);

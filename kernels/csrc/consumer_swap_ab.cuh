@@ -10,7 +10,7 @@ namespace swap_ab {
 static_assert(!kSwapAb || kMxfp4 || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kGlu),
               "there is code for heights up to 64, none for a CTA without columns and none for SwiGLU");
 
-// A warpgroup's loop over all tiles.
+// A warpgroup's part of a tile.
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(SharedStorage& shared, u32 warpgroup)
@@ -42,7 +42,7 @@ class Consumer {
         float sum[kSlices * 8] = {}, acc[2][kSlices * 8] = {};
         StageRing done = stage_ring;
         const auto multiply = [&](float (&d)[kSlices* 8]) {
-            shared_.wait_full(stage_ring.index, stage_ring.phase);
+            shared_.wait_full(stage_ring);
             wgmma::multiply_block<16 * kSlices>(d, b + stage_ring.index * kBlockN * kBlockK,
                                                 a + stage_ring.index * kBlockM * kBlockK);
             stage_ring.advance();

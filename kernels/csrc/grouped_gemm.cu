@@ -5,23 +5,29 @@
 // Each stage has two barriers: `full` once it is loaded, `empty` once it is read. With kCluster 2 a pair of CTAs takes
 // neighboring columns of the same rows, and each CTA loads half of the rows of a for both.
 //
-//   role                       phases                                                   where
-//   a TMA warp                 announce a tile, load a and b, take the next tile        producers.cuh: load_tiles
-//   three scale warps          locate a tile's scales, load and multiply them           producers.cuh: load_scales
-//   1 to 3 warpgroups          multiply a K block, promote (scale and add it in fp32);  consumer_normal.cuh,
-//   of consumers               after the last one, store the tile: an epilogue          _swap_ab or _codes.cuh
+//   role                  phases                                                   where
+//   a TMA warp            announce a tile, load a and b, take the next tile        producers.cuh: load_tiles
+//   three scale warps     locate a tile's scales, load and multiply them           producers.cuh: load_scales
+//   1 to 3 warpgroups     multiply a K block, promote (scale and add it in fp32);  consume, below
+//   of consumers          after the last one, store the tile: an epilogue
 //
-// Read on in this order; the other files of an epilogue or operand order may be left out:
+// For a plain GEMM read on in this order:
 //
-//   config.cuh                 the variant: tile, stages, roles, and its Epilogue, a type
-//   parameters.cuh             what a launch passes
-//   pipeline.cuh               the shared memory, the ring, how stages and tiles are handed over
-//   producers.cuh, consumer_normal.cuh, epilogue_bf16.cuh       the loops of a plain GEMM
-//   scheduler.cuh              which rows and columns the tile with a number has
-//   consumer_swap_ab.cuh, epilogue_swap_ab.cuh                  few rows: b on wgmma's M side
-//   codes.cuh, consumer_codes.cuh, epilogue_swap_ab_glu.cuh     b in codes of four bits, on the M side, too
-//   epilogue_glu.cuh, activation_swiglu.cuh, activation_other_glu.cuh   the first GEMM of a layer
-//   wgmma.cuh, ptx.cuh         K blocks on the tensor cores; one function for each PTX instruction, to look up
+//   config.cuh            the variant: tile, stages, roles
+//   parameters.cuh        what a launch passes
+//   pipeline.cuh          the shared memory, the ring, how stages and tiles are handed over
+//   producers.cuh         the producers' loops
+//   consumer_normal.cuh   how a warpgroup multiplies and promotes its part of a tile
+//   epilogue_bf16.cuh     how it stores it
+//   scheduler.cuh         which rows and columns the tile with a number has
+//
+// To look up: wgmma.cuh, wgmma_instructions.cuh (K blocks on the tensor cores), ptx.cuh (one function for each PTX
+// instruction), floats.cuh. The rest is for other GEMMs:
+//
+//   few rows: b on wgmma's M side                 consumer_swap_ab.cuh, epilogue_swap_ab.cuh
+//   the first GEMM of a layer                     epilogue_glu.cuh, activation_swiglu.cuh, activation_other_glu.cuh
+//   b in codes of four bits, on the M side, too   codes.cuh, wgmma_fragments.cuh, consumer_codes.cuh,
+//                                                 epilogue_swap_ab_glu.cuh
 #include "consumer_codes.cuh"
 #include "consumer_normal.cuh"
 #include "consumer_swap_ab.cuh"
@@ -41,7 +47,7 @@ __device__ __forceinline__ void consume(const Problem& problem, SharedStorage& s
         if constexpr (kMaySkip) {
             if (!consumer.computes(tile, problem)) {
                 for (int left = problem.k_blocks; left > 0; --left, stage_ring.advance()) {
-                    shared.wait_full(stage_ring.index, stage_ring.phase);
+                    shared.wait_full(stage_ring);
                     shared.release(stage_ring.index);
                 }
                 continue;

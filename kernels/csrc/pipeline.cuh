@@ -57,7 +57,7 @@ struct SharedStorage {
     __device__ __forceinline__ void wait_empty(const StageRing& at) {
         ptx::mbarrier_wait(&empty[at.index], at.phase ^ 1);
     }
-    __device__ __forceinline__ void wait_full(int stage, u32 phase) { ptx::mbarrier_wait(&full[stage], phase); }
+    __device__ __forceinline__ void wait_full(const StageRing& at) { ptx::mbarrier_wait(&full[at.index], at.phase); }
     // A scale warp has written its share of a stage.
     __device__ __forceinline__ void publish(int stage) {
         __syncwarp();

@@ -357,6 +357,11 @@ __device__ __forceinline__ float approximate_reciprocal(float x) {
     return result;
 }
 
+// a / b for a >= 0 and b > 0, in a tenth of the time of `/`; exact for a < 2^21.
+__device__ __forceinline__ int approximate_quotient(int a, int b) {
+    return static_cast<int>((static_cast<float>(a) + 0.5f) * approximate_reciprocal(static_cast<float>(b)));
+}
+
 // fmaxf and fminf drop a NaN; these propagate it.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float result;

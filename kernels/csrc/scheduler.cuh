@@ -44,7 +44,7 @@ class Scheduler {
     __device__ __forceinline__ void read(const int* group_extents, int* table) {
         extents_ = group_extents;
         if (num_groups_ > 32) {
-            ptx::copy_by_warp(table, group_extents, num_groups_ + (kLayout == Layout::kContiguous));
+            ptx::copy_by_warp(table, group_extents, num_groups_ + kContiguous);
             extents_ = table;
         }
 #pragma unroll 1
@@ -78,15 +78,15 @@ class Scheduler {
                 tiles_m = count - taller;
             }
         }
-        int band = 0;
+        int band = 0;  // the quotient of larger numbers may be off by one
         if (tiles_m > kBand) {
-            band = quotient(within, kBand * tiles_n_);
+            band = ptx::approximate_quotient(within, kBand * tiles_n_);
             const int rest = within - band * kBand * tiles_n_;
             band += (rest >= kBand * tiles_n_) - (rest < 0);
             within -= band * kBand * tiles_n_;
         }
         const int width = min(kBand, tiles_m - band * kBand);
-        const int column = quotient(within, width);
+        const int column = ptx::approximate_quotient(within, width);  // exact: the host limits n (MAX_N)
         const int index = first + band * kBand + within - column * width;
         const int row = (index * height + min(index, taller)) * kHeightStep;
         return {chunk * 32 + of, begin + row, min((height + (index < taller)) * kHeightStep, rows - row),
@@ -97,12 +97,6 @@ class Scheduler {
     static constexpr int kBand = 8;
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
-    // a / b for a >= 0 and b > 0, in a tenth of the time of `/`; exact for a < 2^21. Where a may be larger,
-    // callers correct the result. Within a band, 8 tiles high, it is not: the host limits n (MAX_N).
-    static __device__ __forceinline__ int quotient(int a, int b) {
-        return static_cast<int>((static_cast<float>(a) + 0.5f) * ptx::approximate_reciprocal(static_cast<float>(b)));
-    }
 
     __device__ __forceinline__ int extent(int index) const {
         return min(max(ptx::load_relaxed(extents_ + index), 0), max_rows_);
@@ -116,18 +110,18 @@ class Scheduler {
         begin_ = rows_ = 0;
         if (group < num_groups_) {
             rows_ = extent(group);
-            if constexpr (kLayout == Layout::kContiguous) {
+            if constexpr (kContiguous) {
                 const int end = extent(group + 1);
                 begin_ = rows_;
                 rows_ = max(end - begin_, 0);
             }
         }
         const int steps = (rows_ + kHeightStep - 1) / kHeightStep;
-        count_ = quotient(16 * steps + cut_.tile_steps - 1, cut_.tile_steps);
+        count_ = ptx::approximate_quotient(16 * steps + cut_.tile_steps - 1, cut_.tile_steps);
         count_ += count_ * cut_.tile_steps < 16 * steps;  // else a tile would be too tall
         // One tile too many does no harm, but an empty one would end its cluster.
         count_ = min(count_, steps);
-        height_ = quotient(steps, max(count_, 1));
+        height_ = ptx::approximate_quotient(steps, max(count_, 1));
         height_ -= height_ * count_ > steps;
         through_ = before + ptx::warp_prefix_sum(count_ * tiles_n_);
     }

@@ -37,11 +37,11 @@ Choose = Callable[[Layout, int, int, int, float, int, bool, Rates, WeightFormat]
 
 def _variant(layout: Layout, config: TileConfig) -> Variant:
     defines = {
-        "LAYOUT": f"k{layout.value.capitalize()}",
         "EPILOGUE": config.epilogue,
-        "SWAP_AB": str(config.swap_ab).lower(),
-        "GLU": str(config.swiglu).lower(),
-        "WEIGHTS": f"k{config.weights.capitalize()}",
+        "CONTIGUOUS": layout is Layout.CONTIGUOUS,
+        "SWAP_AB": config.swap_ab,
+        "GLU": config.swiglu,
+        "MXFP4": config.weights is WeightFormat.MXFP4,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
@@ -51,7 +51,10 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
         "ARRIVALS": 1,
         "STORAGE_BYTES": config.storage_bytes,
     }
-    named = tuple((name, str(value)) for name, value in defines.items())
+    named = tuple(
+        (name, str(value).lower() if isinstance(value, bool) else str(value))
+        for name, value in defines.items()
+    )
     source = Source(f"{layout.value}_{config.name}", "grouped_gemm.cu", "grouped_gemm", named)
     return Variant(source, config.threads, config.shared_bytes)
 
