@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codes.cuh"
+#include "consumer_swap_ab.cuh"
 #include "pipeline.cuh"
 #include "wgmma_fragments.cuh"
 
@@ -42,16 +43,8 @@ class Consumer {
         constexpr int kRegisters = kSlices * 8;
         const auto a = wgmma::Descriptor::of(shared_.a[0]);
         float sum[kRegisters] = {};
-        const auto promote = [&](const float (&acc)[kRegisters], int stage) {  // see consumer_swap_ab.cuh
-            const float* scales = shared_.scales[stage][0] + lane_ % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < kRegisters; i += 4) {
-                const float2 scale = *reinterpret_cast<const float2*>(scales + i * 2);
-                sum[i + 0] += acc[i + 0] * scale.x;
-                sum[i + 1] += acc[i + 1] * scale.y;
-                sum[i + 2] += acc[i + 2] * scale.x;
-                sum[i + 3] += acc[i + 3] * scale.y;
-            }
+        const auto promote = [&](const float (&acc)[kRegisters], int stage) {
+            swap_ab::promote(sum, acc, shared_.scales[stage][0] + lane_ % 4 * 2);
             shared_.release(stage);
         };
         if constexpr (kSlices <= 4) {

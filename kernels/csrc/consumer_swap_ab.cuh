@@ -10,6 +10,20 @@ namespace swap_ab {
 static_assert(!kSwapAb || kMxfp4 || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kGlu),
               "there is code for heights up to 64, none for a CTA without columns and none for SwiGLU");
 
+// Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the fragment is a
+// row of a; its scale is already multiplied by that of b. `scales`: from this lane's first column on.
+template <int kCount>
+__device__ __forceinline__ void promote(float (&sum)[kCount], const float (&acc)[kCount], const float* scales) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const float2 scale = *reinterpret_cast<const float2*>(scales + i * 2);
+        sum[i + 0] += acc[i + 0] * scale.x;
+        sum[i + 1] += acc[i + 1] * scale.y;
+        sum[i + 2] += acc[i + 2] * scale.x;
+        sum[i + 3] += acc[i + 3] * scale.y;
+    }
+}
+
 // A warpgroup's part of a tile.
 class Consumer {
   public:
@@ -47,22 +61,12 @@ class Consumer {
                                                 a + stage_ring.index * kBlockM * kBlockK);
             stage_ring.advance();
         };
-        // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the
-        // fragment is a row of a; its scale is already multiplied by that of b.
-        const auto promote = [&](const float (&acc)[kSlices* 8]) {
-            const float* scales = shared_.scales[done.index][0] + lane % 4 * 2;
-#pragma unroll
-            for (int i = 0; i < kSlices * 8; i += 4) {
-                const float2 scale = *reinterpret_cast<const float2*>(scales + i * 2);
-                sum[i + 0] += acc[i + 0] * scale.x;
-                sum[i + 1] += acc[i + 1] * scale.y;
-                sum[i + 2] += acc[i + 2] * scale.x;
-                sum[i + 3] += acc[i + 3] * scale.y;
-            }
+        const auto promote_next = [&](const float (&acc)[kSlices* 8]) {
+            promote(sum, acc, shared_.scales[done.index][0] + lane % 4 * 2);
             shared_.release(done.index);
             done.advance();
         };
-        wgmma::in_pairs(acc, k_blocks, multiply, promote);
+        wgmma::in_pairs(acc, k_blocks, multiply, promote_next);
         epilogue.template store<kSlices>(sum, tile, warpgroup_);
     }
 

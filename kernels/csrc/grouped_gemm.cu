@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     grouped_gemm(const __grid_constant__ Parameters parameters) {
     // ---- parameters: read here, once; the compiler would read them again in each loop
     const Operands operands{parameters.a_map, parameters.b_map, reinterpret_cast<const u8*>(parameters.b_map.opaque[0]),
-                            parameters.scales};
+                            parameters.scales, parameters.tile_counter};
     const Groups& given = parameters.groups;
     const int* const group_extents = given.extents;
     const int num_groups = given.num_groups, n = given.n, k = given.k, max_rows = given.max_rows,
@@ -74,7 +74,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     const Columns columns = given.columns;
     const int extents_ready = parameters.extents_ready;
     const Epilogue::Output output = parameters.output;
-    int* const tile_counter = parameters.tile_counter;
 
     // ---- shared memory
     extern __shared__ __align__(1024) u8 raw[];
@@ -104,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     if (warp >= kConsumerWarps) {
         if constexpr (kMovesRegisters) ptx::shrink_registers<kProducerRegisters>();
         if (warp == kConsumerWarps) {
-            load_tiles(ptx::keep_address(shared), operands, problem, scheduler, first, tile_counter, lane);
+            load_tiles(ptx::keep_address(shared), operands, problem, scheduler, first, lane);
         } else {
             ptx::grid_dependency_wait();
             load_scales(shared, operands, problem, warp - kConsumerWarps - 1, lane);

@@ -9,12 +9,13 @@ struct Operands {
     const ptx::TensorMap &a_map, &b_map;
     const u8* const b_codes;  // with kMxfp4, instead of b_map
     const Scales scales;
+    int* const tile_counter;
 };
 
 // The TMA warp: takes tiles after the `next` one, announces them, and loads this CTA's b and its share of the cluster's
 // a. A cluster's first tile is the one with its index; later ones go to whichever cluster asks first.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands& operands, const Problem& problem,
-                                           Scheduler& scheduler, Tile next, int* tile_counter, int lane) {
+                                           Scheduler& scheduler, Tile next, int lane) {
     const auto boxes_of = [](const Tile& tile) { return (tile.rows + kBoxM - 1) / kBoxM; };
     const auto load_b = [&](const Tile& tile, int kb, int stage) {
         ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], kBytesOfB + boxes_of(tile) * kBoxM * kBlockK);
@@ -58,7 +59,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
                 const int stage = at.index;
                 // -- take the next tile: early enough for the answer to be back in time, late enough for clusters to
                 // ask in the order in which they finish
-                if (kb == take_at) taken = ptx::increment(tile_counter);
+                if (kb == take_at) taken = ptx::increment(operands.tile_counter);
                 shared.wait_empty(at);
                 if (kb >= loaded_ahead) load_b(tile, kb, stage);
 #pragma unroll 1
@@ -79,9 +80,9 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
     ptx::grid_dependency_wait();           // a cluster without a tile has not waited yet
     if (problem.rank == 0 && lane == 0) {  // the last cluster to finish resets the counter for the next launch
         __threadfence();
-        if (atomicAdd(tile_counter + 1, 1) == gridDim.x / kCluster - 1) {
-            tile_counter[0] = 0;
-            tile_counter[1] = 0;
+        if (atomicAdd(operands.tile_counter + 1, 1) == gridDim.x / kCluster - 1) {
+            operands.tile_counter[0] = 0;
+            operands.tile_counter[1] = 0;
         }
     }
 }
