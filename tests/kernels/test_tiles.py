@@ -1,5 +1,6 @@
 """The tiles of the GEMM: host and device agree on each."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from expertd.kernels.backends.hopper import tiles
 from expertd.kernels.backends.hopper.grouped_gemm import VARIANTS
 from expertd.kernels.backends.hopper.tiles import TileConfig
+from expertd.kernels.jit.source import CSRC
 from expertd.layout import Layout
 from tests.kernels.front_end import errors_of
 from tests.short import few_of
@@ -30,3 +32,11 @@ def test_host_and_device_agree_on_the_storage(config: TileConfig) -> None:
     assert errors_of(variant, f'{checks} static_assert(false, "the end");') == [
         'static assertion failed with "the end"'
     ]
+
+
+def test_the_map_at_the_top_of_the_kernel_names_every_file() -> None:
+    """Readers go by it, and it says which files a plain GEMM needs."""
+    text = VARIANTS[Layout.MASKED, tiles.NORMAL].source.text()
+    files = set(re.findall(r'#line 1 "kernels/csrc/(.*)"', text)) - {"grouped_gemm.cu"}
+    top = (CSRC / "grouped_gemm.cu").read_text().partition("#include")[0]
+    assert files == set(re.findall(r"\w+\.cuh", top))
