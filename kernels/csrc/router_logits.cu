@@ -17,6 +17,15 @@ struct Storage {
 };
 static_assert(kTokens == 64 && sizeof(Storage) == STORAGE_BYTES);
 
+// d += A[64 x 64] * B[N x 64]^T of bf16, committed as one group.
+template <int kN>
+__device__ __forceinline__ void add_block(float (&d)[kN / 2], wgmma::Descriptor a, wgmma::Descriptor b) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int bytes = 0; bytes < 128; bytes += 32) wgmma::Multiply<kN, true>::add(d, a + bytes, b + bytes);
+    ptx::wgmma_commit();
+}
+
 extern "C" __global__ void __launch_bounds__(128)
     router_logits(const __grid_constant__ ptx::TensorMap token_map,   // bf16 [num_tokens, k]
                   const __grid_constant__ ptx::TensorMap weight_map,  // bf16 [num_experts, k], not written by the
@@ -60,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
             ptx::mbarrier_wait(&shared.full[box], first / kBoxes & 1);
-            wgmma::add_block<kExperts>(sum, a + box * sizeof(shared.tokens[0]), b + box * sizeof(shared.weights[0]));
+            add_block<kExperts>(sum, a + box * sizeof(shared.tokens[0]), b + box * sizeof(shared.weights[0]));
             if (first + kBoxes < boxes) {
                 wgmma::wait(sum);
                 __syncthreads();  // all warps are done with the box

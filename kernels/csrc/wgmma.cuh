@@ -1,4 +1,4 @@
-// wgmma with e4m3 or bf16 operands in shared memory and fp32 accumulators: whole K blocks, one or two in flight.
+// wgmma with e4m3 operands in shared memory and fp32 accumulators: whole K blocks, one or two in flight.
 #pragma once
 
 #include "wgmma_instructions.cuh"
@@ -13,15 +13,6 @@ __device__ __forceinline__ void multiply_block(float (&d)[kN / 2], Descriptor a,
     Multiply<kN>::add(d, a + 32, b + 32);
     Multiply<kN>::add(d, a + 64, b + 64);
     Multiply<kN>::add(d, a + 96, b + 96);
-    ptx::wgmma_commit();
-}
-
-// d += A[64 x 64] * B[N x 64]^T of bf16, committed as one group.
-template <int kN>
-__device__ __forceinline__ void add_block(float (&d)[kN / 2], Descriptor a, Descriptor b) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int bytes = 0; bytes < 128; bytes += 32) Multiply<kN, true>::add(d, a + bytes, b + bytes);
     ptx::wgmma_commit();
 }
 
