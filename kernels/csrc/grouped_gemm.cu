@@ -63,7 +63,7 @@ __device__ __forceinline__ void consume(const Problem& problem, SharedStorage& s
 
 extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     grouped_gemm(const __grid_constant__ Parameters parameters) {
-    // ---- parameters: read here, once; the compiler would read them again in each loop
+    // ---- parameters of loops: read here, once; the compiler would read them again each time
     const Operands operands{parameters.a_map, parameters.b_map, reinterpret_cast<const u8*>(parameters.b_map.opaque[0]),
                             parameters.scales, parameters.tile_counter};
     const Groups& given = parameters.groups;
@@ -72,7 +72,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
               rows_per_group = given.rows_per_group;
     const Cut cut = given.cut;
     const Columns columns = given.columns;
-    const int extents_ready = parameters.extents_ready;
     const Epilogue::Output output = parameters.output;
 
     // ---- shared memory
@@ -92,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     Scheduler scheduler(num_groups, max_rows, columns, cut);
     Tile first{};
     if (warp == kConsumerWarps && rank == 0) {
-        if (!extents_ready) ptx::grid_dependency_wait();
+        if (!parameters.extents_ready) ptx::grid_dependency_wait();
         scheduler.read(group_extents, reinterpret_cast<int*>(&shared + 1));
         first = scheduler.tile(blockIdx.x / kCluster);
     }
