@@ -1,5 +1,4 @@
-// A variant at compile time: its parameters (TileConfig in kernels/backends/hopper/tiles.py), and what follows from
-// them.
+// A variant at compile time: TileConfig in kernels/backends/hopper/tiles.py, and what follows from it.
 #pragma once
 
 #include "floats.cuh"

@@ -28,7 +28,6 @@ class Consumer {
         return __shfl_sync(0xffffffff, tile.rows > first_row_ && tile.column < problem.n, 0);
     }
 
-    // All of K, then the epilogue.
     template <typename Epilogue>
     __device__ __forceinline__ void compute(Epilogue& epilogue, StageRing& stage_ring, const Tile& tile, int k_blocks) {
         Sums sum = {};

@@ -33,7 +33,8 @@
 #include "consumer_swap_ab.cuh"
 #include "producers.cuh"
 
-// A consumer warpgroup's loop over all tiles.
+// A consumer warpgroup's loop over all tiles. A Consumer `computes` a tile that has rows and columns for it: it
+// multiplies and promotes all of K, then calls the epilogue.
 template <typename Consumer>
 __device__ __forceinline__ void consume(const Problem& problem, SharedStorage& shared, Consumer&& consumer,
                                         Epilogue& epilogue) {
