@@ -393,11 +393,14 @@ def test_offsets_are_the_rows_of_earlier_groups(outside: int) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[range(6)], [[4, 0], [5], [1, 2, 3]], [[3], [0], [2], [5], [1]]])
+@pytest.mark.parametrize("rows", [[3, 0, 7, 1, 9, 4], [3, 0, 40, 1, 9, 16]], ids=["few", "uneven"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("make", [CpuBackend, ReferenceBackend, Composed])
-def test_parts_give_the_bits_of_the_whole(make: type[Backend], biased: bool, cuts: Cuts) -> None:
+def test_parts_give_the_bits_of_the_whole(
+    make: type[Backend], biased: bool, rows: list[int], cuts: Cuts
+) -> None:
     """In any order, in memory that the next part overwrites; experts of no part add nothing."""
-    case, backend = _case([3, 0, 7, 1, 9, 4], slots=5, outside=6), make()
+    case, backend = _case(rows, slots=5, outside=6), make()
     case = replace(case, biases=random_biases(case.gate_up, case.down) if biased else None)
     held = torch.zeros(7, dtype=torch.bool)
     held[[expert for cut in cuts for expert in cut]] = True

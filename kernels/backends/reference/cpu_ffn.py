@@ -36,12 +36,9 @@ def ffn(
     """`Backend.ffn` on CPU tensors, with offsets as a list and activations rounded only to bf16."""
     x = hidden_states.detach().to(torch.bfloat16)
     out = torch.empty((tokens.numel(), x.shape[1]), dtype=torch.bfloat16, device=x.device)
-    step = HEIGHT_STEP
-    if all(end - start < step for start, end in pairwise(bounds)):
-        step = 1  # few heights to compile kernels for, in a call where every small operation counts
-    else:
-        tokens = torch.nn.functional.pad(tokens, (0, step))  # padding rows of the last GEMM
-    for run in _runs(bounds, step):
+    if any(end - start >= HEIGHT_STEP for start, end in pairwise(bounds)):
+        tokens = torch.nn.functional.pad(tokens, (0, HEIGHT_STEP))  # padding rows of the last GEMM
+    for run in _runs(bounds):
         start, end = run[0].start, run[-1].end
         a = x.index_select(0, tokens[start : run[-1].padded_end])
         gate_up_parts = _multiply(a, gate_up, run, None if biases is None else biases.gate_up)
@@ -53,10 +50,12 @@ def ffn(
     return out
 
 
-def _runs(bounds: Sequence[int], step: int) -> Iterator[list[_Piece]]:
-    """The groups' rows in runs of pieces, about _RUN_ROWS rows each; padded heights are multiples of step."""
+def _runs(bounds: Sequence[int]) -> Iterator[list[_Piece]]:
+    """The groups' rows in runs of pieces, about _RUN_ROWS rows each."""
     run: list[_Piece] = []
     for group, (start, end) in enumerate(pairwise(bounds)):
+        # By this group's rows alone: its output must not depend on which others share the call.
+        step = HEIGHT_STEP if end - start >= HEIGHT_STEP else 1
         num_pieces = -(-(end - start) // _MAX_HEIGHT)
         for piece in range(num_pieces):
             first, last = (start + (end - start) * cut // num_pieces for cut in (piece, piece + 1))

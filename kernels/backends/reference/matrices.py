@@ -12,8 +12,8 @@ Matrices = tuple[Tensor, ...]  # [N, K] of each group, packed or plain
 
 _PACKED_ROWS = 64  # the height that oneDNN packs for; all others from 1 to 512 rows are as fast
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
-# Once an expert has this many rows in a step, all heights are padded to multiples of it: oneDNN compiles a
-# kernel for each new height, in 0.5 to 6 ms, and all heights within 16 rows run equally fast.
+# From this height on, heights are padded to multiples of it: oneDNN compiles a kernel for each new height, in
+# 0.5 to 6 ms, and all heights within 16 rows run equally fast.
 HEIGHT_STEP = 16
 # Where oneDNN cannot multiply bf16, torch's GEMM takes up to 8 times as long as one in fp32, in which bf16's
 # products are exact. From this height on, it pays to expand the matrix to fp32; padded heights are all above.
