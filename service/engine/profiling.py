@@ -21,6 +21,7 @@ class Recordings(Protocol):
     """Implemented by `expertd.service.ranks.recording.RankRecordings`, which says more."""
 
     def begin(self) -> None: ...
+    def check(self) -> None: ...
     def end(self) -> None: ...
     def events(self, base: int, /) -> Sequence[bytes]: ...
 
@@ -108,6 +109,8 @@ class Profiling:
                     if run is not None:
                         await run()
                     while self._num_steps() < first + steps:  # they are counted a little later
+                        if ranks is not None:
+                            ranks.check()
                         await asyncio.sleep(_LOOK_SECONDS)
             num_steps, taken = self._num_steps() - first, time.monotonic() - began
         finally:

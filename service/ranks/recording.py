@@ -110,6 +110,11 @@ class RankRecordings:
             self.end()
             _refuse(errors)
 
+    def check(self) -> None:
+        """On any thread, while ranks record. Raises DeviceLostError: these steps will not come."""
+        assert self._group is not None
+        self._group.check()
+
     def end(self) -> None:
         """Record no more; as `begin`. Raises DeviceLostError."""
         assert self._group is not None

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, cast
@@ -11,7 +12,11 @@ from typing import IO, Any, cast
 import httpx
 import pytest
 
-from expertd.service.engine.errors import StorageFullError, StorageUnavailableError
+from expertd.service.engine.errors import (
+    DeviceLostError,
+    StorageFullError,
+    StorageUnavailableError,
+)
 from expertd.service.engine.profile_run import profile_steps
 from expertd.service.ranks import recording
 from expertd.service.ranks import setup as words
@@ -95,10 +100,19 @@ async def test_each_rank_records_its_steps(monkeypatch: pytest.MonkeyPatch) -> N
             context.setattr("expertd.service.engine.recorder.MAX_BYTES", 20_000)  # here, but not on ranks
             text = error_of(await record(server, steps=5, seconds=60), 422)
         assert text.startswith("profile: expected a trace of at most 20000 bytes, got ")
-        recording = asyncio.ensure_future(server.http.post("/v1/profile", json={"seconds": 60}))
-        await until(lambda: server.app.engine._profiling._is_running)
+        begin, begun = RankRecordings.begin, threading.Event()
+
+        def begin_and_say(ranks: RankRecordings) -> None:
+            begin(ranks)
+            begun.set()
+
+        with monkeypatch.context() as context:
+            context.setattr(RankRecordings, "begin", begin_and_say)
+            waiting = asyncio.ensure_future(server.app.engine.profile(steps=2, seconds=3600))
+            await until(begun.is_set)
         os.kill(rank_processes()[1], signal.SIGKILL)
-        error_of(await recording, 503)
+        with pytest.raises(DeviceLostError):  # it does not wait for steps that will not come
+            await waiting
         await until(lambda: server.app.engine.why_not_ready() is None)
         check(await recorded(server, steps=2, seconds=60), 2, 2)  # of ranks that have started again
 
