@@ -489,13 +489,14 @@ class ExpertStore:
 def new_part(shape: LayerShape, num_groups: int, has_biases: bool, device: torch.device) -> ExpertPart:
     """Room for routed experts of a layer on a device, filled with zeros."""
     layout, h, i = shape.weight_layout, shape.hidden_size, shape.intermediate_size
-    biases = ExpertBiases(
-        *(torch.empty((num_groups, n), dtype=torch.bfloat16, device=device) for n in (2 * i, h))
-    )
+    biases = None
+    if has_biases:
+        pair = (torch.empty((num_groups, n), dtype=torch.bfloat16, device=device) for n in (2 * i, h))
+        biases = ExpertBiases(*pair)
     part = ExpertPart(
         empty_matrices(layout, num_groups, 2 * i, h, device),
         empty_matrices(layout, num_groups, h, i, device),
-        biases if has_biases else None,
+        biases,
     )
     for tensor in _tensors(part):
         tensor.view(torch.uint8).zero_()
