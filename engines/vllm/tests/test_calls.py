@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from expertd_vllm.experts import ExpertdMoEMethod
+from expertd_vllm.experts import ExpertdMoEMethod, RemoteRunner
 
 TOKENS, HIDDEN, TOP_K = 23, 8, 2
 
@@ -56,6 +56,36 @@ def test_a_rank_has_zeros_for_the_tokens_of_others() -> None:
     expected = expected_of(x, ids, weights)
     expected[20:] = 0
     torch.testing.assert_close(total, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [HIDDEN, 2 * HIDDEN])
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_compiled_layer_writes_to_memory_of_the_graph_before(width: int, is_split: bool) -> None:
+    """Else a CUDA graph behind it would read where the output was when that was captured."""
+    graphs: list[Any] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module.graph)
+        return module
+
+    class Runner(torch.nn.Module):
+        _quant_method, layer_name = SimpleNamespace(is_split=is_split), "layer"
+
+        def forward(self, hidden_states: Tensor, logits: Tensor, shared_experts_input: Tensor) -> Tensor:
+            return shared_experts_input + hidden_states[:, :1] * logits
+
+    runner: Any = type("Remote", (RemoteRunner, Runner), {"kind": Runner})()
+    x, logits, shared = (torch.randn(TOKENS, n) for n in (HIDDEN, 1, width))
+    with override_forward_context(ForwardContext({"layer": runner}, {}, {})):
+        compiled: Any = torch.compile(runner, backend=backend)
+        got = compiled(x, logits, shared_experts_input=shared)
+    torch.testing.assert_close(got, shared + x[:, :1] * logits, rtol=0, atol=0)
+    layers = [node for node in graphs[0].nodes if node.target == torch.ops.expertd.experts]
+    assert len(layers) == is_split
+    if is_split:
+        (_, made, _), ((output,),) = layers[0].args, graphs[0].output_node().args
+        assert made is output
+        assert made.target == torch.empty_like
 
 
 def context(known_by: str, real: int, rows: int) -> ForwardContext:

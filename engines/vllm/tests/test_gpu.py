@@ -21,6 +21,8 @@ pytestmark = [
 ]
 
 _PIECEWISE = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+# Has vLLM check that each graph's inputs lie where they lay when it was captured.
+_CHECKED = {"VLLM_LOGGING_LEVEL": "DEBUG"}
 _FULL = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 # Without the second one vLLM measures what is free, which fails while another process on the GPU ends.
 _LIMITS = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 2 << 30}
@@ -83,12 +85,13 @@ def known(models: dict[str, tuple[Path, Path]]) -> Callable[[str], tuple[Outcome
     ("transport", "options", "variables"),
     [
         ("channel", {}, {}),
-        ("channel", _PIECEWISE, {}),
+        ("channel", _PIECEWISE, _CHECKED),
+        ("http", _PIECEWISE, _CHECKED),
         ("channel", _PIECEWISE, {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}),
         ("device", {}, {}),
         ("device", _FULL, {}),
     ],
-    ids=["eager", "piecewise", "breakable", "device", "full"],
+    ids=["eager", "piecewise", "http", "breakable", "device", "full"],
 )
 def test_texts_and_log_probabilities_agree(
     family: str,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
 
 from expertd_client import ModelMetadata
 from expertd_client.engine import RemoteLayer
@@ -44,10 +44,22 @@ def test_all_classes_of_experts_are_replaced(prepared: Any) -> None:
         assert kind.__name__ in experts._KINDS
 
 
-def test_graphs_are_split_at_calls(prepared: Any) -> None:
-    assert prepared.compilation_config.splitting_ops == ["vllm::attention", *experts._SPLITTING]
+def test_all_classes_that_run_layers_are_replaced(prepared: Any) -> None:
+    from vllm.model_executor.models.transformers.moe import TransformersMoERunner
+
+    names = {
+        MoERunner: ["hidden_states", "router_logits", "input_ids", "shared_experts_input"],
+        TransformersMoERunner: ["hidden_states", "topk_ids", "topk_weights"],
+    }
+    for kind, expected in names.items():
+        assert issubclass(op_registry_oot[kind.__name__], kind)
+        assert op_registry_oot[kind.__name__]._names == expected
+
+
+def test_graphs_are_split_at_layers(prepared: Any) -> None:
+    assert prepared.compilation_config.splitting_ops == ["vllm::attention", experts._SPLITTING]
     prepare(prepared, None)
-    assert len(prepared.compilation_config.splitting_ops) == 1 + len(experts._SPLITTING)
+    assert len(prepared.compilation_config.splitting_ops) == 2
     prepared.compilation_config.splitting_ops = []  # nothing is split, as with --enforce-eager
     prepare(prepared, None)
     assert prepared.compilation_config.splitting_ops == []
@@ -79,7 +91,8 @@ def test_the_system_is_asked_for_amx(prepared: Any, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_experts(prepared: Any, kind: str, weighs_input: bool, prefix: str, text: str) -> None:
-    layer = type("Layer", (Remote,), {"kind": kind, "apply_router_weight_on_input": weighs_input})()
+    attributes = {"kind": type(kind, (), {}), "apply_router_weight_on_input": weighs_input}
+    layer = type("Layer", (Remote,), attributes)()
     with pytest.raises(ValueError, match=text):
         layer._get_quant_method(prefix, None, None)
 

@@ -1,7 +1,8 @@
 """RoutedExperts without weights: vLLM's router chooses the experts, and a server computes them."""
 
+import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from prometheus_client import Histogram
@@ -11,7 +12,7 @@ from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, MoERunner, RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.model_loader.utils import get_model_architecture
@@ -25,14 +26,7 @@ from expertd_client.engine import Call, DeviceCall, EnqueuedCall, RemoteLayer, e
 from expertd_vllm.settings import check_config, makes_device_calls, read_settings
 
 _KINDS = ("RoutedExperts", "GptOssRoutedExperts", "DbrxExperts", "TransformersRoutedExperts")
-# Where CUDA graphs are split: at the operations below, and at those of vLLM in which they are called.
-_SPLITTING = (
-    "expertd::submit",
-    "expertd::wait",
-    "vllm::moe_forward",
-    "vllm::moe_forward_shared",
-    "vllm::transformers_moe_forward",
-)
+_SPLITTING = "expertd::experts"  # where CUDA graphs are split
 _SAMPLED = 8  # on a stream, the time of one request in this many is observed
 _WAIT = Histogram(
     "expertd_vllm_wait_seconds",
@@ -50,12 +44,14 @@ def prepare(config: Any, model_config: Any) -> None:
         # No step calls oneDNN if all matrices have at most 1 MiB and the prompts at most four tokens.
         torch.cpu._init_amx()
     get_model_architecture(model_config)  # imports the model's module, and so its kind of RoutedExperts
-    for kind in _with_subclasses(RoutedExperts):
-        if kind.__name__ not in op_registry_oot:
-            remote = type(f"Remote{kind.__name__}", (Remote, kind), {"kind": kind.__name__})
-            PluggableLayer.register_oot(remote, name=kind.__name__)
-    if (splitting := config.compilation_config.splitting_ops) and not makes_device_calls(config):
-        splitting += [operation for operation in _SPLITTING if operation not in splitting]
+    for base, mixin in ((RoutedExperts, Remote), (MoERunner, RemoteRunner)):
+        for kind in _with_subclasses(base):
+            if kind.__name__ not in op_registry_oot:
+                remote = type(f"Remote{kind.__name__}", (mixin, kind), {"kind": kind})
+                PluggableLayer.register_oot(remote, name=kind.__name__)
+    splitting = config.compilation_config.splitting_ops
+    if splitting and _SPLITTING not in splitting and not makes_device_calls(config):
+        splitting.append(_SPLITTING)
 
 
 def check_weights(model: torch.nn.Module, find_directory: Callable[[], str]) -> None:
@@ -69,31 +65,54 @@ def check_weights(model: torch.nn.Module, find_directory: Callable[[], str]) -> 
 class Remote:
     """A mixin for RoutedExperts, and for what models make of it."""
 
-    kind: str
+    kind: type
 
     def _get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         config = get_current_vllm_config()
         if config.load_config.load_format not in ("expertd", "expertd_dummy"):
             return super()._get_quant_method(prefix, quant_config, moe_config)  # type: ignore[misc]
         weighs_input = self.apply_router_weight_on_input
-        expect(self.kind in _KINDS, f"{prefix}: experts", " or ".join(_KINDS), self.kind)
+        kind = self.kind.__name__
+        expect(kind in _KINDS, f"{prefix}: experts", " or ".join(_KINDS), kind)
         expect(not weighs_input, f"{prefix}: routing weights", "on outputs of experts", "on their inputs")
         expect("mtp" not in prefix.split("."), "layer", "one that the server numbers", prefix)
         settings = read_settings(config)
         return ExpertdMoEMethod(moe_config, prefix, server_of(settings).layer(extract_layer_index(prefix)))
 
 
+class RemoteRunner:
+    """A mixin for MoERunner, which runs a layer: in a compiled model, as one operation.
+
+    That is what CUDA graphs are split at. The graph behind it reads its output where it was at capture, so
+    the operation writes to memory of the graph before, while vLLM's own returns new memory each time.
+    """
+
+    kind: Any
+    _names: list[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        parameters = list(inspect.signature(cls.kind.forward).parameters.values())[1:]
+        cls._names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+    def forward(self: Any, *args: Tensor | None, **kwargs: Tensor | None) -> Tensor:
+        if not torch.compiler.is_compiling() or not getattr(self._quant_method, "is_split", False):
+            return super().forward(*args, **kwargs)  # type: ignore[misc, no-any-return]
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        inputs = [given.get(name) for name in self._names]
+        like = given.get("shared_experts_input")  # as wide as the output, where routed experts are narrower
+        out = torch.empty_like(given["hidden_states"] if like is None else like)
+        torch.ops.expertd.experts(inputs, out, self.layer_name)
+        return out
+
+
 class ExpertdMoEMethod(FusedMoEMethodBase):
     """Takes the place of what the checkpoint's quantization has: no weights, and `apply` calls the server."""
-
-    # By vLLM's name of the layer, which is all that an operation can be given.
-    of: ClassVar[dict[str, "ExpertdMoEMethod"]] = {}
 
     def __init__(self, moe: Any, prefix: str, remote: RemoteLayer) -> None:
         super().__init__(moe)
         remote.check_sizes("vLLM", moe.hidden_dim, moe.num_logical_experts, moe.experts_per_token)
-        self.prefix, self.remote = prefix, remote
-        self.of[prefix] = self
+        self.remote, self.is_split = remote, not makes_device_calls(get_current_vllm_config())
         self._seconds = _WAIT.labels(remote.name)
         self._calls: dict[int, tuple[slice, Call | None]] = {}  # by microbatch
         self._num_calls = 0
@@ -138,12 +157,13 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
     ) -> Tensor:
         """This rank's tokens, and zeros for those of other tensor parallel ranks; the runner adds all up."""
         out = torch.empty_like(x)
-        torch.ops.expertd.submit(x, topk_ids, topk_weights, out, self.prefix)
+        self.submit(x, topk_ids, topk_weights)
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
-        torch.ops.expertd.wait(x, topk_ids, topk_weights, out, self.prefix)
+        self.wait(out)
         return out
 
+    @eager_break_during_capture  # of vLLM's breakable CUDA graphs
     def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         rows, microbatch, call = self._rows(len(x)), dbo_current_ubatch_id(), None
         if rows.start < rows.stop:
@@ -152,6 +172,7 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
             call = self.remote.submit(x, topk_ids, topk_weights, microbatch, self._microbatches)
         self._calls[microbatch] = rows, call
 
+    @eager_break_during_capture
     def wait(self, out: Tensor) -> None:
         dbo_yield()  # to the other microbatch, if there are two
         rows, call = self._calls.pop(dbo_current_ubatch_id())
@@ -216,27 +237,18 @@ def _count_tokens(context: Any) -> int | None:
 
 
 def _with_subclasses(kind: type) -> list[type]:
-    kinds: list[type] = kind.__subclasses__()
-    found = [each for sub in kinds if not issubclass(sub, Remote) for each in _with_subclasses(sub)]
-    return [kind, *found]
+    subclasses: list[type] = kind.__subclasses__()
+    kinds = [each for each in subclasses if not issubclass(each, (Remote, RemoteRunner))]
+    return [kind, *(found for each in kinds for found in _with_subclasses(each))]
 
 
-# Opaque to torch.compile, and breaks of vLLM's breakable CUDA graphs. Both take all tensors, so that the
-# memory of none is used again in between.
-@eager_break_during_capture
-def _submit(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, layer: str) -> None:
-    ExpertdMoEMethod.of[layer].submit(x, topk_ids, topk_weights)
+def _experts(inputs: list[Tensor | None], out: Tensor, layer: str) -> None:
+    out.copy_(get_forward_context().no_compile_layers[layer](*inputs))
 
 
-@eager_break_during_capture
-def _wait(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, layer: str) -> None:
-    ExpertdMoEMethod.of[layer].wait(out)
-
-
-def _fake(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, layer: str) -> None:
+def _fake(inputs: list[Tensor | None], out: Tensor, layer: str) -> None:
     pass
 
 
 _OPS = torch.library.Library("expertd", "FRAGMENT")  # type: ignore[no-untyped-call]
-direct_register_custom_op("submit", _submit, ["out"], _fake, _OPS)
-direct_register_custom_op("wait", _wait, ["out"], _fake, _OPS)
+direct_register_custom_op("experts", _experts, ["out"], _fake, _OPS)
