@@ -8,13 +8,16 @@ interrupted run keeps what it has, and another one may go on.
 
 way     alone: vLLM's own experts; pieces: these in PIECEWISE CUDA graphs, between which vLLM launches
         attention; else the plugin's transport (device: in full CUDA graphs; channel, http: in pieces, too)
-decode  ms of a step, which is the time per output token (TPOT): the time of a batch with `--tokens` tokens
-        after the first less that of the first, each the least of three, by their number; the median of
-        turns; ratio: to `alone` in the same run
+decode  ms of a step, which is the time per output token (TPOT): from the first token of the prompt that
+        gets it last to the last of the `--tokens` after it, by their number; the least of three, and the
+        median of turns; ratio: to `alone` in the same run
 ttft    ms until all prompts of the batch have their first token, likewise
 tokens  tokens/s of decode; per_gpu: divided by the GPUs of the way (alone and pieces 1, else 2)
 busy    share of the time in which each GPU ran a kernel, by NVML, which counts one that waits; in the
         second half of decode in a batch with four times as many tokens
+
+All ways have one server. While a caller of `device` is there, it answers calls between others' requests,
+so measure `channel` and `http` in a run without `device`.
 
 There are no micro-batches: vLLM 0.33 has two only for data parallel ranks that exchange tokens by DeepEP or
 NIXL, of which one attention GPU has none.

@@ -42,17 +42,17 @@ def main(made: dict[str, Any]) -> None:
 
 def measure(llm: Any, asked: dict[str, Any], warm_up: bool) -> dict[str, Any]:
     """In ms, by the least of several repetitions; what is compiled to warm up does not count."""
-    tokens, firsts, wholes = asked["tokens"], [], []
+    tokens, firsts, decodes = asked["tokens"], [], []
     for repeat in range(-warm_up, REPEATS):
         prompts = random_prompts(asked)
-        first, whole = seconds(llm, prompts, 1), seconds(llm, prompts, 1 + tokens)
+        first, _ = seconds(llm, prompts, 1)
+        _, decode = seconds(llm, prompts, 1 + tokens)
         if repeat >= 0:
             firsts.append(first)
-            wholes.append(whole)
-    ttft, decode = min(firsts), min(wholes) - min(firsts)
-    row: dict[str, Any] = {"ttft_ms": 1e3 * ttft, "decode_ms": 1e3 * decode / tokens}
+            decodes.append(decode / tokens)
+    row: dict[str, Any] = {"ttft_ms": 1e3 * min(firsts), "decode_ms": 1e3 * min(decodes)}
     if asked["watched"]:
-        with watched(decode / tokens * asked["watched"] / 2) as busy:
+        with watched(min(decodes) * asked["watched"] / 2) as busy:
             seconds(llm, random_prompts(asked), 1 + asked["watched"])
         row["busy"] = busy
     return row
@@ -66,14 +66,16 @@ def random_prompts(asked: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def seconds(llm: Any, prompts: list[Any], tokens: int) -> float:
-    """Until all have this many tokens."""
+def seconds(llm: Any, prompts: list[Any], tokens: int) -> tuple[float, float]:
+    """Until all have this many tokens; and since all had their first, when no step had prompts any more."""
     from vllm import SamplingParams
 
     wanted = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0)
     began = time.perf_counter()
-    llm.generate(prompts, wanted, use_tqdm=False)
-    return time.perf_counter() - began
+    answers = llm.generate(prompts, wanted, use_tqdm=False)
+    whole = time.perf_counter() - began
+    last = max((answer.metrics for answer in answers), key=lambda times: times.first_token_ts)
+    return whole, last.last_token_ts - last.first_token_ts
 
 
 def answer(row: dict[str, Any]) -> None:
@@ -89,7 +91,7 @@ def options_of(made: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {
         "load_format": "dummy", "max_model_len": made["max_model_len"], "max_num_seqs": made["max_num_seqs"],
         "kv_cache_memory_bytes": made["cache_bytes"], "gpu_memory_utilization": 0.05,
-        "enable_prefix_caching": False, "disable_log_stats": True,
+        "enable_prefix_caching": False, "disable_log_stats": False,
     }  # fmt: skip
     compilation: dict[str, Any] = {}
     if current_platform.is_cuda():

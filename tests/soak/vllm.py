@@ -182,7 +182,7 @@ class VllmSoak(EventSoak):
             self.run_callers([partial(self._ask, vllm, texts)] * given.callers, vllm.is_up)
             return self.result() | {"pool": vllm.pool_calls()}
         except BaseException:
-            print((folder / "vllm.log").read_text()[-5000:], file=sys.stderr)
+            print((folder / "vllm.log").read_text()[-20000:], file=sys.stderr)
             raise
         finally:
             vllm.kill()
