@@ -210,7 +210,7 @@ class Load:
                     self.counts["right" if is_right else "wrong"] += 1
 
 
-@pytest.mark.slow  # server processes
+@pytest.mark.thorough  # server processes for 7 seconds
 def test_a_rolling_update_under_load_loses_no_call(
     helm: Helm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from tests.service.http.processes import two_processes
 from tests.service.keys import bearer, write_keys
 from tests.service.processes import ServerProcess, clean_environment, expertd, server_process, serving
 from tests.service.waiting import wait_for
+from tests.short import few_of
 
 pytestmark = pytest.mark.slow  # a server process each
 
@@ -181,7 +182,7 @@ def test_clients_find_the_channels_of_a_server_on_loopback(tmp_path: Path) -> No
         assert not path.exists()
 
 
-@pytest.mark.parametrize("http_workers", [1, 2])
+@pytest.mark.parametrize("http_workers", few_of([1, 2], [1]))
 def test_a_channel_belongs_to_the_name_of_its_key(tmp_path: Path, http_workers: int) -> None:
     """Others but admins cannot close it, and it is closed when the name may not infer any more."""
     names = {name: ["infer"] for name in ("gone", "changed", "kept")}

@@ -24,6 +24,7 @@ from tests.service.checkpoints.cards import (
 PAGE = ROOT / "docs" / "consumer-card.md"
 
 
+@pytest.mark.thorough
 def test_the_documented_table_is_the_current_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cards.main([str(PAGE), "--check"]) == 0, capsys.readouterr().err
 

@@ -99,7 +99,7 @@ def test_the_documented_losses_are_measured() -> None:
         assert float(documented[name]) == pytest.approx(added, abs=0.1), command
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_documented_losses_of_a_layer_are_measured() -> None:
     text = (ROOT / "docs" / "numerics.md").read_text()
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)
@@ -108,7 +108,7 @@ def test_the_documented_losses_of_a_layer_are_measured() -> None:
         assert documented[name] == pytest.approx(errors, abs=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_documented_differences_from_vendors_are_measured() -> None:
     text = (ROOT / "docs" / "numerics.md").read_text()
     rows = re.findall(r"^\| (.+) \| (\w+) \| (.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.M)

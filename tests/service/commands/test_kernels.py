@@ -73,7 +73,7 @@ def test_listing_compiles_nothing(empty_cache: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("use_full_cache")
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_table_lists_each_variants_resources(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels"]) == 0
     for (source, _, shared_bytes), line in zip(

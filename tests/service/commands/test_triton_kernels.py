@@ -122,7 +122,7 @@ for form in ("ptx", "sass"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # LLVM
 def test_a_kernel_is_dumped(tmp_path: Path) -> None:
     """In a process of its own, which does not interpret kernels."""
     command = [sys.executable, "-c", DUMP, "kernels", "--backend", "triton", "--arch", "sm_120"]

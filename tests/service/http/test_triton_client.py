@@ -239,7 +239,7 @@ def test_the_example_of_the_document_works(tmp_path: Path) -> None:
     np.testing.assert_array_equal(shown["result"], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_files_that_are_truncated_under_load_never_stop_the_server(server: ServerProcess) -> None:
     """An access to a mapping of the file would be a SIGBUS, which ends the process."""
     size = 4 * 64 * HIDDEN

@@ -38,6 +38,7 @@ from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
 from tests.service.moe.requests import layer_request, rows_of
 from tests.service.moe.stored import random_biases, store_of, stores_and_whole
+from tests.short import few_of
 
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=48, top_k=3, num_shared_experts=1)
 SLOTS = 8
@@ -136,7 +137,7 @@ def hidden_states(tokens: int, generator: torch.Generator) -> Tensor:
 TOKENS = (1, 1, 2, 30, 1, 4, 0, 2, 60, 3)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", few_of([False, True], [True]))
 @pytest.mark.parametrize("make", [Plain, CpuBackend, ReferenceBackend])
 def test_steps_of_any_size_have_the_bits_of_whole_layers(make: Callable[[], Backend], biased: bool) -> None:
     generator = fresh_generator()
@@ -431,7 +432,12 @@ def graphed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "biased"), [(SHAPE, False), (SHAPE, True), (replace(SHAPE, local_experts=range(10, 34)), True)]
+    ("shape", "biased"),
+    [
+        pytest.param(SHAPE, False, marks=pytest.mark.thorough),
+        (SHAPE, True),
+        pytest.param(replace(SHAPE, local_experts=range(10, 34)), True, marks=pytest.mark.thorough),
+    ],
 )
 def test_graphs_find_experts_in_slots_and_run_again_without_them(
     shape: LayerShape, biased: bool, monkeypatch: pytest.MonkeyPatch

@@ -89,7 +89,7 @@ HOW = {signal.SIGKILL: "ended by SIGKILL", signal.SIGSTOP: "was stopped"}
     ("ranks", "losses"),
     [
         (2, [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]),
-        (4, [(2, signal.SIGKILL)]),
+        pytest.param(4, [(2, signal.SIGKILL)], marks=pytest.mark.thorough),
     ],
 )
 async def test_a_lost_rank_costs_no_request_its_answer(
