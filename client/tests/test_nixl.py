@@ -105,7 +105,7 @@ def _read(file: Path) -> bytes:
     ("dtype", "output_dtype"),
     [
         (np.float32, np.float16),
-        (np.float16, ml_dtypes.bfloat16),
+        pytest.param(np.float16, ml_dtypes.bfloat16, marks=thorough),
         pytest.param(ml_dtypes.bfloat16, np.float32, marks=thorough),
     ],
 )

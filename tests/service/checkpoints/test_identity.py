@@ -75,12 +75,12 @@ def directory(made: Path, tmp_path: Path) -> Path:
     ("family", "scales", "mxfp4"),
     [
         ("deepseek-v3", torch.float32, False),
-        ("qwen3", None, False),
+        pytest.param("qwen3", None, False, marks=pytest.mark.thorough),
         ("qwen2", torch.bfloat16, False),  # a gate of the shared expert
-        ("mixtral", None, False),
+        pytest.param("mixtral", None, False, marks=pytest.mark.thorough),
         ("llama-4", None, False),  # all experts in one tensor, transposed
         ("granite-3", None, False),  # and not under `experts`
-        ("step-3.7", torch.float32, False),
+        pytest.param("step-3.7", torch.float32, False, marks=pytest.mark.thorough),
         ("gpt-oss", None, True),
         ("laguna", None, False),  # the router's bias is among the experts
     ],

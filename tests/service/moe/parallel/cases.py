@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from operator import itemgetter
 
@@ -50,12 +50,10 @@ class RowByRow(ReferenceBackend):
         return out
 
 
-BACKENDS: dict[str, Backend] = {
-    "reference": ReferenceBackend(),
-    "cpu": CpuBackend(),
-    "row by row": RowByRow(),
-}
-"""The bits of all but the first one do not depend on the batch; "cpu" takes FP8 only."""
+@cache
+def backend_of(name: str) -> Backend:
+    """The bits of all but "reference" do not depend on the batch; "cpu" takes FP8 only."""
+    return {"reference": ReferenceBackend, "cpu": CpuBackend, "row by row": RowByRow}[name]()
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
     own = experts_of_rank(case.physical or held, exchange.rank, exchange.num_ranks)
     whole = weights_of(case.shape, case.seed, case.gated, case.biased)
     weights = part_of(whole, held, own, case.shape.num_shared_experts)
-    backend = BACKENDS[case.backend]
+    backend = backend_of(case.backend)
 
     def stored(shape: LayerShape, weights: ExpertWeights) -> ExpertStore:
         assert case.num_slots is not None
@@ -156,7 +154,7 @@ def call(exchange: Exchange, case: Case, layer: ParallelLayer) -> tuple[Tensor, 
 
 def run_alone(exchange: Exchange, case: Case) -> Tensor:
     """The output of one rank's layer for all tokens of a case."""
-    weights, backend = weights_of(case.shape, case.seed, case.gated, case.biased), BACKENDS[case.backend]
+    weights, backend = weights_of(case.shape, case.seed, case.gated, case.biased), backend_of(case.backend)
     layer = MoELayer(case.shape, weights, backend, routing=case.routing, rule=case.rule)
     ids, topk_weights = (None, None) if case.given is None else case.all_given
     out = torch.full(case.all_tokens.shape, torch.nan, dtype=case.out_dtype)
@@ -165,7 +163,7 @@ def run_alone(exchange: Exchange, case: Case) -> Tensor:
 
 def run_parts(exchange: Exchange, case: Case, num_ranks: int) -> list[Tensor]:
     """float32 outputs for all tokens: of each rank's experts alone, then of each shared expert alone."""
-    whole, backend = weights_of(case.shape, case.seed), BACKENDS[case.backend]
+    whole, backend = weights_of(case.shape, case.seed), backend_of(case.backend)
     held, outputs = case.shape.held_experts, []
     for rank in range(num_ranks):
         own = experts_of_rank(held, rank, num_ranks)

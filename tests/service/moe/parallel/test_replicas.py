@@ -26,7 +26,7 @@ from tests.service.moe.parallel.calls import (
     outputs_of,
     reference_of,
 )
-from tests.service.moe.parallel.cases import BACKENDS, Case, call, parallel_layer, run_case, weights_of
+from tests.service.moe.parallel.cases import Case, backend_of, call, parallel_layer, run_case, weights_of
 from tests.service.moe.parallel.ranks import Ranks
 from tests.service.moe.placement.greedy import chosen_replicas
 from tests.service.moe.reference_layer import assert_close
@@ -168,7 +168,7 @@ def run_refused(exchange: Exchange, case: Case) -> str:
     """The error of a layer whose placement does not fit."""
     weights = weights_of(case.shape, case.seed)
     try:
-        ParallelLayer(case.shape, weights, BACKENDS["reference"], exchange, physical=case.physical)
+        ParallelLayer(case.shape, weights, backend_of("reference"), exchange, physical=case.physical)
     except ValueError as error:
         return str(error)
     return ""
