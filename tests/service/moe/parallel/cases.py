@@ -1,6 +1,6 @@
 """What ranks compute in tests: a layer together, or one rank alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import pairwise
@@ -53,7 +53,12 @@ class RowByRow(ReferenceBackend):
 @cache
 def backend_of(name: str) -> Backend:
     """The bits of all but "reference" do not depend on the batch; "cpu" takes FP8 only."""
-    return {"reference": ReferenceBackend, "cpu": CpuBackend, "row by row": RowByRow}[name]()
+    kinds: dict[str, Callable[[], Backend]] = {
+        "reference": ReferenceBackend,
+        "cpu": CpuBackend,
+        "row by row": RowByRow,
+    }
+    return kinds[name]()
 
 
 @dataclass(frozen=True)
