@@ -233,6 +233,16 @@ def soak_machine(name: str, where: Callable[[dict[str, Any]], str]) -> Section:
     return write
 
 
+def soak_device_calls(results: Path) -> str:
+    """Device calls by the million, compared by the GPU. Raises FileNotFoundError."""
+    found = read(results, "soak-device-2xh200.json")
+    return paragraph(
+        f"{found['calls']:,} calls of {found['callers']} callers, {found['tokens']:,} tokens, in "
+        f"{found['seconds']:.0f} s on two {found['gpu']} at {found['commit']}: {found['mismatches']} had "
+        f"other bits than a request, and the server's metrics counted {found['compared_with_metrics']:,}."
+    )
+
+
 def soak_pool(results: Path) -> str:
     """What became of the calls to a pool, and their times by what happened to its servers."""
     return _pool_soak(read(results, "soak-pool-cpu.json"))
@@ -245,7 +255,7 @@ def soak_pool_vllm(results: Path) -> str:
     for name in names:
         content = read(results, name)
         header = content["header"]
-        waits = f" Requests during {content['waits'][0]} may take longer." if content["waits"] else ""
+        waits = f" Requests during {content['waits'][0]}s may take longer." if content["waits"] else ""
         gpus = f"vLLM on GPU {header['vllm_gpu']}, servers on GPUs {' and '.join(header['server_gpus'])}"
         texts.append(
             f"`{header['transport']}`, {gpus}, each an {header['gpu']}: {_pool_soak(content)}{waits}"
@@ -255,8 +265,9 @@ def soak_pool_vllm(results: Path) -> str:
 
 def _pool_soak(content: Row) -> str:
     header, times = content["header"], content["times"]
-    events = ", ".join(f"{count} times {event}" for event, count in content["events"].items())
-    during = ", ".join(f"{times[event]['p99_ms']:.2f} during {event}" for event in content["events"])
+    counts = content["events"].items()
+    events = ", ".join(f"{count} {event}{'s' if count != 1 else ''}" for event, count in counts)
+    during = ", ".join(f"{times[event]['p99_ms']:.2f} during {event}s" for event, _ in counts)
     return paragraph(
         f"{header['seconds']:.0f} s on {header['cores']} cores of an {header['cpu']} at {header['commit']}: "
         f"{events}. Of {content['calls']} calls, {content['lost']} were lost, {content['wrong']} wrong, and "
@@ -417,6 +428,7 @@ SECTIONS: dict[str, Section] = {
     "soak-gpu-machine": soak_machine("soak-h200.json", lambda _: "an NVIDIA H200"),
     "fuzz": fuzz,
     "pool-rules": pool_rules,
+    "soak-device-calls": soak_device_calls,
     "soak-pool": soak_pool,
     "soak-pool-vllm": soak_pool_vllm,
     "soak-nixl": soak_nixl,
