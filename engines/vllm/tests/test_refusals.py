@@ -102,4 +102,4 @@ def test_a_layer_of_another_model() -> None:
     remote = RemoteLayer(server, "layer", 3, ModelMetadata(name="layer", datatype="BF16", **METADATA))
     moe = SimpleNamespace(hidden_dim=64, num_logical_experts=8, experts_per_token=2)
     with pytest.raises(ValueError, match="layer on http://a: hidden_size: expected 64, got 128"):
-        ExpertdMoEMethod(moe, "model.layers.3.mlp.experts", remote)
+        ExpertdMoEMethod(moe, remote)

@@ -77,7 +77,7 @@ class Remote:
         expect(not weighs_input, f"{prefix}: routing weights", "on outputs of experts", "on their inputs")
         expect("mtp" not in prefix.split("."), "layer", "one that the server numbers", prefix)
         settings = read_settings(config)
-        return ExpertdMoEMethod(moe_config, prefix, server_of(settings).layer(extract_layer_index(prefix)))
+        return ExpertdMoEMethod(moe_config, server_of(settings).layer(extract_layer_index(prefix)))
 
 
 class RemoteRunner:
@@ -107,9 +107,12 @@ class RemoteRunner:
 
 
 class ExpertdMoEMethod(FusedMoEMethodBase):
-    """Takes the place of what the checkpoint's quantization has: no weights, and `apply` calls the server."""
+    """Takes the place of what the checkpoint's quantization has: no weights, and `apply` calls the server.
 
-    def __init__(self, moe: Any, prefix: str, remote: RemoteLayer) -> None:
+    is_split  whether CUDA graphs are split at its layer, as no graph can hold its calls
+    """
+
+    def __init__(self, moe: Any, remote: RemoteLayer) -> None:
         super().__init__(moe)
         remote.check_sizes("vLLM", moe.hidden_dim, moe.num_logical_experts, moe.experts_per_token)
         self.remote, self.is_split = remote, not makes_device_calls(get_current_vllm_config())
