@@ -105,11 +105,16 @@ def latencies_of(case: Case, url: str) -> list[float]:
 
 def compute_seconds(url: str) -> tuple[float, float]:
     """The sum and the count of `expertd_compute_seconds`."""
+    return counted(url, "expertd_compute_seconds_sum", "expertd_compute_seconds_count")
+
+
+def counted(url: str, one: str, other: str) -> tuple[float, float]:
+    """Two of a server's metrics, of all models together."""
     time.sleep(0.3)  # steps are counted after their answers
     with urllib.request.urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
-    found = [
-        sum(float(value) for value in re.findall(rf"^expertd_compute_seconds_{name}{{.*}} (.+)$", text, re.M))
-        for name in ("sum", "count")
-    ]
-    return found[0], found[1]
+    first, second = (
+        sum(float(value) for value in re.findall(rf"^{name}{{.*}} (.+)$", text, re.M))
+        for name in (one, other)
+    )
+    return first, second

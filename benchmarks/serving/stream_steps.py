@@ -20,6 +20,8 @@ queue     us of it that the server says the request waited; compute: that its st
 pair      us of the stream for a write of a word and a wait for what is there already
 own       us of a layer on the server's GPU alone: of graph, by a CUDA graph of all layers that has no caller
 over      us of a layer of graph above own, if there is one caller
+server    us of a step at the server, by its metrics: from when its GPU has seen calls until it has answered
+          them. What it is above own is the server's part of over, the rest is the caller's and the link's
 """
 
 import argparse
@@ -36,7 +38,7 @@ import torch
 
 from benchmarks.lib.run import Result, new_parser
 from benchmarks.lib.timing import expect_gpu, header
-from benchmarks.serving.rows import server
+from benchmarks.serving.rows import counted, server
 from expertd.kernels import fused_experts
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import ExpertWeights, random_weights
@@ -49,6 +51,7 @@ SHAPE = LayerShape(HIDDEN, 768, NUM_EXPERTS, TOP_K)
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STEPS, WARM_UP, AHEAD = 200, 50, 4
 MAX_CALLERS = 32  # streams that torch has
+CALL_STEPS = "expertd_device_call_seconds_total", "expertd_device_call_steps_total"
 BUSY_CYCLES = 40_000_000  # of the GPU, while the host's time is measured: some 20 ms
 CONFIG = """
 models: [{models}]
@@ -297,11 +300,15 @@ def check(callers: Sequence[Caller], client: ExpertClient) -> None:
                 raise RuntimeError(f"caller {number}, {name}: expected the bits by HTTP, got others")
 
 
-def measure(case: Case, client: ExpertClient, names: list[str], device: str) -> Row:
+def measure(case: Case, url: str, client: ExpertClient, names: list[str], device: str) -> Row:
     """One row."""
     with ExitStack() as stack:
         callers = [make_caller(case, client, names, device, stack) for _ in range(case.callers)]
+        before = counted(url, *CALL_STEPS)
         row = case._asdict() | rates(ends_of_steps(callers), len(names), case.between_us)
+        if case.way == "graph":
+            seconds, steps = (now - then for then, now in zip(before, counted(url, *CALL_STEPS), strict=True))
+            row["server_us"] = 1e6 * seconds / steps
         check(callers, client)
         if case.way != "host":
             row["host_us"] = callers[0].host_us()
@@ -361,7 +368,7 @@ def run(options: argparse.Namespace, url: str, device: str, own_us: dict[int, fl
     with ExpertClient(url, transport="http", retry_seconds=10) as client:
         for way, tokens, between in itertools.product(*given):
             case = Case(way, int(tokens), float(between), options.callers if way == "graph" else 1)
-            row = measure(case, client, model_names(options.layers), device)
+            row = measure(case, url, client, model_names(options.layers), device)
             if way == "graph":
                 row["own_us"] = own_us[case.tokens]
                 if case.callers == 1:
