@@ -52,10 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(THOROUGH):
             item.add_marker(pytest.mark.thorough)
-    slow = {item.path for item in items if "slow" in item.keywords}
-    items.sort(
-        key=lambda item: item.path not in slow
-    )  # else one process would be at them when others are done
+    slow = {item.path for item in items if {"slow", "thorough"} & set(item.keywords)}
+    # Otherwise one process is still running them after the others have finished.
+    items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return
     for item in items:

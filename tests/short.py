@@ -10,4 +10,6 @@ T = TypeVar("T")
 
 def few_of(rows: Iterable[T], few: Collection[T]) -> list[object]:
     """Arguments of a test: all of `rows`, those beside `few` with the mark `thorough`."""
+    rows = list(rows)
+    assert all(row in rows for row in few)
     return [row if row in few else pytest.param(row, marks=pytest.mark.thorough) for row in rows]

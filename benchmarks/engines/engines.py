@@ -8,16 +8,16 @@ interrupted run keeps what it has, and another one may go on.
 
 way     alone: vLLM's own experts; pieces: these in PIECEWISE CUDA graphs, between which vLLM launches
         attention; else the plugin's transport (device: in full CUDA graphs; channel, http: in pieces, too)
-decode  ms of a step, which is the time per output token (TPOT): from the first token of the prompt that
-        gets it last to the last of the `--tokens` after it, by their number; the least of three, and the
-        median of turns; ratio: to `alone` in the same run
+decode  ms of a step, which is the time per output token (TPOT): from the last prompt's first token, when
+        all have theirs, until it has `--tokens` more, divided by these; the least of three, and the median of
+        turns; ratio: to `alone` in the same run
 ttft    ms until all prompts of the batch have their first token, likewise
 tokens  tokens/s of decode; per_gpu: divided by the GPUs of the way (alone and pieces 1, else 2)
 busy    share of the time in which each GPU ran a kernel, by NVML, which counts one that waits; in the
         second half of decode in a batch with four times as many tokens
 
-All ways have one server. While a caller of `device` is there, it answers calls between others' requests,
-so measure `channel` and `http` in a run without `device`.
+All ways have one server. While a caller of `device` is connected, the server looks for its calls between
+other requests: measure `channel` and `http` in a run without `device`.
 
 There are no micro-batches: vLLM 0.33 has two only for data parallel ranks that exchange tokens by DeepEP or
 NIXL, of which one attention GPU has none.
@@ -33,6 +33,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.engines.vllm_program import LEAST_AT_ONCE
 from benchmarks.lib.processes import Program, free_port, running
 from benchmarks.lib.run import Result, Row, earlier, new_parser
 
@@ -234,7 +235,8 @@ def _program(python: str, made: Row) -> Program:
 
 def _cached(prompt: int, batch: int, tokens: int) -> int:
     """Tokens in the cache, at most."""
-    return max(batch * (prompt + 1 + _WATCHED * tokens + _BLOCK), _MAX_LENGTH) + _BLOCK
+    longest = prompt + 1 + _WATCHED * tokens + batch * prompt // LEAST_AT_ONCE + _BLOCK
+    return max(batch * longest, _MAX_LENGTH) + _BLOCK
 
 
 def _numbers(text: str) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any
 
 OUT = sys.stdout
 REPEATS = 3
+LEAST_AT_ONCE = 4096  # tokens of prompts in a step, if there are more
 BLOCK_SECONDS = 0.02  # between two readings of NVML
 
 
@@ -45,15 +46,14 @@ def measure(llm: Any, asked: dict[str, Any], warm_up: bool) -> dict[str, Any]:
     tokens, firsts, decodes = asked["tokens"], [], []
     for repeat in range(-warm_up, REPEATS):
         prompts = random_prompts(asked)
-        first, _ = seconds(llm, prompts, 1)
-        _, decode = seconds(llm, prompts, 1 + tokens)
+        first, decode = seconds(llm, prompts, 0), seconds(llm, prompts, tokens)
         if repeat >= 0:
             firsts.append(first)
             decodes.append(decode / tokens)
     row: dict[str, Any] = {"ttft_ms": 1e3 * min(firsts), "decode_ms": 1e3 * min(decodes)}
     if asked["watched"]:
         with watched(min(decodes) * asked["watched"] / 2) as busy:
-            seconds(llm, random_prompts(asked), 1 + asked["watched"])
+            seconds(llm, random_prompts(asked), asked["watched"])
         row["busy"] = busy
     return row
 
@@ -66,16 +66,23 @@ def random_prompts(asked: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def seconds(llm: Any, prompts: list[Any], tokens: int) -> tuple[float, float]:
-    """Until all have this many tokens; and since all had their first, when no step had prompts any more."""
+def seconds(llm: Any, prompts: list[Any], tokens: int) -> float:
+    """Until all have their first token; or from then on, until the last one has `tokens` more.
+
+    The others, which had theirs earlier, go on for as long, so that the batch keeps its size.
+    """
     from vllm import SamplingParams
 
-    wanted = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, temperature=0)
+    longer = tokens and tokens + len(prompts) * len(prompts[0]["prompt_token_ids"]) // LEAST_AT_ONCE + 2
+    numbers = [1 + longer] * (len(prompts) - 1) + [1 + tokens]
+    wanted = [
+        SamplingParams(max_tokens=number, ignore_eos=True, detokenize=False, temperature=0)
+        for number in numbers
+    ]
     began = time.perf_counter()
-    answers = llm.generate(prompts, wanted, use_tqdm=False)
+    *_, last = llm.generate(prompts, wanted, use_tqdm=False)
     whole = time.perf_counter() - began
-    last = max((answer.metrics for answer in answers), key=lambda times: times.first_token_ts)
-    return whole, last.last_token_ts - last.first_token_ts
+    return last.metrics.last_token_ts - last.metrics.first_token_ts if tokens else whole
 
 
 def answer(row: dict[str, Any]) -> None:

@@ -238,8 +238,9 @@ def soak_device_calls(results: Path) -> str:
     found = read(results, "soak-device-2xh200.json")
     return paragraph(
         f"{found['calls']:,} calls of {found['callers']} callers, {found['tokens']:,} tokens, in "
-        f"{found['seconds']:.0f} s on two {found['gpu']} at {found['commit']}: {found['mismatches']} had "
-        f"other bits than a request, and the server's metrics counted {found['compared_with_metrics']:,}."
+        f"{found['seconds']:.0f} s on two {found['gpu']}s at {found['commit']}: {found['mismatches']} "
+        "outputs differ from a request's in any bit, and the server's metrics counted "
+        f"{found['compared_with_metrics']:,} calls."
     )
 
 
@@ -255,7 +256,8 @@ def soak_pool_vllm(results: Path) -> str:
     for name in names:
         content = read(results, name)
         header = content["header"]
-        waits = f" Requests during {content['waits'][0]}s may take longer." if content["waits"] else ""
+        limit = f" The limit of {header['late']:g} s does not apply during {{}}s."
+        waits = limit.format(content["waits"][0]) if content["waits"] else ""
         gpus = f"vLLM on GPU {header['vllm_gpu']}, servers on GPUs {' and '.join(header['server_gpus'])}"
         texts.append(
             f"`{header['transport']}`, {gpus}, each an {header['gpu']}: {_pool_soak(content)}{waits}"
@@ -265,9 +267,9 @@ def soak_pool_vllm(results: Path) -> str:
 
 def _pool_soak(content: Row) -> str:
     header, times = content["header"], content["times"]
-    counts = content["events"].items()
-    events = ", ".join(f"{count} {event}{'s' if count != 1 else ''}" for event, count in counts)
-    during = ", ".join(f"{times[event]['p99_ms']:.2f} during {event}s" for event, _ in counts)
+    counts = content["events"]
+    events = ", ".join(f"{count} {event}{'s' if count != 1 else ''}" for event, count in counts.items())
+    during = ", ".join(f"{times[event]['p99_ms']:.2f} during {event}s" for event in counts)
     return paragraph(
         f"{header['seconds']:.0f} s on {header['cores']} cores of an {header['cpu']} at {header['commit']}: "
         f"{events}. Of {content['calls']} calls, {content['lost']} were lost, {content['wrong']} wrong, and "

@@ -21,7 +21,7 @@ pair      us of the stream for a write of a word and a wait for what is there al
 own       us of a layer on the server's GPU alone: of graph, by a CUDA graph of all layers that has no caller
 over      us of a layer of graph above own, if there is one caller
 server    us of a step at the server, by its metrics: from when its GPU has seen calls until it has answered
-          them. What it is above own is the server's part of over, the rest is the caller's and the link's
+          them. What exceeds own is the server's share of over; the rest is the caller's and the link's
 """
 
 import argparse

@@ -158,8 +158,8 @@ def test_soaks_of_vllm_say_who_has_which_gpu_and_what_was_not_counted(tmp_path: 
     assert text == (
         "`device`, vLLM on GPU 0, servers on GPUs 1 and 0, each an NVIDIA H200: 240 s on 16 cores of an CPU "
         "at abc: 2 kills, 1 stop. Of 7 calls, 0 were lost, 0 wrong, and 1 took longer than 2 s. "
-        "Their p99 in ms was 10.00 in between, 11.00 during kills, 12.00 during stops. Requests during "
-        "stops may take longer."
+        "Their p99 in ms was 10.00 in between, 11.00 during kills, 12.00 during stops. The limit of "
+        "2 s does not apply during stops."
     )
     http = content | {"header": header | {"transport": "http"}, "waits": []}
     write(tmp_path, "soak-pool-vllm-http-2xh200.json", http)

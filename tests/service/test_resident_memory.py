@@ -26,7 +26,7 @@ def memory(pid: int) -> dict[str, int]:
     return {name: int(kilobytes) * 1024 for name, kilobytes in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M)}
 
 
-@pytest.mark.thorough  # layers of a size beside which a process is small
+@pytest.mark.thorough  # layers so large that the process itself is negligible
 @pytest.mark.parametrize(("backend", "at_most"), [("cpu", 1.1), ("reference", 2.4)])
 def test_a_loaded_layer_takes_the_memory_that_was_computed(
     backend: str, at_most: float, tmp_path: Path

@@ -58,28 +58,35 @@ def test_a_rank_has_zeros_for_the_tokens_of_others() -> None:
     torch.testing.assert_close(total, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("width", [HIDDEN, 2 * HIDDEN])
+@pytest.mark.parametrize("width", [None, HIDDEN, 2 * HIDDEN])
 @pytest.mark.parametrize("is_split", [True, False])
-def test_a_compiled_layer_writes_to_memory_of_the_graph_before(width: int, is_split: bool) -> None:
-    """Else a CUDA graph behind it would read where the output was when that was captured."""
+def test_a_compiled_layer_writes_to_a_buffer_of_the_previous_graph(width: int | None, is_split: bool) -> None:
+    """Otherwise the next CUDA graph reads the output at the address that it had at capture."""
     graphs: list[Any] = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(module.graph)
         return module
 
-    class Runner(torch.nn.Module):
-        _quant_method, layer_name = SimpleNamespace(is_split=is_split), "layer"
+    split = method(0, 1, False)
+    split.is_split = is_split
 
-        def forward(self, hidden_states: Tensor, logits: Tensor, shared_experts_input: Tensor) -> Tensor:
-            return shared_experts_input + hidden_states[:, :1] * logits
+    class Runner(torch.nn.Module):
+        _quant_method, layer_name = split, "layer"
+
+        def forward(
+            self, hidden_states: Tensor, logits: Tensor, shared_experts_input: Tensor | None = None
+        ) -> Tensor:
+            shared = hidden_states if shared_experts_input is None else shared_experts_input
+            return shared + hidden_states[:, :1] * logits
 
     runner: Any = type("Remote", (RemoteRunner, Runner), {"kind": Runner})()
-    x, logits, shared = (torch.randn(TOKENS, n) for n in (HIDDEN, 1, width))
+    x, logits, shared = (torch.randn(TOKENS, n) for n in (HIDDEN, 1, width or HIDDEN))
+    more = {"shared_experts_input": shared} if width else {}
     with override_forward_context(ForwardContext({"layer": runner}, {}, {})):
         compiled: Any = torch.compile(runner, backend=backend)
-        got = compiled(x, logits, shared_experts_input=shared)
-    torch.testing.assert_close(got, shared + x[:, :1] * logits, rtol=0, atol=0)
+        got = compiled(x, logits, **more)
+    torch.testing.assert_close(got, (shared if width else x) + x[:, :1] * logits, rtol=0, atol=0)
     layers = [node for node in graphs[0].nodes if node.target == torch.ops.expertd.experts]
     assert len(layers) == is_split
     if is_split:

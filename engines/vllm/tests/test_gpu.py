@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 _PIECEWISE = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
-# Has vLLM check that each graph's inputs lie where they lay when it was captured.
+# Makes vLLM check that each graph's inputs have the addresses that they had at capture.
 _CHECKED = {"VLLM_LOGGING_LEVEL": "DEBUG"}
 _FULL = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}
 # Without the second one vLLM measures what is free, which fails while another process on the GPU ends.

@@ -1,6 +1,5 @@
 """Layers that cannot be on a server are refused when vLLM makes them, each in a sentence."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,64 +11,71 @@ from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
 from expertd_client import ModelMetadata
 from expertd_client.engine import RemoteLayer
 from expertd_vllm import experts
-from expertd_vllm.experts import ExpertdMoEMethod, Remote, prepare
+from expertd_vllm.experts import ExpertdMoEMethod, Remote, replaced
 from tests.test_settings import config
 
 METADATA: dict[str, Any] = {"hidden_size": 128, "num_experts": 8, "top_k": 2, "shared_experts": "none"}
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A configuration for which the plugin is prepared."""
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A configuration of a model with the plugin."""
     made = config({"expertd": {"url": "http://a"}}, compilation_config__splitting_ops=["vllm::attention"])
     made.load_config = SimpleNamespace(load_format="expertd")
     monkeypatch.setattr(experts, "get_model_architecture", lambda _: None)
     monkeypatch.setattr(experts, "get_current_vllm_config", lambda: made)
-    before = dict(op_registry_oot)
-    prepare(made, None)
-    yield made
-    op_registry_oot.clear()
-    op_registry_oot.update(before)
+    return made
 
 
-def test_all_classes_of_experts_are_replaced(prepared: Any) -> None:
+def test_all_classes_of_experts_are_replaced_while_a_model_is_made(made: Any) -> None:
     from vllm.model_executor.models.dbrx import DbrxExperts
     from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
     from vllm.model_executor.models.transformers.moe import TransformersRoutedExperts
 
-    prepare(prepared, None)
-    for kind in (RoutedExperts, DbrxExperts, GptOssRoutedExperts, TransformersRoutedExperts):
-        assert issubclass(op_registry_oot[kind.__name__], kind)
-        assert issubclass(op_registry_oot[kind.__name__], Remote)
-        assert kind.__name__ in experts._KINDS
+    before = dict(op_registry_oot)
+    for _ in range(2):
+        with replaced(made, None):
+            for kind in (RoutedExperts, DbrxExperts, GptOssRoutedExperts, TransformersRoutedExperts):
+                assert issubclass(op_registry_oot[kind.__name__], kind)
+                assert issubclass(op_registry_oot[kind.__name__], Remote)
+                assert kind.__name__ in experts._KINDS
+        assert op_registry_oot == before
 
 
-def test_all_classes_that_run_layers_are_replaced(prepared: Any) -> None:
+def test_all_classes_that_run_layers_are_replaced(made: Any) -> None:
     from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
     names = {
         MoERunner: ["hidden_states", "router_logits", "input_ids", "shared_experts_input"],
         TransformersMoERunner: ["hidden_states", "topk_ids", "topk_weights"],
     }
-    for kind, expected in names.items():
-        assert issubclass(op_registry_oot[kind.__name__], kind)
-        assert op_registry_oot[kind.__name__]._names == expected
+    with replaced(made, None):
+        for kind, expected in names.items():
+            assert issubclass(op_registry_oot[kind.__name__], kind)
+            assert op_registry_oot[kind.__name__]._names == expected
 
 
-def test_graphs_are_split_at_layers(prepared: Any) -> None:
-    assert prepared.compilation_config.splitting_ops == ["vllm::attention", experts._SPLITTING]
-    prepare(prepared, None)
-    assert len(prepared.compilation_config.splitting_ops) == 2
-    prepared.compilation_config.splitting_ops = []  # nothing is split, as with --enforce-eager
-    prepare(prepared, None)
-    assert prepared.compilation_config.splitting_ops == []
+def test_classes_of_another_plugin_stay(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(op_registry_oot, "MoERunner", object)
+    with pytest.raises(ValueError, match=r"expected none of another plugin, got \['MoERunner'\]"):
+        replaced(made, None).__enter__()
+    assert op_registry_oot["MoERunner"] is object
 
 
-def test_the_system_is_asked_for_amx(prepared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_split_at_layers(made: Any) -> None:
+    for _ in range(2):
+        with replaced(made, None):
+            assert made.compilation_config.splitting_ops == ["vllm::attention", experts._SPLITTING]
+    made.compilation_config.splitting_ops = []  # nothing is split, as with --enforce-eager
+    with replaced(made, None):
+        assert made.compilation_config.splitting_ops == []
+
+
+def test_the_system_is_asked_for_amx(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True))
-    prepare(prepared, None)
-    assert asked
+    with replaced(made, None):
+        assert asked
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_the_system_is_asked_for_amx(prepared: Any, monkeypatch: pytest.MonkeyPa
         ("RoutedExperts", False, "mtp.layers.0.mlp.experts", "layer: expected .*, got mtp.layers.0"),
     ],
 )
-def test_experts(prepared: Any, kind: str, weighs_input: bool, prefix: str, text: str) -> None:
+def test_experts(made: Any, kind: str, weighs_input: bool, prefix: str, text: str) -> None:
     attributes = {"kind": type(kind, (), {}), "apply_router_weight_on_input": weighs_input}
     layer = type("Layer", (Remote,), attributes)()
     with pytest.raises(ValueError, match=text):

@@ -1,7 +1,8 @@
 """RoutedExperts without weights: vLLM's router chooses the experts, and a server computes them."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,22 +37,32 @@ _WAIT = Histogram(
 )
 
 
-def prepare(config: Any, model_config: Any) -> None:
-    """Have the model that is made next without routed experts. Raises ValueError for what cannot work."""
+@contextmanager
+def replaced(config: Any, model_config: Any) -> Iterator[None]:
+    """Have models that are made within have no routed experts. Raises ValueError for what cannot work."""
     check_config(config)
     if current_platform.is_cpu():
         # vLLM's attention uses AMX, but only oneDNN asks the system for it, which ends the process otherwise.
         # No step calls oneDNN if all matrices have at most 1 MiB and the prompts at most four tokens.
         torch.cpu._init_amx()
     get_model_architecture(model_config)  # imports the model's module, and so its kind of RoutedExperts
-    for base, mixin in ((RoutedExperts, Remote), (MoERunner, RemoteRunner)):
-        for kind in _with_subclasses(base):
-            if kind.__name__ not in op_registry_oot:
-                remote = type(f"Remote{kind.__name__}", (mixin, kind), {"kind": kind})
-                PluggableLayer.register_oot(remote, name=kind.__name__)
+    kinds = {
+        kind.__name__: type(f"Remote{kind.__name__}", (mixin, kind), {"kind": kind})
+        for base, mixin in ((RoutedExperts, Remote), (MoERunner, RemoteRunner))
+        for kind in _with_subclasses(base)
+    }
+    others = [name for name in kinds if name in op_registry_oot]
+    expect(not others, "load_format expertd: classes of layers", "none of another plugin", others)
     splitting = config.compilation_config.splitting_ops
     if splitting and _SPLITTING not in splitting and not makes_device_calls(config):
         splitting.append(_SPLITTING)
+    for name, kind in kinds.items():
+        PluggableLayer.register_oot(kind, name=name)
+    try:
+        yield
+    finally:  # LoRA, of this model or another one, looks for vLLM's own classes
+        for name in kinds:
+            del op_registry_oot[name]
 
 
 def check_weights(model: torch.nn.Module, find_directory: Callable[[], str]) -> None:
@@ -65,7 +76,7 @@ def check_weights(model: torch.nn.Module, find_directory: Callable[[], str]) -> 
 class Remote:
     """A mixin for RoutedExperts, and for what models make of it."""
 
-    kind: type
+    kind: Any
 
     def _get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
         config = get_current_vllm_config()
@@ -83,8 +94,9 @@ class Remote:
 class RemoteRunner:
     """A mixin for MoERunner, which runs a layer: in a compiled model, as one operation.
 
-    That is what CUDA graphs are split at. The graph behind it reads its output where it was at capture, so
-    the operation writes to memory of the graph before, while vLLM's own returns new memory each time.
+    CUDA graphs are split at this operation. The next graph reads the output at the address that it had at
+    capture, so the operation writes into a buffer that the previous graph allocated; vLLM's own operation
+    allocates a new one for each call.
     """
 
     kind: Any
@@ -96,11 +108,12 @@ class RemoteRunner:
         cls._names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
     def forward(self: Any, *args: Tensor | None, **kwargs: Tensor | None) -> Tensor:
-        if not torch.compiler.is_compiling() or not getattr(self._quant_method, "is_split", False):
+        method = self._quant_method
+        if not (torch.compiler.is_compiling() and isinstance(method, ExpertdMoEMethod) and method.is_split):
             return super().forward(*args, **kwargs)  # type: ignore[misc, no-any-return]
         given = dict(zip(self._names, args, strict=False)) | kwargs
         inputs = [given.get(name) for name in self._names]
-        like = given.get("shared_experts_input")  # as wide as the output, where routed experts are narrower
+        like = given.get("shared_experts_input")  # has the output's width even if routed experts are narrower
         out = torch.empty_like(given["hidden_states"] if like is None else like)
         torch.ops.expertd.experts(inputs, out, self.layer_name)
         return out
@@ -109,7 +122,7 @@ class RemoteRunner:
 class ExpertdMoEMethod(FusedMoEMethodBase):
     """Takes the place of what the checkpoint's quantization has: no weights, and `apply` calls the server.
 
-    is_split  whether CUDA graphs are split at its layer, as no graph can hold its calls
+    is_split  whether CUDA graphs are split at its layer, because a graph cannot capture its calls
     """
 
     def __init__(self, moe: Any, remote: RemoteLayer) -> None:

@@ -25,8 +25,8 @@ class ExpertdLoader(DefaultModelLoader):
         """As BaseModelLoader's. Raises ValueError for what cannot work with a server."""
         from expertd_vllm import experts
 
-        experts.prepare(vllm_config, model_config)
-        model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
+        with experts.replaced(vllm_config, model_config):
+            model: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:

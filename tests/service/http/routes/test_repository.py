@@ -223,7 +223,7 @@ async def test_a_layer_that_fails_its_first_step_is_freed(monkeypatch: pytest.Mo
     async with two_models() as server:
         monkeypatch.setattr(local_models, "_first_steps", fail)
         error_of(await change(server, "load"), 500)
-        await until(is_freed)  # the thread's traceback may hold it for a moment
+        await until(is_freed, 10)  # the thread's traceback may hold it for a moment
         monkeypatch.undo()
         assert (await change(server, "load")).status_code == 200
 
