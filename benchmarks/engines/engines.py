@@ -33,7 +33,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engines.vllm_program import LEAST_AT_ONCE
+from benchmarks.engines.vllm_program import prefill_steps
 from benchmarks.lib.processes import Program, free_port, running
 from benchmarks.lib.run import Result, Row, earlier, new_parser
 
@@ -235,7 +235,7 @@ def _program(python: str, made: Row) -> Program:
 
 def _cached(prompt: int, batch: int, tokens: int) -> int:
     """Tokens in the cache, at most."""
-    longest = prompt + 1 + _WATCHED * tokens + batch * prompt // LEAST_AT_ONCE + _BLOCK
+    longest = prompt + _WATCHED * tokens + prefill_steps(batch, prompt) + _BLOCK
     return max(batch * longest, _MAX_LENGTH) + _BLOCK
 
 

@@ -73,7 +73,7 @@ def seconds(llm: Any, prompts: list[Any], tokens: int) -> float:
     """
     from vllm import SamplingParams
 
-    longer = tokens and tokens + len(prompts) * len(prompts[0]["prompt_token_ids"]) // LEAST_AT_ONCE + 2
+    longer = tokens and tokens + prefill_steps(len(prompts), len(prompts[0]["prompt_token_ids"])) + 1
     numbers = [1 + longer] * (len(prompts) - 1) + [1 + tokens]
     wanted = [
         SamplingParams(max_tokens=number, ignore_eos=True, detokenize=False, temperature=0)
@@ -83,6 +83,11 @@ def seconds(llm: Any, prompts: list[Any], tokens: int) -> float:
     *_, last = llm.generate(prompts, wanted, use_tqdm=False)
     whole = time.perf_counter() - began
     return last.metrics.last_token_ts - last.metrics.first_token_ts if tokens else whole
+
+
+def prefill_steps(batch: int, prompt: int) -> int:
+    """How many steps the prompts of a batch take, at most."""
+    return batch * prompt // LEAST_AT_ONCE + 1
 
 
 def answer(row: dict[str, Any]) -> None:
