@@ -1,5 +1,6 @@
 """The sections about engines: vLLM alone, and with its experts on expertd."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from benchmarks.engines.engines import LOCAL
 from benchmarks.lib.markdown import Columns, Row, Section, by, lines, machine, paragraph, read
 
 RESULT = "engines-2xh200.json"
+PIECES = "engines-pieces-2xh200.json"  # calls between CUDA graphs, measured without a caller of device calls
 MODELS = {"qwen3-30b": "Qwen3-30B-A3B", "deepseek-v3": "DeepSeek-V3"}
 PICTURE = "![time of a decode step over vLLM's alone, by sequences and length of prompts](engines-2xh200.svg)"
 
@@ -40,10 +42,16 @@ def engines(results: Path) -> str:
         "GPU, of which vLLM alone has one, in pieces, too; *idle* is the share of decode in which the "
         "attention GPU, and that of experts, ran no kernel."
     )
-    alone = {_point(row): row for row in content["rows"] if row["way"] == "alone"}
-    others = [row for row in content["rows"] if row["way"] != "alone"]
-    rows = [row | {"alone": alone[_point(row)]} for row in others]
+    rows = _beside_alone(content["rows"])
+    with contextlib.suppress(FileNotFoundError):
+        rows += _beside_alone(read(results, PIECES)["rows"])
     return f"{paragraph(text)}\n\n{PICTURE}\n\n{lines(rows, _COLUMNS)}"
+
+
+def _beside_alone(rows: Sequence[Row]) -> list[Row]:
+    """Those of the other ways, each with that of vLLM alone in the same run."""
+    alone = {_point(row): row for row in rows if row["way"] == "alone"}
+    return [row | {"alone": alone[_point(row)]} for row in rows if row["way"] != "alone"]
 
 
 def _remote(rows: Sequence[Row]) -> list[Row]:

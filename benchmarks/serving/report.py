@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.lib import cpus
 from benchmarks.lib.markdown import (
     Cell,
+    Columns,
     Row,
     Section,
     about,
@@ -371,12 +372,13 @@ _STEPS = {
     "rows in pinned memory": "{pinned_us:.0f}",
     "in the GPU's memory": "{device_us:.0f}",
 }
-_DEVICE_CALLS = {
+_DEVICE_CALLS: Columns = {
     "tokens": "{tokens}",
     "pause, µs": "{between_us:.0f}",
     "a layer, µs": "{layer_us:.1f}",
     "its own, µs": "{own_us:.1f}",
     "above, µs": "{over_us:.1f}",
+    "of it the server's": lambda row: f"{row['server_us'] - row['own_us']:.1f}",
     "8 layers, p50, ms": "{step_ms:.3f}",
     "p99, ms": "{p99_ms:.3f}",
 }
