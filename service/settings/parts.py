@@ -209,7 +209,7 @@ class ChannelSettings(Frozen):
     )
     max_channels: int = Field(default=64, ge=1, description="maximum open channels")
     max_bytes: int = Field(
-        default=1024 * MIB,
+        default=2048 * MIB,
         ge=1,
         description="maximum bytes of all channels' data regions; on a GPU, those in host memory are pinned",
     )

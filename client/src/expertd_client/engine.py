@@ -34,7 +34,7 @@ EXPERTS = re.compile(
 )
 _DATATYPES = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 _LOOK_SECONDS = 5e-3  # between two looks at whether a call of the GPU has failed
-_SLOTS = 2  # of a batch, which may be larger than a request: one is copied while another is computed
+SLOTS = 2  # of a batch, which may be larger than a request: one is copied while another is computed
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ class RemoteLayer:
         calls = self.server.device_channel
         if calls is not None and len(x) <= calls.max_tokens:
             return DeviceCall(self.name, calls, part, (x, topk_ids, topk_weights))
-        channel = self.server.channel(x, _SLOTS * parts)
+        channel = self.server.channel(x, SLOTS * parts)
         if channel is None:
             return HttpCall(self.server.client.submit(self.name, x, topk_ids, topk_weights.float()))
-        slots = channel.slots[_SLOTS * part : _SLOTS * (part + 1)]
+        slots = channel.slots[SLOTS * part : SLOTS * (part + 1)]
         kind = EnqueuedCall if x.is_cuda and not self.server.is_over_nixl else ChannelCall
         return kind(self.name, channel, slots, (x, topk_ids, topk_weights))
 

@@ -16,7 +16,10 @@ def config(additional: Any = None, model: str = "Qwen/Qwen3-30B-A3B", **changed:
         additional_config=additional,
         model_config=SimpleNamespace(model=model),
         compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.PIECEWISE),
-        parallel_config=SimpleNamespace(enable_eplb=False, prefill_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            enable_eplb=False, prefill_context_parallel_size=1, tensor_parallel_size=1
+        ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         lora_config=None,
     )
     for name, value in changed.items():
@@ -29,9 +32,17 @@ def config(additional: Any = None, model: str = "Qwen/Qwen3-30B-A3B", **changed:
 
 
 def test_layers_are_named_as_the_model() -> None:
-    assert read_settings(config({"expertd": {"url": "http://a"}}, "Qwen/small")) == PluginSettings(
-        "http://a", "small"
-    )
+    assert read_settings(config({"expertd": {"url": "http://a"}}, "Qwen/small")).name == "small"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "max_tokens"), [(8192, 1, 4096), (8192, 8, 512), (3, 1, 2), (1, 8, 1)]
+)
+def test_the_largest_batch_is_two_requests_of_each_rank(tokens: int, ranks: int, max_tokens: int) -> None:
+    made = config({"expertd": {"url": "http://a"}})
+    made.scheduler_config.max_num_batched_tokens = tokens
+    made.parallel_config.tensor_parallel_size = ranks
+    assert read_settings(made).max_tokens == max_tokens
 
 
 def test_all_settings_are_read() -> None:

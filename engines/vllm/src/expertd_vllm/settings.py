@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from expertd_client.engine import PluginSettings, expect, make_settings
+from expertd_client.engine import SLOTS, PluginSettings, expect, make_settings
 
 
 def read_settings(config: Any) -> PluginSettings:
@@ -14,7 +14,10 @@ def read_settings(config: Any) -> PluginSettings:
         raise ValueError(
             f"load_format expertd: expected the URL of a server, as in {example}, got {additional}"
         )
-    return make_settings(given, config.model_config.model)
+    # Few large requests: the server reads its weights for each.
+    requests = SLOTS * config.parallel_config.tensor_parallel_size
+    max_tokens = -(-config.scheduler_config.max_num_batched_tokens // requests)
+    return make_settings({"max_tokens": max_tokens} | given, config.model_config.model)
 
 
 def check_config(config: Any) -> None:
