@@ -382,6 +382,21 @@ _DEVICE_CALLS: Columns = {
     "8 layers, p50, ms": "{step_ms:.3f}",
     "p99, ms": "{p99_ms:.3f}",
 }
+_CALLS_TOGETHER: Columns = {
+    "tokens of a call": "{tokens}",
+    "callers": "{callers}",
+    "a layer, µs": "{layer_us:.1f}",
+    "calls/s": "{calls_per_s:.0f}",
+    "tokens/s": lambda row: f"{row['calls_per_s'] * row['tokens']:.0f}",
+}
+_LARGE_CALLS: Columns = {
+    "tokens": "{tokens}",
+    "a layer, µs": "{layer_us:.0f}",
+    "its own, µs": "{own_us:.0f}",
+    "above, µs": "{over_us:.0f}",
+    "its bytes on the link, µs": "{link_us:.0f}",
+    "above over these": lambda row: f"{row['over_us'] / row['link_us']:.2f}",
+}
 _POOL_SOAKS = "soak-pool-vllm-2xh200.json", "soak-pool-vllm-http-2xh200.json"
 _NIXL = {
     "UCX_TLS": "{tls}",
@@ -400,6 +415,8 @@ SECTIONS: dict[str, Section] = {
     "serving-callers": serving_callers,
     "steps": written("steps-h200.json", _STEPS),
     "device-calls": written("stream_steps-2xh200.json", _DEVICE_CALLS),
+    "calls-together": written("stream_steps_callers-2xh200.json", _CALLS_TOGETHER),
+    "large-calls": written("stream_steps_large-2xh200.json", _LARGE_CALLS),
     "ping-pong": ping_pong,
     "serving-cpu-machine": about(
         "serving_cpu.json", "{cpus} cores of an {cpu}, Python {python}, Starlette {starlette}."

@@ -18,8 +18,10 @@ exchange  us of the stream, by CUDA events, from before it writes the request's 
           answer's
 queue     us of it that the server says the request waited; compute: that its step took; other: the rest
 pair      us of the stream for a write of a word and a wait for what is there already
-own       us of a layer on the server's GPU alone: of graph, by a CUDA graph of all layers that has no caller
-over      us of a layer of graph above own, if there is one caller
+own       us of a layer on the server's GPU alone, by a CUDA graph of all layers that has no caller
+over      us of a layer above own, if there is one caller
+link      us of a call's hidden states there and of its output back, at the rate of a copy of 256 MiB to the
+          server's GPU; absent if that is the caller's
 server    us of a step at the server, by its metrics: from when its GPU has seen calls until it has answered
           them. What exceeds own is the server's share of over; the rest is the caller's and the link's
 """
@@ -52,6 +54,7 @@ Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 STEPS, WARM_UP, AHEAD = 200, 50, 4
 MAX_CALLERS = 32  # streams that torch has
 CALL_STEPS = "expertd_device_call_seconds_total", "expertd_device_call_steps_total"
+COPIED_BYTES = 256 << 20
 BUSY_CYCLES = 40_000_000  # of the GPU, while the host's time is measured: some 20 ms
 CONFIG = """
 models: [{models}]
@@ -67,6 +70,27 @@ class Case(NamedTuple):
     tokens: int
     between_us: float
     callers: int
+
+
+class Alone(NamedTuple):
+    """What a call is made of.
+
+    own_us             of a layer, by the tokens
+    link_bytes_per_us  None: the caller is on the server's GPU
+    """
+
+    own_us: dict[int, float]
+    link_bytes_per_us: float | None = None
+
+    def beside(self, row: Row) -> Row:
+        """More columns of a row."""
+        own = self.own_us[row["tokens"]]
+        columns = {"own_us": own}
+        if row["callers"] == 1:
+            columns["over_us"] = row["layer_us"] - own
+        if self.link_bytes_per_us is not None:
+            columns["link_us"] = 2 * row["tokens"] * HIDDEN * torch.bfloat16.itemsize / self.link_bytes_per_us
+        return columns
 
 
 def model_names(layers: int) -> list[str]:
@@ -236,6 +260,20 @@ def alone_us(weights: Sequence[ExpertWeights], tokens: int) -> float:
     return 1e3 * median / len(weights)
 
 
+def copied_per_us(index: int) -> float:
+    """Bytes of a copy from a GPU to the first one: the median of some large ones."""
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
+    target = torch.empty_like(source, device="cuda:0")
+    ends = []
+    with torch.cuda.device(index):
+        for _ in range(20):
+            target.copy_(source, non_blocking=True)
+            ends.append(recorded())
+        torch.cuda.synchronize()
+    times = [one.elapsed_time(other) for one, other in itertools.pairwise(ends)]
+    return COPIED_BYTES / 1e3 / float(statistics.median(times))
+
+
 def recorded() -> Any:
     """An event that the current stream comes to."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -335,42 +373,41 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--between", default="0,100", help="us for which the GPU is busy before each request")
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--callers", type=int, default=1, help="of graph, at the same time")
+    parser.add_argument("--callers", default="1", help="of graph, at the same time, separated by commas")
     parser.add_argument("--url", help="of a server that is there, with the same layers")
     options = parser.parse_args()
     if unknown := set(options.ways.split(",")) - set(WAYS):
         parser.error(f"--ways: expected some of {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
-    if not 1 <= options.callers <= MAX_CALLERS:
-        parser.error(f"--callers: expected 1 to {MAX_CALLERS}, got {options.callers}")
-    if options.callers > 1:  # a stream that waits must not hold up others in the same hardware queue
+    callers = [int(number) for number in options.callers.split(",")]
+    for number in callers:
+        if not 1 <= number <= MAX_CALLERS:
+            parser.error(f"--callers: expected 1 to {MAX_CALLERS}, got {number}")
+    if max(callers) > 1:  # a stream that waits must not hold up others in the same hardware queue
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     expect_gpu("benchmarks stream_steps")
     index = 1 if torch.cuda.device_count() > 1 else 0
-    own_us: dict[int, float] = {}
-    if "graph" in options.ways.split(","):  # before there is a server on the GPU
-        with torch.cuda.device(0):
-            weights = [random_weights(SHAPE, number, "cuda") for number in range(options.layers)]
-            own_us = {tokens: alone_us(weights, tokens) for tokens in map(int, options.tokens.split(","))}
-            del weights
-            torch.cuda.empty_cache()
+    with torch.cuda.device(0):  # before there is a server on the GPU
+        weights = [random_weights(SHAPE, number, "cuda") for number in range(options.layers)]
+        alone = Alone({tokens: alone_us(weights, tokens) for tokens in map(int, options.tokens.split(","))})
+        del weights
+    if index:
+        alone = alone._replace(link_bytes_per_us=copied_per_us(index))
+    torch.cuda.empty_cache()
     torch.cuda.set_device(index)
     result = Result(options.json, header() | {"caller": f"GPU {index}"})
     if options.url:
-        run(options, options.url, f"cuda:{index}", own_us, result)
+        run(options, options.url, f"cuda:{index}", alone, result)
     else:
         with server(1, layers=options.layers, make_config=config) as (url, _):
-            run(options, url, f"cuda:{index}", own_us, result)
+            run(options, url, f"cuda:{index}", alone, result)
 
 
-def run(options: argparse.Namespace, url: str, device: str, own_us: dict[int, float], result: Result) -> None:
+def run(options: argparse.Namespace, url: str, device: str, alone: Alone, result: Result) -> None:
     """All rows."""
     given = options.ways.split(","), options.tokens.split(","), options.between.split(",")
     with ExpertClient(url, transport="http", retry_seconds=10) as client:
         for way, tokens, between in itertools.product(*given):
-            case = Case(way, int(tokens), float(between), options.callers if way == "graph" else 1)
-            row = measure(case, url, client, model_names(options.layers), device)
-            if way == "graph":
-                row["own_us"] = own_us[case.tokens]
-                if case.callers == 1:
-                    row["over_us"] = row["layer_us"] - row["own_us"]
-            result.put(row)
+            for callers in options.callers.split(",") if way == "graph" else "1":
+                case = Case(way, int(tokens), float(between), int(callers))
+                row = measure(case, url, client, model_names(options.layers), device)
+                result.put(row | alone.beside(row))

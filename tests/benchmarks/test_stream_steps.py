@@ -1,6 +1,7 @@
 """The parts of `benchmarks stream_steps` that need no GPU."""
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,31 @@ def test_callers_at_once_have_one_rate(callers: int) -> None:
     assert row["step_ms"] == pytest.approx(sorted(paces)[callers // 2])
     assert row["p99_ms"] == pytest.approx(max(paces))
     assert row["layer_us"] == pytest.approx(row["step_ms"] * 1e3 / 4 - 100)
+
+
+def test_rows_say_what_a_call_takes_above_the_layer_and_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ways' rows at the link's rate; of several callers at once, nothing is above a layer's own time."""
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(stream_steps, "ExpertClient", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(
+        stream_steps, "measure", lambda case, *_: case._asdict() | {"layer_us": 30.0 + case.tokens}
+    )
+    options: Any = SimpleNamespace(ways="stream,graph", tokens="1,64", between="0", callers="1,8", layers=8)
+    alone = stream_steps.Alone({1: 20.0, 64: 80.0}, link_bytes_per_us=1e5)
+    result: Any = SimpleNamespace(put=rows.append)
+    stream_steps.run(options, "", "cuda:1", alone, result)
+    assert [(row["way"], row["tokens"], row["callers"]) for row in rows] == [
+        ("stream", 1, 1), ("stream", 64, 1),
+        ("graph", 1, 1), ("graph", 1, 8), ("graph", 64, 1), ("graph", 64, 8),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["own_us"] == {1: 20.0, 64: 80.0}[row["tokens"]]
+        assert row.get("over_us") == ({1: 11.0, 64: 14.0}[row["tokens"]] if row["callers"] == 1 else None)
+        assert row["link_us"] == pytest.approx(row["tokens"] * 2 * 4096 / 1e5)
+    same_gpu = stream_steps.Alone(alone.own_us)
+    assert "link_us" not in same_gpu.beside(rows[0])
 
 
 class Caller:
@@ -86,7 +112,7 @@ def test_outputs_are_those_by_http(spoil: Any, wrong: str | None, monkeypatch: p
         (["--ways", "stream,graphs"], "--ways: expected some of stream, host, graph, got graphs"),
         (["--ways", ""], "--ways: expected some of stream, host, graph, got "),
         (["--callers", "0"], "--callers: expected 1 to 32, got 0"),
-        (["--callers", "33"], "--callers: expected 1 to 32, got 33"),
+        (["--callers", "8,33"], "--callers: expected 1 to 32, got 33"),
     ],
 )
 def test_invalid_options_are_refused(
