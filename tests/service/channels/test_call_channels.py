@@ -118,9 +118,9 @@ class FakeCalls:
 
 
 @asynccontextmanager
-async def serving_calls(directory: Path) -> AsyncIterator[tuple[Serving, FakeCalls]]:
+async def serving_calls(directory: Path, **channels: Any) -> AsyncIterator[tuple[Serving, FakeCalls]]:
     calls = FakeCalls()
-    async with channel_server(directory, EchoRunner()) as server:
+    async with channel_server(directory, EchoRunner(), channels=channels) as server:
         engine = server.app.engine
         assert engine.loaded is not None
         engine.loaded = dataclasses.replace(engine.loaded, calls=calls)
@@ -318,6 +318,26 @@ async def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], text: st
         calls.error = ValueError("memory: model tiny: expected the contiguous layout, got the masked one")
         assert error_of(await server.http.post("/v1/channels", json=BODY), 400) == str(calls.error)
         assert server.metric("channel_bytes") == 0
+
+
+async def test_limits_and_keys_are_those_of_all_channels(tmp_path: Path) -> None:
+    """`max_bytes` counts the memory for calls; a channel ends when its key may not infer any more."""
+    num_bytes = CallGeometry.for_slots(3, 4, 128, 2).data_bytes
+    async with serving_calls(tmp_path, max_bytes=2 * num_bytes - 1) as (server, calls):
+        connection = await connected(server)
+        refused = await server.http.post("/v1/channels", json=BODY)
+        assert error_of(refused, 503) == (
+            f"channels.max_bytes: expected a region of at most {num_bytes - 1} bytes beside the open "
+            f"channels, got {num_bytes}"
+        )
+        assert len(calls.slots) == 3
+        server.app.channels.close_others(["another"])
+        assert await asyncio.to_thread(connection.recv, 1) == b""
+        assert not calls.slots
+        connection.close()
+        (await connected(server)).close()
+    async with serving_calls(tmp_path, max_bytes=num_bytes - 1) as (server, _):
+        error_of(await server.http.post("/v1/channels", json=BODY), 400)
 
 
 def asking(server: Serving, opened: list[Any]) -> Callable[[Deadline], Any]:
