@@ -1,5 +1,6 @@
 """Channels over NIXL: right answers, and ends that die."""
 
+import logging
 import os
 import random
 import signal
@@ -190,7 +191,8 @@ def test_limits_and_the_setting(connect: Connect, tmp_path: Path) -> None:
 def test_an_engine_takes_nixl_for_a_server_elsewhere(
     nixl_server: RunningServer, own_server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By itself, with one channel; or else HTTP, with one warning."""
+    """By itself, with one channel, and says so; or else HTTP, with one warning."""
+    caplog.set_level(logging.INFO, "expertd_client")
     x = torch.from_numpy(rows(40))
     ids, weights = torch.arange(4, dtype=torch.int32).repeat(40, 1), torch.rand(40, TOP_K)
     got = []
@@ -205,13 +207,15 @@ def test_an_engine_takes_nixl_for_a_server_elsewhere(
             got.append(out)
         assert [each["memory"] for each in server.channels()] == (["nixl"] if server is nixl_server else [])
         if server is nixl_server:
-            assert not caplog.records
+            said = [message for message in caplog.messages if message.startswith("expertd: ")]
+            assert said == ["expertd: calls go over a channel over NIXL"]
             remote._channel.close()
         remote.client.close()
     for each in got:
         torch.testing.assert_close(each, got[-1])
-    (warning,) = caplog.messages
-    assert warning.startswith("expertd: calls go over HTTP: channels: expected the setting channels.nixl")
+    (warning,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    expected = "expertd: calls go over HTTP: channels: expected the setting channels.nixl"
+    assert warning.getMessage().startswith(expected)
 
 
 def test_a_channel_without_copies(nixl_server: RunningServer) -> None:

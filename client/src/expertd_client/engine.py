@@ -128,6 +128,8 @@ class RemoteServer:
             self.device_channel = self.client.open_device_channel(
                 list(self._layers), num_slots=num_slots, device=str(device)
             )
+            max_tokens = self.device_channel.max_tokens
+            logger.info("expertd: the GPU makes calls of up to %d tokens by itself", max_tokens)
             threading.Thread(target=self._watch, name="expertd-device-calls", daemon=True).start()
 
     def _watch(self) -> None:
@@ -153,6 +155,8 @@ class RemoteServer:
                     over_nixl=self.is_over_nixl,
                 )
                 self._channel.on_failure = end_process
+                way = "a channel over NIXL" if self.is_over_nixl else "a channel"
+                logger.info("expertd: calls go over %s", way)
             except TransportUnavailableError as error:
                 if self.settings.transport in ("channel", "nixl", "device"):
                     raise
