@@ -200,6 +200,38 @@ def test_a_call_without_time_says_little_of_a_server() -> None:
     assert other.calls == 1
 
 
+@pytest.mark.usefixtures("in_order")
+def test_a_long_step_is_not_a_hang() -> None:
+    """Its server says that it lives whenever it is asked, so the call stays there."""
+    asked: list[str] = []
+
+    class Busy(Server):
+        is_broken = False
+
+        def infer(self, call: LayerCall, deadline: Deadline) -> Steps[None]:
+            self.calls += 1
+            while len(asked) < 3 and not self.is_broken:
+                yield Sleep(0.01, deadline)
+
+        def break_off(self) -> None:
+            self.is_broken = True
+
+    class Probe(Server):
+        def request(self, method: str, path: str, deadline: Deadline, body: object = None) -> Steps[Any]:
+            asked.append(path)
+            return (yield from super().request(method, path, deadline, body))
+
+    busy, other = Busy("http://a"), Server("http://b")
+    by_url: dict[str, Any] = {server.url: server for server in (busy, other)}
+    pool = ServerPool(Fixed(list(by_url)), by_url.__getitem__, 0.2)
+    make_probe: Any = Probe
+    pool.on_call = Watch(pool, make_probe).wake
+    run(pool.infer(layer_call("m", X), Deadline(60)))
+    assert set(asked) == {"/v2/health/live"}
+    assert (busy.calls, other.calls, busy.is_broken, pool.members[0].state) == (1, 0, False, "up")
+    run(pool.close())
+
+
 def test_channels_are_of_servers_with_all_experts_here_or_over_nixl() -> None:
     told = {"name": "m", "hidden_size": 4, "top_k": 2, "datatype": "FP32", "num_experts": 2}
     parts = [Server(f"http://{n}", ModelMetadata(**told, local_experts=frozenset({n}))) for n in range(2)]  # type: ignore[arg-type]
