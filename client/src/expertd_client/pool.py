@@ -66,6 +66,7 @@ class Member:
     is_late: bool = False  # a call's time passed here, so that it should say whether it lives
     begun: dict[object, float] = field(default_factory=dict)  # calls without an answer, by when they began
     ended: Counter[str] = field(default_factory=Counter)  # infer calls, but for those that were given up
+    breaks: int = 0  # how often its calls were broken off
     opened: object = None  # the channel that was opened last
     # Open ones, by the first request without an answer, and since when it is that.
     links: "weakref.WeakKeyDictionary[ChannelClient, tuple[int, float]]" = field(
@@ -98,8 +99,30 @@ class Member:
             oldest = min(oldest, since if sequence else math.inf)
         return oldest
 
+    def asked(self, steps: Steps[T]) -> Steps[T]:
+        """What the server answers. Once its calls are broken off, none waits for it again.
+
+        Their ends look like lost connections, for which a transport would make another one.
+        """
+        breaks = self.breaks
+        try:
+            wait = next(steps)
+            while self.breaks == breaks:
+                try:
+                    given = yield wait
+                except BaseException as error:
+                    wait = steps.throw(error)
+                else:
+                    wait = steps.send(given)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        steps.close()
+        raise ServerUnreachableError(f"server {self.url}: expected an answer, got none: it hangs")
+
     def break_off(self) -> None:
         """End all of its calls, which then go elsewhere."""
+        self.breaks += 1
         self.server.break_off()
         for link in list(self.links):
             link.hang_up()
@@ -313,7 +336,7 @@ class ServerPool:
                 raise ServerUnreachableError(f"server {member.url}: expected it in the list, got it gone")
             member.begun[token] = self._clock()
         try:
-            return (yield from steps)
+            return (yield from member.asked(steps))
         except DeadlineError:
             with self._lock:
                 member.is_late = True
@@ -390,7 +413,7 @@ class ServerPool:
             began = self._clock()
             outcome: Outcome | None = None
             try:
-                yield from member.server.infer(call, deadline.once())
+                yield from member.asked(member.server.infer(call, deadline.once()))
             except (ServerUnreachableError, ServerBusyError, UnknownModelError) as error:
                 outcome = outcome_of(error)
                 failed = self._failed(member, error, call.model)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, ServerBusyError
@@ -16,10 +16,11 @@ from expertd_client.server import Server, ServerOptions
 from expertd_client.sources import UrlSource
 from expertd_client.steps import run
 
-_LOOKS = 10  # within `failover_seconds`
+_LOOKS = 20  # within `failover_seconds`
 _LOOK_SECONDS = 0.25  # between two looks, at most
-_PATIENCE = 0.25  # of `failover_seconds`: that a call may take before its server is asked whether it lives
+_PATIENCE = 0.1  # of `failover_seconds`: that a call may take before its server is asked whether it lives
 _HEARTBEAT = 0.5  # of `failover_seconds`: that the answer to that may take
+_BETWEEN = 0.25  # of `failover_seconds`: between two such questions, which all callers of a long step ask
 _BACK_SECONDS = 0.25  # until a server that is not up is asked again
 _UPDATE_SECONDS = 1.0  # between two looks at the list of servers
 
@@ -55,7 +56,7 @@ class Watch:
 
     def _run(self) -> None:
         # Threads: an event loop has none for names to be looked up once the main thread has ended.
-        probes: dict[Member, tuple[Server, threading.Thread | None]] = {}
+        probes: dict[Member, _Probe] = {}
         update: threading.Thread | None = None
         updated = time.monotonic()
         while (pool := self._pool()) is not None and not pool.is_closed:
@@ -64,21 +65,35 @@ class Watch:
                 updated = time.monotonic()
             members = pool.members
             for member in members:
-                probe, thread = probes.get(member, (None, None))
-                if not _is_alive(thread) and self._is_due(pool, member):
-                    probe = probe or self._probe_of(member.url)
-                    probes[member] = probe, _begun(_probe, self._pool, member, probe, pool.failover_seconds)
+                probe = probes.get(member)
+                if self._is_due(pool, member, probe):
+                    server = probe.server if probe else self._probe_of(member.url)
+                    thread = _begun(_probe, self._pool, member, server, pool.failover_seconds)
+                    probes[member] = _Probe(server, thread, time.monotonic())
             for gone in [member for member in probes if member not in members]:
-                run(probes.pop(gone)[0].close())
+                run(probes.pop(gone).server.close())
             seconds = min(_LOOK_SECONDS, pool.failover_seconds / _LOOKS)
             del pool
             time.sleep(seconds)
-        for probe, _ in probes.values():
-            run(probe.close())
+        for each in probes.values():
+            run(each.server.close())
 
-    def _is_due(self, pool: ServerPool, member: Member) -> bool:
+    def _is_due(self, pool: ServerPool, member: Member, last: "_Probe | None") -> bool:
         """Whether a member should say how it is."""
-        return member.state != "up" or pool.waits(member, _PATIENCE * pool.failover_seconds)
+        if last is not None and _is_alive(last.thread):
+            return False
+        if member.state != "up":
+            return True
+        was_just_asked = last is not None and time.monotonic() - last.began < _BETWEEN * pool.failover_seconds
+        return not was_just_asked and pool.waits(member, _PATIENCE * pool.failover_seconds)
+
+
+class _Probe(NamedTuple):
+    """Of a member: the connections for questions to it, and the last question."""
+
+    server: Server
+    thread: threading.Thread | None
+    began: float
 
 
 def _begun(work: Callable[..., None], *arguments: Any) -> threading.Thread | None:
