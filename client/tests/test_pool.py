@@ -302,10 +302,35 @@ def test_a_channel_leaves_a_server_that_hangs(pair: list[RunningServer]) -> None
         slot = channel.slots[0]
         slot.hidden_states[:9] = X
         first = np.array(channel.wait(channel.submit(slot, 9)))
-        (holder,) = (server for server in pair if server.channels())
-        with holder.stopped():
-            np.testing.assert_array_equal(channel.wait(channel.submit(slot, 9)), first)
-        wait_for(lambda: not holder.channels(), "its channel has ended")
+        for _ in pair:  # also for one that was away before: nobody but the channel has called it since
+            (holder,) = (server for server in pair if server.channels())
+            with holder.stopped():
+                np.testing.assert_array_equal(channel.wait(channel.submit(slot, 9)), first)
+            wait_for(lambda url=holder.url: states(client)[url] == "up", "it is back")  # type: ignore[misc]
+            wait_for(lambda server=holder: not server.channels(), "its channel has ended")  # type: ignore[misc]
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("transport", ["channel", "http"])
+def test_a_call_leaves_a_server_that_hangs_in_time(transport: Any, pair: list[RunningServer]) -> None:
+    """Within `failover_seconds`, which are 1."""
+
+    def counts(outcome: str) -> dict[str, int]:
+        return {server.url: server.ended.get(outcome, 0) for server in client.servers()}
+
+    longest = 0.0
+    with ExpertClient([server.url for server in pair], transport=transport) as client:
+        for _ in range(3):  # a call may have left the server just before
+            before = counts("answered")
+            client.infer(MODEL, X, IDS, WEIGHTS)
+            (used,) = (server for server in pair if counts("answered")[server.url] > before[server.url])
+            with used.stopped():
+                began = time.monotonic()
+                client.infer(MODEL, X, IDS, WEIGHTS)
+                longest = max(longest, time.monotonic() - began)
+            wait_for(lambda: set(states(client).values()) == {"up"}, "it is back")
+        assert sum(counts("unreachable").values())
+    assert longest < 1
 
 
 @pytest.mark.parametrize("transport", ["channel", "http"])

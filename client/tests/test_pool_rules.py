@@ -1,6 +1,7 @@
 """Which server of a pool gets a call, and what a pool makes of errors; without servers."""
 
 import gc
+import json
 import socket
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from expertd_client.pool import Member, ServerPool
 from expertd_client.sources import Fixed
 from expertd_client.steps import Sleep, Steps, run
 from expertd_client.watch import Watch
+from tests.fakes import FakeServer, Peer, Request, answer, echo, fake_server
 from tests.waiting import wait_for
 
 X = np.random.default_rng(3).standard_normal((2, 4), dtype=np.float32)
@@ -457,6 +459,82 @@ def test_all_tokens_go_to_the_part_with_shared_experts() -> None:
     routing = np.array([[0], [1]], np.int32), np.ones((2, 1), np.float32)
     run(pool.infer(layer_call("m", X, *routing), Deadline(10)))
     assert sizes == [2, 1]
+
+
+def tells(peer: Peer, request: Request) -> bool:
+    """Answer what is asked of a server beside calls; False: it is a call."""
+    if request.line.startswith("POST"):
+        return False
+    entries = [("hidden_states", 4), ("topk_ids", 2)]
+    inputs = [{"name": name, "shape": [-1, size], "datatype": "FP32"} for name, size in entries]
+    model = {"name": "m", "inputs": inputs, "parameters": {"num_experts": 8, "weights_id": "w"}}
+    peer.send(answer(200, json.dumps(model if "models" in request.line else {}).encode()))
+    return True
+
+
+def echoes(peer: Peer) -> None:
+    while True:
+        request = peer.request()
+        if not tells(peer, request):
+            peer.send(echo(request))
+
+
+def lines(server: FakeServer, part: str) -> int:
+    return sum(part in request.line for request in server.requests)
+
+
+@pytest.mark.usefixtures("in_order")
+def test_a_call_goes_to_a_server_that_hangs_once() -> None:
+    """Though its connection, kept from a question before, is lost without an answer."""
+
+    def hangs(peer: Peer) -> None:
+        while True:
+            request = peer.request()
+            if lines(first, "/infer"):
+                peer.request()  # none comes
+            tells(peer, request)
+
+    with fake_server(hangs) as first, fake_server(echoes) as second:
+        urls = [first.url, second.url]
+        with ExpertClient(urls, transport="http", failover_seconds=0.2) as client:
+            np.testing.assert_array_equal(client.infer("m", X), X)
+        assert [lines(server, "/infer") for server in (first, second)] == [1, 1]
+
+
+@pytest.mark.usefixtures("in_order")
+def test_callers_of_a_long_step_do_not_ask_often_whether_the_server_lives() -> None:
+    """And do not leave it. At most each quarter of `failover_seconds`."""
+    asked: list[float] = []
+
+    def is_slow(peer: Peer) -> None:
+        while True:
+            request = peer.request()
+            if "/live" in request.line:
+                asked.append(time.monotonic())
+            if not tells(peer, request):
+                wait_for(lambda: len(asked) >= 4, "it is asked whether it lives")
+                peer.send(echo(request))
+
+    with fake_server(is_slow) as first, fake_server(echoes) as second:
+        urls = [first.url, second.url]
+        with ExpertClient(urls, transport="http", failover_seconds=0.8) as client:
+            np.testing.assert_array_equal(client.infer("m", X), X)
+        assert [lines(server, "/infer") for server in (first, second)] == [1, 0]
+    assert asked[3] - asked[0] > 2 * 0.2  # three, but for the way of the first
+
+
+def test_a_server_that_is_back_says_what_it_has() -> None:
+    """Also where nothing but open channels calls, which may have to leave another server for it."""
+    servers: dict[str, Any] = {url: Server(url) for url in ("http://a", "http://b")}
+    pool = ServerPool(Fixed(list(servers)), servers.__getitem__, 0.2)
+    infer(pool)
+    first, second = pool.members
+    pool.mark(second, "down")
+    Watch(pool, servers.__getitem__).wake()
+    try:
+        wait_for(lambda: pool.can_do_without(first), "the second has said what it has")
+    finally:
+        run(pool.close())
 
 
 @pytest.mark.slow

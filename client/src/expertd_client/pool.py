@@ -158,6 +158,7 @@ class ServerPool:
         self.failover_seconds, self._max_retries = failover_seconds, max_retries
         self._lock = threading.RLock()  # while it is held, the garbage of calls may be collected: see _end
         self._members: dict[str, Member] = {}
+        self._models: set[str] = set()  # that calls have asked for, and a server has
         self._last: dict[tuple[str, frozenset[int] | None], Member] = {}  # that a layer's calls went to
         self._repeats = _FIRST_REPEATS
         self.is_closed = False
@@ -239,6 +240,21 @@ class ServerPool:
                 member.layers.clear()  # it may have been started with others
         log = logger.info if state == "up" else logger.warning
         log("pool: server %s is %s%s", member.url, state, f": {reason}" if reason else "")
+
+    def untold(self, member: Member) -> list[str]:
+        """The models of which a member has not said whether it has them: it was added, or is back.
+
+        Calls ask, but not those of open channels, which may have to leave another server for this one.
+        """
+        with self._lock:
+            return sorted(self._models - member.layers.keys())
+
+    def tell(self, member: Member, model: str, told: ModelMetadata | None) -> None:
+        """What a member has of a model; None: nothing."""
+        with self._lock:
+            member.layers[model] = told, self._clock()
+            if told is not None:
+                self._models.add(model)
 
     def can_do_without(self, member: Member) -> bool:
         """Whether all layers that calls have asked a member for are at another one that is up."""
@@ -500,8 +516,7 @@ class ServerPool:
         """What a member's error says of it."""
         outcome = outcome_of(error)
         if outcome == "unknown_model" and model is not None:
-            with self._lock:
-                member.layers[model] = None, self._clock()
+            self.tell(member, model, None)
         elif outcome == "unreachable":
             self.mark(member, "down", str(error))
         elif outcome == "draining":
@@ -530,8 +545,7 @@ class ServerPool:
                 except (ServerUnreachableError, ServerBusyError) as error:
                     failed = self._failed(member, error)
                     continue
-                with self._lock:
-                    member.layers[model] = told, self._clock()
+                self.tell(member, model, told)
             if told is not None:
                 found[member] = told
         if not found:

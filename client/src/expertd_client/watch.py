@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from expertd_client.deadline import Deadline
-from expertd_client.errors import ExpertError, ServerBusyError
+from expertd_client.errors import DeadlineError, ExpertError, ServerBusyError, ServerUnreachableError
 from expertd_client.pool import Member, ServerPool, State
 from expertd_client.server import Server, ServerOptions
 from expertd_client.sources import UrlSource
@@ -84,8 +84,9 @@ class Watch:
             return False
         if member.state != "up":
             return True
-        was_just_asked = last is not None and time.monotonic() - last.began < _BETWEEN * pool.failover_seconds
-        return not was_just_asked and pool.waits(member, _PATIENCE * pool.failover_seconds)
+        if last is not None and time.monotonic() - last.began < _BETWEEN * pool.failover_seconds:
+            return False
+        return pool.waits(member, _PATIENCE * pool.failover_seconds) or bool(pool.untold(member))
 
 
 class _Probe(NamedTuple):
@@ -112,7 +113,7 @@ def _is_alive(thread: threading.Thread | None) -> bool:
 def _probe(
     pool_of: Callable[[], ServerPool | None], member: Member, probe: Server, failover_seconds: float
 ) -> None:
-    """Ask a member that is up whether it lives, and one that is not, whether it is ready."""
+    """Ask a member that is up whether it lives, and another one whether it is ready; then what it has."""
     was_up = member.state == "up"
     path = "/v2/health/live" if was_up else "/v2/health/ready"
     seconds = _HEARTBEAT * failover_seconds
@@ -129,6 +130,21 @@ def _probe(
         pool.mark(member, state, reason)
     if pool is not None and state == "down" and pool.can_do_without(member):  # else calls had better wait
         member.break_off()
+    if pool is not None and state == "up":
+        _learn(pool, member, probe, seconds)
     del pool  # it may be dropped meanwhile
     if not was_up:
         time.sleep(_BACK_SECONDS)
+
+
+def _learn(pool: ServerPool, member: Member, probe: Server, seconds: float) -> None:
+    """Ask a member for models of which it has said nothing yet."""
+    for model in pool.untold(member):
+        told = None
+        try:
+            told = run(probe.metadata(model, Deadline(seconds)))
+        except (DeadlineError, ServerBusyError, ServerUnreachableError):
+            return  # it is asked again
+        except ExpertError:
+            pass
+        pool.tell(member, model, told)
