@@ -89,7 +89,7 @@ test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the co
 
 test-engines: $(RUNTIME) $(DEV) $(ENGINES)/.built ## run the tests of engines/ with vLLM on a CPU: 15 minutes
 	cd engines/vllm && EXPERTD=$(abspath $(EXPERTD)) $(abspath $(ENGINES))/bin/python -m pytest
-	$(BIN)/python -m tests.soak.vllm --vllm $(ENGINES)/bin/python --expertd $(EXPERTD) --seconds 60 --every 18 --busy
+	$(BIN)/python -m tests.soak.vllm --vllm $(ENGINES)/bin/python --expertd $(EXPERTD) --seconds 60 --every 18 --tokens 8 --busy
 	cd engines/sglang && EXPERTD=$(abspath $(EXPERTD)) SGLANG_PYTHON=$(abspath $(ENGINES))/bin/python ../../$(BIN)/python -m pytest
 
 test-gpu: $(RUNTIME) $(DEV) ## run the tests that need a Hopper GPU

@@ -7,7 +7,7 @@ killed, stopped for a while or drained, in turn, and is back before the next.
 lost   calls that raised an error
 wrong  outputs that differ by more than rounding
 late   calls that took longer than `--late` seconds
-p50    ms of a call, and p99: while all servers are there (calm), and from an event until its server is
+p50    ms of a call, p99 and max: while all servers are there (calm), and from an event until its server is
        back, of each kind of event
 """
 

@@ -65,4 +65,7 @@ def test_a_call_belongs_to_an_event_that_it_has_seen() -> None:
     assert soak.calls() == ["calm"]
     assert soak.calls("stop", "calm") == ["stop"]
     assert soak.calls("drain", "calm") == ["drain"]
+    times = soak.result()["times"].values()
+    assert [each["calls"] for each in times] == [2, 2, 1, 1]
+    assert all(0 <= each["p50_ms"] <= each["p99_ms"] <= each["max_ms"] for each in times)
     assert soak.result()["late"] == 5, "all took longer than no time, but those during a stop may"
