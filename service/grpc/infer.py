@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from expertd.service.grpc.arrivals import Arrived
 from expertd.service.grpc.infer_request import MessageHead, split
@@ -11,7 +11,8 @@ from expertd.service.grpc.messages import CLASSES
 from expertd.service.grpc.statuses import Refusal, code_of
 from expertd.service.grpc.tables import SERVICE
 from expertd.service.grpc.wire import tag
-from expertd.service.inference.body import InferBody
+from expertd.service.inference.admission import RequestAdmission, client_gone
+from expertd.service.inference.body import InferBody, Received
 from expertd.service.inference.call import InferCall
 from expertd.service.inference.endpoint import InferEndpoint
 from expertd.service.inference.errors import RequestError
@@ -39,19 +40,22 @@ class Infer:
         gate = self._endpoint.gate
         if gate.refresh() is None or gate.knows(authorization):
             return None
-        caller = _RpcCaller()
-        self._unnamed(authorization, caller).admit()
-        return caller.refusal()
+        admission = self._unnamed(authorization)
+        try:
+            admission.check()
+        except RequestError as error:
+            return cast(Refusal, admission.refuse_at_once(error))
+        return None
 
     def refused(self, error: RequestError, authorization: Headers, context: Any) -> Refusal:
         """Why a call is refused whose message has not arrived."""
-        caller = _RpcCaller()
-        self._unnamed(authorization, caller, self._rpc(context, "ModelInfer")).refuse(error)
-        return caller.refusal()
+        admission = self._unnamed(authorization, self._rpc(context, "ModelInfer"))
+        return cast(Refusal, admission.refuse_at_once(error))
 
     def left(self, authorization: Headers, context: Any, method: str = "ModelInfer") -> None:
         """Count a call that is cancelled before its message is read."""
-        self._unnamed(authorization, _RpcCaller(), self._rpc(context, method)).leave(_late(context))
+        admission = self._unnamed(authorization, self._rpc(context, method))
+        admission.refuse_at_once(_late(context) or client_gone())
 
     async def __call__(
         self, message: Arrived, authorization: Headers, context: Any, method: str = "ModelInfer"
@@ -65,12 +69,13 @@ class Infer:
         try:
             head, tensors = self._read(message.take(), authorization)
         except RequestError as error:
-            self._unnamed(authorization, caller, rpc).refuse(error)
-        else:
-            call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc)
-            if call.admit():
-                self._receive(call, head, tensors, received_at, seconds)
-            del tensors  # which were copied
+            message.free()
+            return cast(Refusal, self._unnamed(authorization, rpc).refuse_at_once(error))
+        call = InferCall(self._endpoint, head, caller, self._endpoint.engine.arena, rpc)
+        call.resume()
+        if not call.is_refused:
+            self._receive(call, head, tensors, received_at, seconds)
+        del tensors  # which were copied
         message.free()
         try:
             return await caller.result
@@ -88,9 +93,9 @@ class Infer:
         message: bytes = response.SerializeToString()
         return message
 
-    def _unnamed(self, authorization: Headers, caller: "_RpcCaller", rpc: Rpc | None = None) -> InferCall:
-        """A call that is refused or left before its request is read."""
-        return InferCall(self._endpoint, MessageHead(b"", (), authorization), caller, rpc=rpc)
+    def _unnamed(self, authorization: Headers, rpc: Rpc | None = None) -> RequestAdmission:
+        """Of a call that is refused or left before its request is read."""
+        return RequestAdmission(self._endpoint, MessageHead(b"", (), authorization), rpc)
 
     def _rpc(self, context: Any, method: str) -> Rpc:
         """The call, with its trace context if that is used."""
@@ -134,9 +139,9 @@ class Infer:
         except Exception as error:
             if body is not None:
                 body.release()
-            call.refuse(error)
+            call.resume(error)
         else:
-            call.receive(content, body, received_at, seconds)
+            call.resume(Received(content, body, received_at, seconds))
 
 
 class _RpcCaller:
@@ -144,15 +149,7 @@ class _RpcCaller:
         self.loop = asyncio.get_running_loop()
         self.result: asyncio.Future[Result] = self.loop.create_future()
 
-    def refusal(self) -> Refusal:
-        """The answer to a call that is refused at once."""
-        result = self.result.result()
-        assert isinstance(result, Refusal)
-        return result
-
-    def reply(self, call: InferCall, answer: Result | None) -> None:
-        if answer is None:  # the call was cancelled
-            return
+    def reply(self, call: InferCall, answer: Result) -> None:
         is_waiting = not self.result.done()
         if is_waiting:
             self.result.set_result(answer)

@@ -21,7 +21,8 @@ from expertd.service.http.responses import Answer, Headers, RefusedError, header
 from expertd.service.http.sender import Sender
 from expertd.service.http.server_context import ServerContext, UvicornState
 from expertd.service.http.timer import Timer
-from expertd.service.inference.body import LARGE_BYTES, InferBody
+from expertd.service.inference.admission import RequestAdmission, client_gone
+from expertd.service.inference.body import LARGE_BYTES, InferBody, Received
 from expertd.service.inference.call import InferCall
 from expertd.service.inference.errors import RequestError
 from expertd.service.util.logs import with_fields
@@ -326,21 +327,23 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _begin_infer(self, head: RequestHead, infer: HttpHead) -> None:
         endpoint = self._context.endpoint
         arena = endpoint.engine.arena
-        call = self._call = InferCall(endpoint, infer, self, arena)
         length = head.content_length or 0
         begin, end = self._position, self._position + length
         if not head.chunked and length < LARGE_BYTES and end <= len(self._data):
             self._position = end
-            if call.admit():
-                call.receive(self._data[begin:end])
+            received = Received(self._data[begin:end])
+            call = self._call = InferCall(endpoint, infer, self, arena, received=received)
+            call.resume()
             return
         self._body = self._framing(head, None)
-        if not call.admit():
+        call = self._call = InferCall(endpoint, infer, self, arena)
+        call.resume()
+        if call.is_refused:
             return
         try:
             self._infer_body = InferBody(arena, infer.limit, head.content_length, infer.header_length)
         except RequestError as error:
-            call.refuse(error)
+            call.resume(error)
             return
         self._body.sink = self._receive_piece
         if isinstance(self._body, ChunkedBody):
@@ -389,7 +392,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif infer_body is not None:
             assert self._call is not None
             self._timer.clear()
-            self._call.receive(infer_body.content(), infer_body)
+            self._call.resume(Received(infer_body.content(), infer_body))
         elif self.state is _DROPPING:
             self.state = _IDLE
             self._proceed()
@@ -401,7 +404,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         assert isinstance(self._call, InferCall)
         self._timer.clear()
         self._forget_body()
-        self._call.refuse(error)
+        self._call.resume(error)
 
     def _refuse_late_body(self) -> None:
         seconds = self._limits.body_timeout_seconds
@@ -430,10 +433,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     # Answers of infer requests.
 
-    def reply(self, call: InferCall, answer: Answer | None) -> None:
+    def reply(self, call: InferCall, answer: Answer) -> None:
         """Send an answer; see `Caller`. Large parts are not copied."""
-        if answer is None:
-            return
         if call is not self._call:
             call.sent(False)  # the server was stopped meanwhile
             return
@@ -589,7 +590,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             while (end := rest.find(b"\r\n\r\n", position) + 4) > 3:
                 head = self._context.heads.parse(rest[position:end])
                 if head.infer is not None:
-                    InferCall(self._context.endpoint, head.infer, self).leave()
+                    RequestAdmission(self._context.endpoint, head.infer).refuse_at_once(client_gone())
                 body, position = self._framing(head, None), end
                 while position < len(rest) and not body.done:
                     position = body.feed(rest, position)

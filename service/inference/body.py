@@ -1,6 +1,7 @@
 """The body of an infer request as it arrives: bytes if it is small, else a block that the device reads."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from expertd.service.inference.errors import memory_full
 from expertd.service.inference.limits import BodyLimit
@@ -12,10 +13,16 @@ ALIGNMENT = 256  # of the first byte behind the JSON: devices read aligned tenso
 
 @dataclass(slots=True)
 class Received:
-    """A whole body, and the memory that it lies in, if it is not bytes."""
+    """A whole body, and the memory that it lies in, if it is not bytes.
+
+    at            when it was complete, by time.perf_counter
+    call_seconds  what the call's own deadline left then; None: it has none
+    """
 
     content: Buffer | Span
-    body: "InferBody | None"
+    body: "InferBody | None" = None
+    at: float = field(default_factory=time.perf_counter)
+    call_seconds: float | None = None
 
     def release(self) -> None:
         """Give the memory back."""

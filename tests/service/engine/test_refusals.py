@@ -27,7 +27,7 @@ from tests.service.runners import EchoRunner
 from tests.service.sockets import INFER, connect, head, read_to_end
 from tests.service.waiting import until
 
-LOGGER = "expertd.service.inference.call"
+LOGGER = "expertd.service.inference.admission"
 GOOD = hidden_request(rows(3))
 POISON = 666.0
 

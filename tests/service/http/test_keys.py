@@ -244,7 +244,7 @@ async def test_a_request_keeps_its_name_while_another_with_the_same_head_is_refu
     runner = EchoRunner()
     runner.gate.clear()
     async with serving(settings, serving_runner(runner)) as server:
-        caplog.set_level(logging.INFO, "expertd.service.inference.call")
+        caplog.set_level(logging.INFO, "expertd.service.inference.admission")
         with closing(connect(server.port)) as first, closing(connect(server.port)) as second:
             waiting = asyncio.ensure_future(statuses(first, "infer"))
             await runner.begun()
