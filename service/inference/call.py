@@ -172,7 +172,11 @@ class InferCall:
                 computed: OutputMemory = b""
                 if layer.num_tokens:  # expert-parallel callers send empty batches
                     self._pending = self._endpoint.engine.submit(self._submission(plan, layer))
-                    computed = await self._computed()
+                    try:
+                        computed = await _resumed()
+                    finally:
+                        pending, self._pending = self._pending, None
+                        admission.note_times(pending)
                 if deadline is not None:
                     self._check_late(deadline)
                 if computed is layer.output:
@@ -218,15 +222,6 @@ class InferCall:
             self._endpoint.engine.validate(self._head.model, layer)
         except ValueError as error:
             raise RequestError(str(error)) from error
-
-    async def _computed(self) -> OutputMemory:
-        """The output of the engine, which has the request."""
-        try:
-            computed: OutputMemory = await _resumed()
-            return computed
-        finally:
-            pending, self._pending = self._pending, None
-            self._admission.note_times(pending)
 
     async def _written(self, plan: RequestPlan, output: OutputMemory) -> Any:
         """The answer, with the output where the caller wants it."""

@@ -26,7 +26,9 @@ class RequestPlan:
         "_weights",
         "answer_head",
         "body_bytes",
+        "num_tokens",
         "output",
+        "output_datatype",
         "request",
     )
 
@@ -38,6 +40,7 @@ class RequestPlan:
         )
         # Without the tensors, because they keep the first body.
         self._layer = replace(layer, hidden_states=b"", topk_ids=None, topk_weights=None, scales=None)
+        self.num_tokens, self.output_datatype = layer.num_tokens, layer.output_datatype
         self.output = layer.output  # in a caller's region
         self.request = replace(request, layer=self._layer)
         self.body_bytes = body_bytes
@@ -57,14 +60,6 @@ class RequestPlan:
     @property
     def _tensors(self) -> "tuple[Buffer | Span | _Part | None, ...]":
         return self._states, self._ids, self._weights, self._scales
-
-    @property
-    def num_tokens(self) -> int:
-        return self._layer.num_tokens
-
-    @property
-    def output_datatype(self) -> str:
-        return self._layer.output_datatype
 
     def layer(self, body: Buffer | Span, output: Span | None) -> LayerRequest:
         """The request with the tensors of `body`, to be computed into `output`."""
