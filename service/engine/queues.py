@@ -44,6 +44,7 @@ class Queues:
         self._clock = clock
         self.lock = Lock()
         self.limits = limits
+        self._max_short_tokens = _max_short_tokens(limits)
         self.why_missing: Callable[[str], EngineError] = _unloaded
         self.on_change: Callable[[str, Backlog], None] | None = None
         self._of: dict[str, Queue] = {}
@@ -118,7 +119,7 @@ class Queues:
         """
         model, num_tokens = submission.model, submission.request.num_tokens
         queue = self.check_room(model, num_tokens, submission.caller)
-        submission.is_long = num_tokens > self._max_short_tokens()
+        submission.is_long = num_tokens > self._max_short_tokens
         # Also if it is refused below: while long requests are computed whole, there is no time for any other.
         if self._num_short if submission.is_long else self.just_ended or self._long:
             self._competing_until = submission.arrived + _COMPETING_SECONDS
@@ -274,14 +275,6 @@ class Queues:
         competing = self._long and self._competing_until > self._clock()
         return (self.limits.prefill_chunk_tokens or self.limits.max_request_tokens) if competing else 0
 
-    def _max_short_tokens(self) -> float:
-        """The most tokens of a request that is not long."""
-        limits = self.limits
-        if limits.prefill_chunk_tokens:
-            return limits.prefill_chunk_tokens
-        room = limits.max_batch_tokens - limits.max_request_tokens
-        return room if limits.join_chunks and room > 0 else math.inf
-
     def _next_model(self) -> str:
         """The model with the most urgent request, of several the one that used the device least."""
         if len(self.waiting_models) == 1:
@@ -298,3 +291,11 @@ class Queues:
         """Of a step; before a model's first one, as long as another model's."""
         known = queue.likely_seconds(num_tokens) or queue.step_seconds
         return known or max(other.step_seconds for other in self._of.values())
+
+
+def _max_short_tokens(limits: Limits) -> float:
+    """The most tokens of a request that is not long."""
+    if limits.prefill_chunk_tokens:
+        return limits.prefill_chunk_tokens
+    room = limits.max_batch_tokens - limits.max_request_tokens
+    return room if limits.join_chunks and room > 0 else math.inf
