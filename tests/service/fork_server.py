@@ -3,6 +3,7 @@
 The answer to a request is the id of a new process: a child of the caller, if the caller is a subreaper.
 """
 
+import atexit
 import fcntl
 import gc
 import json
@@ -16,6 +17,9 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+
+if __name__ == "__main__":
+    atexit.register(lambda: _end())  # before all others, as the last is called first
 
 import torch
 
@@ -41,8 +45,20 @@ _IMPORTS = (
 )
 
 
+_exit_code: int | None = 0  # None: this process ends as any Python does
+
+
+def _end() -> None:
+    """Skip the release of every object: it would copy the memory that forks share, in half a second."""
+    if _exit_code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_code)
+
+
 def main() -> None:
     """Fork until the other end is closed; in a new process, run its program."""
+    global _exit_code
     gc.disable()
     for name in _IMPORTS:
         import_module(name)
@@ -51,7 +67,13 @@ def main() -> None:
     gc.enable()
     sys.path.remove(str(Path.cwd()))  # programs do not see the tests
     if (program := _serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
-        _run(program)
+        _exit_code = None
+        try:
+            _run(program)
+        except SystemExit as end:
+            _exit_code = 0 if end.code is None else end.code if isinstance(end.code, int) else None
+            raise
+        _exit_code = 0
 
 
 def _serve(connection: socket.socket) -> list[str] | None:
