@@ -105,7 +105,7 @@ class Pod:
         return self._process.wait()
 
     def _get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60)
+        return httpx.get(f"{self.url}{path}", timeout=60, verify=False)
 
 
 class Cluster:

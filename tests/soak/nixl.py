@@ -143,7 +143,7 @@ class Watch:
 
     def __init__(self, server: SoakServer) -> None:
         self._server = server
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=SECONDS)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=SECONDS, verify=False)
         self.before = self._look()
 
     def look(self) -> dict[str, int]:

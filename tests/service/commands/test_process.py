@@ -175,7 +175,7 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
         def call() -> None:
             headers = {"Inference-Header-Content-Length": str(length)}
             url = f"http://{server.url}{INFER}"
-            answers.append(httpx.post(url, content=body, headers=headers, timeout=120))
+            answers.append(httpx.post(url, content=body, headers=headers, timeout=120, verify=False))
 
         callers = [threading.Thread(target=call) for _ in range(3)]
         for caller in callers:
@@ -190,7 +190,7 @@ def test_sigterm_answers_accepted_requests_and_exits_with_0(tmp_path: Path) -> N
         assert server.get("/v2/health/live").status_code == 200
 
         def late() -> httpx.Response:
-            return httpx.post(f"http://{server.url}{INFER}", content=body, timeout=60)
+            return httpx.post(f"http://{server.url}{INFER}", content=body, timeout=60, verify=False)
 
         # The signal takes effect at the server's next tick (0.1 s); until then this is no JSON.
         wait_for(lambda: late().status_code == 503, "late requests are refused")

@@ -213,7 +213,7 @@ def test_the_process_exits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         body, length = hidden_request(rows(1))
         headers = {"Inference-Header-Content-Length": str(length)}
         url = f"http://{server.url}/v2/models/tiny/infer"
-        answer = httpx.post(url, content=body, headers=headers, timeout=60)
+        answer = httpx.post(url, content=body, headers=headers, timeout=60, verify=False)
         assert "the device hangs" in error_of(answer, 503)
         assert process.wait(60) == 1
         assert "this process ends, and has to be started again" in log.read_text()

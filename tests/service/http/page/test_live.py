@@ -218,9 +218,12 @@ def test_viewers_leave_and_do_not_delay_a_shutdown(tmp_path: Path, http_workers:
         with httpx.stream("GET", url, timeout=60) as stream:
             chunks = stream.iter_text()  # kept: without it, the stream would be closed
             next(chunks)
-            assert httpx.get(f"{url}?events=1", timeout=60).status_code == 503
-        wait_for(lambda: httpx.get(f"{url}?events=1", timeout=60).status_code == 200, "the viewer is gone")
-        assert httpx.get(f"{url}?model=none", timeout=60).status_code == 404
+            assert httpx.get(f"{url}?events=1", timeout=60, verify=False).status_code == 503
+        wait_for(
+            lambda: httpx.get(f"{url}?events=1", timeout=60, verify=False).status_code == 200,
+            "the viewer is gone",
+        )
+        assert httpx.get(f"{url}?model=none", timeout=60, verify=False).status_code == 404
 
         with ExitStack() as stack:
 
