@@ -58,8 +58,7 @@ test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes o
 	+$(RUN_TESTS) MARKS="$(SHORT)"
 
 test-all: docs $(RUNTIME) $(DEV) ## run every test that needs no GPU, and those that measure time by themselves
-	+$(RUN_TESTS) MARKS="not gpu and not timing"
-	+$(MAKE) --no-print-directory -j2 --output-sync=target minute-soak minute-soak-pool minute-soak-nixl
+	+$(RUN_TESTS) minute-soak minute-soak-pool minute-soak-nixl MARKS="not gpu and not timing"
 	$(BIN)/python -m pytest $(TIMING)
 	cd client && ../$(BIN)/python -m pytest $(TIMING)
 
@@ -71,9 +70,9 @@ client-tests: $(RUNTIME) $(DEV)
 	cd client && ../$(BIN)/python -m pytest -m "$(MARKS)"
 	cd engines/sglang && ../../$(BIN)/python -m pytest
 
-# Two at once: none keeps two cores busy, and their times do not count.
+# Beside the tests, since their times do not count. The callers of the first one would take every core they get.
 minute-soak: $(RUNTIME) $(DEV)
-	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1
+	nice $(BIN)/python -m tests.soak --seconds 60 --growth 0.1
 
 minute-soak-pool: $(RUNTIME) $(DEV)
 	$(BIN)/python -m tests.soak.pool --seconds 60 --every 18 --busy
