@@ -13,12 +13,11 @@ pytestmark = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="needs th
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tls", nixl.ON_LOOPBACK)
-def test_every_way_is_measured(tls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "")  # which the benchmark changes
     file = tmp_path / "nixl.json"
     few = ["--rounds", "1", "--seconds", "0.1", "--tokens", "1", "64"]
-    assert nixl.main([*few, "--tls", tls, "--json", str(file)]) == 0
+    assert nixl.main([*few, "--tls", nixl.ON_LOOPBACK[0], "--json", str(file)]) == 0
     one, many = json.loads(file.read_text())["rows"]
     ways = {"bare", "nixl", "http", "channel"}
     assert one.keys() == {"tls", "tokens", *ways, "nixl_per_s", "http_per_s"}

@@ -323,7 +323,8 @@ def _build_at_once(csrc: Path, ready: Barrier, results: "Queue[tuple[int, int]]"
 @pytest.mark.thorough
 def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -> None:
     (csrc / "scale.cuh").write_text(_HEADER + _slow_to_compile())
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # with torch, which takes seconds
     ready = context.Barrier(2)
     results: Queue[tuple[int, int]] = context.Queue()
     processes = [context.Process(target=_build_at_once, args=(csrc, ready, results)) for _ in range(2)]
@@ -340,7 +341,7 @@ def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -
 
 def _slow_to_compile() -> str:
     """Code that compiles slowly enough for other processes to arrive meanwhile."""
-    steps = "".join(f"x = __sinf(x) * {i}.0f + __cosf(x);" for i in range(2000))
+    steps = "".join(f"x = __sinf(x) * {i}.0f + __cosf(x);" for i in range(500))
     return (
         f"__device__ float slow(float x) {{ {steps} return x; }}\n__device__ float (*keep)(float) = slow;\n"
     )
