@@ -21,10 +21,12 @@ PIP := -m pip --disable-pip-version-check
 # Tests start hundreds of processes: each would compile all modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Stamps in .venv: the locked packages of one variant, the server and the client, and what development needs on top.
-LOCKED  := $(VENV)/.locked-$(VARIANT)
-RUNTIME := $(VENV)/.runtime
-DEV     := $(VENV)/.dev
+# Stamps in .venv: the locked packages of one variant, the server and the client, what development needs on top, and
+# the bytecode of what tests import.
+LOCKED   := $(VENV)/.locked-$(VARIANT)
+RUNTIME  := $(VENV)/.runtime
+DEV      := $(VENV)/.dev
+COMPILED := $(VENV)/.compiled
 DOCS    := build/docs-venv
 ENGINES := build/engines-venv
 
@@ -54,19 +56,22 @@ RUN_TESTS = $(MAKE) --no-print-directory -j3 --output-sync=target server-tests c
 # Files with tests of the mark: all others take longer to collect than these to run.
 TIMING = $$(grep -rl --include='test_*.py' 'mark\.timing' tests) -m "timing and not gpu"
 
-test: $(RUNTIME) $(DEV) ## run what each change should pass: no GPU, 6 minutes on 2 cores
+test: $(COMPILED) ## run what each change should pass: no GPU, 6 minutes on 2 cores
 	+$(RUN_TESTS) MARKS="$(SHORT)"
 
-test-all: docs $(RUNTIME) $(DEV) ## run every test that needs no GPU, and those that measure time by themselves
+test-all: docs $(COMPILED) ## run every test that needs no GPU, and those that measure time by themselves
+	+$(MAKE) --no-print-directory all-tests
+
+.PHONY: all-tests server-tests client-tests minute-soak minute-soak-pool minute-soak-nixl style types
+all-tests: $(COMPILED)
 	+$(RUN_TESTS) minute-soak minute-soak-pool minute-soak-nixl MARKS="not gpu and not timing"
 	$(BIN)/python -m pytest $(TIMING)
 	cd client && ../$(BIN)/python -m pytest $(TIMING)
 
-.PHONY: server-tests client-tests minute-soak minute-soak-pool minute-soak-nixl style types
-server-tests: $(RUNTIME) $(DEV)
+server-tests: $(COMPILED)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKS)"
 
-client-tests: $(RUNTIME) $(DEV)
+client-tests: $(COMPILED)
 	cd client && ../$(BIN)/python -m pytest -m "$(MARKS)"
 	cd engines/sglang && ../../$(BIN)/python -m pytest
 
@@ -80,7 +85,7 @@ minute-soak-pool: $(RUNTIME) $(DEV)
 minute-soak-nixl: $(RUNTIME) $(DEV)
 	$(BIN)/python -m tests.soak.nixl --kills 20 --every 5
 
-test-fast: $(RUNTIME) $(DEV) ## run only the quick ones
+test-fast: $(COMPILED) ## run only the quick ones
 	+$(RUN_TESTS) MARKS="$(SHORT) and not slow"
 
 test-client: $(RUNTIME) $(DEV) ## run the client's tests against EXPERTD, the command of any installed server
@@ -132,11 +137,11 @@ format: $(RUNTIME) $(DEV) ## rewrite Python and CUDA files in the project's styl
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i kernels/csrc/* client/src/expertd_client/channel/*.cu
 
-# What builds the documents is installed beside the rest, and types are checked beside the tests: each of these leaves
-# a core idle, always or now and then.
+# The site is built beside the installation, style is checked beside the compilation, and types beside the tests: each
+# of these leaves a core idle, always or now and then.
 check: ## what CI runs but for the image: lint, and every test that needs no GPU
-	+$(MAKE) --no-print-directory -j2 --output-sync=target style $(DOCS)/.built
-	+$(MAKE) --no-print-directory test-all BESIDE=types
+	+$(MAKE) --no-print-directory -j2 --output-sync=target docs style $(COMPILED)
+	+$(MAKE) --no-print-directory all-tests BESIDE=types
 
 lock: ## update the lock files after a change of requirements (UPGRADE=1: to the newest versions)
 	$(PYTHON) -m venv --clear build/lock
@@ -165,11 +170,14 @@ $(RUNTIME): $(LOCKED) pyproject.toml client/pyproject.toml
 	$(INSTALL) --no-deps --no-build-isolation -e . -e ./client
 	touch $@
 
-# The last step compiles what tests import once: otherwise each of their first processes would, all at once.
 $(DEV): $(LOCKED) requirements/dev.txt requirements/beside.txt | $(RUNTIME)
 	$(INSTALL) $(NEW_PIP)
 	$(INSTALL) --require-hashes -r requirements/dev.txt
 	$(BIN)/python $(PIP) download --require-hashes --no-deps -r requirements/beside.txt -d $(VENV)/beside
+	touch $@
+
+# Otherwise each of the tests' first processes would compile all modules, all at once.
+$(COMPILED): $(RUNTIME) $(DEV)
 	-$(BIN)/python -m pytest -q --collect-only > /dev/null
 	touch $@
 
