@@ -75,12 +75,12 @@ client-tests: $(COMPILED)
 	cd client && ../$(BIN)/python -m pytest -m "$(MARKS)"
 	cd engines/sglang && ../../$(BIN)/python -m pytest
 
-# Beside the tests, since their times do not count. The callers of the first one would take every core they get.
+# Beside the tests, since their times do not count. Without pauses, callers would take every core they get.
 minute-soak: $(RUNTIME) $(DEV)
-	nice $(BIN)/python -m tests.soak --seconds 60 --growth 0.1
+	$(BIN)/python -m tests.soak --seconds 60 --growth 0.1 --pause 0.05
 
 minute-soak-pool: $(RUNTIME) $(DEV)
-	$(BIN)/python -m tests.soak.pool --seconds 60 --every 18 --busy
+	$(BIN)/python -m tests.soak.pool --seconds 60 --every 18 --busy --pause 0.02
 
 minute-soak-nixl: $(RUNTIME) $(DEV)
 	$(BIN)/python -m tests.soak.nixl --kills 20 --every 5

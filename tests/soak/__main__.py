@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=0, help="at least, before the server is ended")
     parser.add_argument("--idle", type=int, default=1000, help="idle connections")
     parser.add_argument("--slots", type=int, default=8, help="requests in flight of the channel's caller")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds, of callers between requests")
     parser.add_argument("--kind", choices=CALLERS, action="append", help="of callers; default: all")
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="cpu")
     parser.add_argument("--devices", help="GPUs of the second server's ranks, as in 0-1; default: one rank")
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.requests,
             given.idle,
             given.slots,
+            given.pause,
             given.kind or CALLERS,
             given.backend,
             given.devices,

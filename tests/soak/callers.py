@@ -79,6 +79,7 @@ def _with_client(
             call = partial(_infer, client, model, sample, timeout=timeout, priority=priority(chance))
             late, gone = timeout is not None, model == COMING
             _judge(plan, tally, sample, call, may_be_late=late, may_be_gone=gone, lock=lock)
+            time.sleep(plan.pause)
 
     with ExpertClient(plan.url, key=plan.key, transport=transport, max_retries=0) as client:
         together(partial(loop, client, seeded(tally)) for _ in range(num_threads))
@@ -196,12 +197,13 @@ async def _slot(plan: Plan, tally: Tally, channel: AsyncChannel, slot: Any) -> N
             tally.count(outcome_of(error, plan, mark, is_whole=is_whole))
             if isinstance(error, ServerUnreachableError):
                 return
-            await asyncio.sleep(_REFUSED_SECONDS)
+            await asyncio.sleep(max(_REFUSED_SECONDS, plan.pause))
             continue
         if sample.is_right(output):
             tally.took(time.perf_counter() - began)
         else:
             tally.count("wrong")
+        await asyncio.sleep(plan.pause)
 
 
 async def _left(channel: AsyncChannel, ticket: Any) -> None:
@@ -254,6 +256,7 @@ def over_grpc(plan: Plan, tally: Tally) -> None:
                 tally.took(time.perf_counter() - began)
             else:
                 tally.count("wrong")
+            time.sleep(plan.pause)
 
 
 def outcome_of_rpc(error: Any, plan: Plan, mark: int, may_be_late: bool) -> str:

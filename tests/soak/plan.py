@@ -20,6 +20,7 @@ class Plan:
     samples: list[Sample]
     stage: Stage
     slots: int = 8  # of the callers' channels
+    pause: float = 0.0  # seconds, before the next of the right requests
     key: str = field(default_factory=lambda: key_of("infer"))
 
     @property

@@ -15,6 +15,7 @@ import asyncio
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,9 @@ _PARTS = f"0-{_HALF - 1}", f"{_HALF}-{NUM_EXPERTS - 1}"
 
 class PoolSoak(EventSoak):
     """From the start of the servers to their end."""
+
+    pause = 0.0
+    """Seconds between the calls of a caller."""
 
     def run(self, folder: Path) -> dict[str, Any]:
         """The result."""
@@ -68,6 +72,7 @@ class PoolSoak(EventSoak):
         while not self.is_over:
             sample = self._sample()
             self.call(partial(client.infer, NAME, *sample.arguments), sample.is_right)
+            time.sleep(self.pause)
 
     async def _call_in_loop(self, urls: Sequence[str], options: dict[str, Any]) -> None:
         async with AsyncExpertClient(urls, **options) as client:
@@ -80,6 +85,7 @@ class PoolSoak(EventSoak):
                     await asyncio.sleep(0.1)
                 else:
                     self.count(began, sample.is_right(output))
+                    await asyncio.sleep(self.pause)
 
     def _sample(self) -> Sample:
         return random.choices(self._samples, [sample.share for sample in self._samples])[0]
@@ -91,9 +97,12 @@ def _is_up(client: ExpertClient, url: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the result."""
-    given = new_parser("tests.soak.pool", __doc__).parse_args(arguments)
+    parser = new_parser("tests.soak.pool", __doc__)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between the calls of a caller")
+    given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         soak = PoolSoak(given.seconds, given.every, given.late, given.seed)
+        soak.pause = given.pause
         return reported(given, partial(soak.run, Path(folder)))
 
 

@@ -61,6 +61,7 @@ class Soak:
         requests: int,
         idle: int,
         slots: int,
+        pause: float,
         kinds: Iterable[str],
         backend: str = "cpu",
         devices: str | None = None,
@@ -76,7 +77,7 @@ class Soak:
         self._tallies = {kind: Tally(kind) for kind in kinds}
         assert settings.grpc.port is not None
         self._plan = Plan(
-            folder, settings.port, settings.grpc.port, samples(settings), self._stage, slots=slots
+            folder, settings.port, settings.grpc.port, samples(settings), self._stage, slots, pause
         )
         self._idle: list[socket.socket] = []
         self._memory: list[tuple[int, int, int]] = []  # bytes, descriptors, and bytes of the GPU
