@@ -80,7 +80,7 @@ class Infer:
         try:
             return await caller.result
         except asyncio.CancelledError:
-            if caller.result.cancelled():  # else it has its answer, in this very turn
+            if not caller.has_replied:  # else the request has ended, before this was resumed
                 call.leave(_late(context))
             raise
 
@@ -148,8 +148,10 @@ class _RpcCaller:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.result: asyncio.Future[Result] = self.loop.create_future()
+        self.has_replied = False
 
     def reply(self, call: InferCall, answer: Result) -> None:
+        self.has_replied = True
         is_waiting = not self.result.done()
         if is_waiting:
             self.result.set_result(answer)

@@ -10,6 +10,7 @@ import pytest
 
 from expertd.service.engine.steps import Submission
 from expertd.service.grpc.arrivals import Arrived
+from expertd.service.grpc.infer import _RpcCaller
 from expertd.service.grpc.infer_request import MessageHead
 from expertd.service.grpc.messages import CLASSES
 from expertd.service.inference.call import InferCall
@@ -290,8 +291,9 @@ async def test_refusals_of_models_name_the_request(caplog: pytest.LogCaptureFixt
     assert [line["request_id"] for line in lines if line.get("status") == 404] == ["a-1", "a-2"]
 
 
+@pytest.mark.parametrize(("when", "expected"), [("before", [0, 1]), ("after", [1, 0])])
 async def test_a_call_that_is_cancelled_as_it_is_answered_counts_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, when: str, expected: list[int]
 ) -> None:
     class Context:
         def invocation_metadata(self) -> tuple[()]:
@@ -301,13 +303,16 @@ async def test_a_call_that_is_cancelled_as_it_is_answered_counts_once(
             return None
 
     async with grpc_serving(EchoRunner()) as calls:
-        sent = InferCall.sent
+        reply = _RpcCaller.reply
 
-        def cancelled(call: InferCall, delivered: bool) -> None:
-            sent(call, delivered)
-            calling.cancel()
+        def cancelled(caller: _RpcCaller, call: InferCall, answer: Any) -> None:
+            if when == "before":
+                calling.cancel()
+            reply(caller, call, answer)
+            if when == "after":
+                calling.cancel()
 
-        monkeypatch.setattr(InferCall, "sent", cancelled)
+        monkeypatch.setattr(_RpcCaller, "reply", cancelled)
         message = Arrived(hidden_message(rows(2)).SerializeToString(), lambda: None)
         calling = asyncio.ensure_future(calls.server._service._infer(message, [], Context()))
         with pytest.raises(asyncio.CancelledError):
@@ -315,4 +320,4 @@ async def test_a_call_that_is_cancelled_as_it_is_answered_counts_once(
         counts = [
             calls.serving.metric("requests_total", model="tiny", status=code) for code in ("200", "499")
         ]
-        assert counts == [1, 0]
+        assert counts == expected
