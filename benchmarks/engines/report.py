@@ -36,15 +36,17 @@ def engines(results: Path) -> str:
     content = read(results, RESULT)
     what = machine(content["about"])
     versions = ", ".join(f"{name} {version}" for name, version in what["versions"].items())
+    rows, turns = _beside_alone(content["rows"]), f"Medians of {what['turns']} turns"
+    with contextlib.suppress(FileNotFoundError):
+        pieces = read(results, PIECES)
+        rows += _beside_alone(pieces["rows"])
+        turns += f", but {pieces['about']['turns']} of *channel* and *pieces*, which ran without *device*"
     text = (
-        f"{what['gpus']} {what['gpu']}; {versions}. Medians of {what['turns']} turns, {what['tokens']} "
+        f"{what['gpus']} {what['gpu']}; {versions}. {turns}; {what['tokens']} "
         "tokens after the first. Times are in ms, those of vLLM alone in brackets; tokens/s are for each "
         "GPU, of which vLLM alone has one, in pieces, too; *idle* is the share of decode in which the "
         "attention GPU, and that of experts, ran no kernel."
     )
-    rows = _beside_alone(content["rows"])
-    with contextlib.suppress(FileNotFoundError):
-        rows += _beside_alone(read(results, PIECES)["rows"])
     return f"{paragraph(text)}\n\n{PICTURE}\n\n{lines(rows, _COLUMNS)}"
 
 

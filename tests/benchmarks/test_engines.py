@@ -92,8 +92,12 @@ def test_the_readme_begins_with_engines_once_they_are_measured(tmp_path: Path) -
     assert pieces.startswith("| DeepSeek-V3 | 4 | pieces | 2048 | 64 | 4.00 (2.00) | 2.00 |")
     cells = "DeepSeek-V3 | 4 | device | 2048 | 64 | 3.00 (2.00) | 1.50 | 33.0 (30.0) | 1.10"
     assert last == f"| {cells} | 10667 (32000) | 25% and 50% |"
-    (tmp_path / "engines-pieces-2xh200.json").write_text(json.dumps({"rows": [*rows("qwen3-30b", 8)]}))
-    assert SECTIONS["engines"](tmp_path).splitlines()[-2:] == [
+    (tmp_path / "engines-pieces-2xh200.json").write_text(
+        json.dumps({"about": about | {"turns": 1}, "rows": [*rows("qwen3-30b", 8)]})
+    )
+    text = SECTIONS["engines"](tmp_path)
+    assert "Medians of 2 turns, but 1 of *channel* and *pieces*" in text.replace("\n", " ")
+    assert text.splitlines()[-2:] == [
         line.replace("DeepSeek-V3 | 4", "Qwen3-30B-A3B | 8")
         for line in (pieces, f"| {cells} | 10667 (32000) | 25% and 50% |")
     ]

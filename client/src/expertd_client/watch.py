@@ -68,7 +68,7 @@ class Watch:
                 probe = probes.get(member)
                 if self._is_due(pool, member, probe):
                     server = probe.server if probe else self._probe_of(member.url)
-                    thread = _begun(_probe, self._pool, member, server, pool.failover_seconds)
+                    thread = _begun(_ask, self._pool, member, server, pool.failover_seconds)
                     probes[member] = _Probe(server, thread, time.monotonic())
             for gone in [member for member in probes if member not in members]:
                 run(probes.pop(gone).server.close())
@@ -110,7 +110,7 @@ def _is_alive(thread: threading.Thread | None) -> bool:
     return thread is not None and thread.is_alive()
 
 
-def _probe(
+def _ask(
     pool_of: Callable[[], ServerPool | None], member: Member, probe: Server, failover_seconds: float
 ) -> None:
     """Ask a member that is up whether it lives, and another one whether it is ready; then what it has."""
