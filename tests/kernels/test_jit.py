@@ -312,8 +312,9 @@ def test_build_all_yields_each_once_and_stops_at_an_error() -> None:
         list(jit.build_all([BROKEN, PLUS_1]))
 
 
-def _build_at_once(csrc: Path, ready: Barrier, results: "Queue[tuple[int, int]]") -> None:
+def _build_at_once(csrc: Path, cache_dir: Path, ready: Barrier, results: "Queue[tuple[int, int]]") -> None:
     source_module.CSRC = csrc
+    os.environ[jit.CACHE_DIR_VARIABLE] = str(cache_dir)  # the fork server may be older than the test's
     ready.wait()
     list(jit.build_all([PLUS_1, PLUS_2]))
     results.put((jit.stats().compilations, jit.stats().cache_hits))
@@ -327,7 +328,8 @@ def test_several_processes_compile_a_variant_once(csrc: Path, cache_dir: Path) -
     context.set_forkserver_preload([__name__])  # with torch, which takes seconds
     ready = context.Barrier(2)
     results: Queue[tuple[int, int]] = context.Queue()
-    processes = [context.Process(target=_build_at_once, args=(csrc, ready, results)) for _ in range(2)]
+    arguments = csrc, cache_dir, ready, results
+    processes = [context.Process(target=_build_at_once, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
