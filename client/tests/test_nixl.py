@@ -26,6 +26,7 @@ from expertd_client import (
     UnknownModelError,
 )
 from expertd_client.engine import PluginSettings, RemoteLayer, RemoteServer
+from expertd_client.nixl import installed
 from tests.callers import Connect
 from tests.expertd import HIDDEN, MODEL, NUM_EXPERTS, TOP_K, RunningServer, channels_in, running_server
 from tests.waiting import wait_for
@@ -121,6 +122,43 @@ def test_answers_are_those_of_http(
             np.testing.assert_array_equal(nixl.infer(MODEL, x, *given, output_dtype=output_dtype), expected)
     assert nixl.client.transport == "nixl"
     assert {channel["memory"] for channel in nixl_server.channels()} == {"nixl"}
+
+
+@pytest.mark.parametrize("adapters", [(), ("mlx5_0",)])
+def test_auto_takes_nixl_where_there_is_rdma(
+    nixl_server: RunningServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    adapters: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(installed, "_ADAPTERS", tmp_path)
+    for name in adapters:
+        (tmp_path / name).mkdir()
+    url = nixl_server.url.replace("127.0.0.1", "127.1")  # as of another machine: no address, but a name
+    x = rows(3)
+    with ExpertClient(url) as client, ExpertClient(nixl_server.url, transport="http") as http:
+        with caplog.at_level(logging.INFO, "expertd_client"):
+            np.testing.assert_array_equal(client.infer(MODEL, x), http.infer(MODEL, x))
+        assert client.transport == ("nixl" if adapters else "http")
+    assert not caplog.messages
+
+
+def test_auto_takes_http_from_a_server_without_nixl(
+    own_server: RunningServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(installed, "_ADAPTERS", tmp_path)
+    (tmp_path / "mlx5_0").mkdir()
+    url = own_server.url.replace("127.0.0.1", "127.1")
+    with ExpertClient(url) as client:
+        for _ in range(2):
+            assert client.infer(MODEL, rows(3)).shape == (3, HIDDEN)
+        assert client.transport == "http"
+    text = "transport nixl: channels: expected the setting channels.nixl, got false; taking http"
+    assert caplog.messages == [text]
 
 
 @thorough

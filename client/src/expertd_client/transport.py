@@ -9,6 +9,7 @@ from expertd_client.calls import LayerCall
 from expertd_client.channel.link import ChannelClient
 from expertd_client.deadline import Deadline
 from expertd_client.errors import ExpertError, InvalidRequestError, TransportUnavailableError
+from expertd_client.nixl.installed import has_rdma
 from expertd_client.steps import Steps
 
 logger = logging.getLogger("expertd_client")
@@ -61,10 +62,11 @@ class Transport(Protocol):
 
 
 class Choice:
-    """The transport in use; with `auto`, a channel if the server is on this machine, or else HTTP.
+    """The transport in use; with `auto`, the fastest that can work.
 
-    A channel may raise TransportUnavailableError when it is used; `auto` then takes HTTP. NIXL, which starts
-    two processes for each model, is only taken if it is wanted.
+    That is a channel if the server is on this machine; NIXL if it is elsewhere, and this machine has RDMA:
+    over TCP, small requests are faster over HTTP. If it raises TransportUnavailableError when it is used,
+    `auto` takes HTTP.
     """
 
     def __init__(
@@ -79,8 +81,8 @@ class Choice:
         self._lock = threading.Lock()
         self._http = http
         transports = {"channel": channel, "nixl": nixl, "http": http}
-        first = "channel" if address.is_local else "http"
-        self._take(transports[first if wanted == "auto" else wanted])
+        fastest = "channel" if address.is_local else "nixl" if has_rdma() else "http"
+        self._take(transports[fastest if wanted == "auto" else wanted])
 
     def fall_back(self, failed: Transport, error: TransportUnavailableError) -> Steps[None]:
         """Take HTTP after `failed`, with a warning; raises `error` if that is not wanted, or has failed."""
