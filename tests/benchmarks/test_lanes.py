@@ -76,9 +76,12 @@ def test_the_split_that_suits_can_be_pasted(tmp_path: Path, target_ms: float, sp
 )
 def test_it_runs_on_a_cpu(tmp_path: Path, options: list[str], layer: str, ways: list[str]) -> None:
     file = tmp_path / "lanes.json"
-    few = ["--layers", "tiny", "--tokens", "1", "--seconds", "0.5", "--lead", "0.1"]
-    assert lanes.main([*few, "--json", str(file), *options]) == 0
-    rows = json.loads(file.read_text())["rows"]
+    few = ["--layers", "tiny", "--tokens", "1", "--lead", "0.1"]
+    for seconds in ("0.5", "4"):  # the second on a machine that is too busy for any step in the first
+        assert lanes.main([*few, "--seconds", seconds, "--json", str(file), *options]) == 0
+        rows = json.loads(file.read_text())["rows"]
+        if all(row["steps"] for row in rows if row["decode_tokens"]):
+            break
     assert {row["layer"] for row in rows} == {layer}
     assert [row["way"] for row in rows] == ["alone", "alone", *ways]
     assert all(row["prefill_tokens_per_second"] for row in rows[1:])
