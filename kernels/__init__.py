@@ -6,7 +6,7 @@ from expertd.kernels.grouped_gemm import grouped_gemm_contiguous, grouped_gemm_m
 from expertd.kernels.ops.activation import Activation, OtherGlu, Swiglu, swiglu
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.four_bits import FourBits, Weights, decode
-from expertd.kernels.ops.parts import ExpertPart, GroupTable
+from expertd.kernels.ops.parts import ExpertPart, GroupTable, PartsOfRank
 from expertd.kernels.ops.permute import Permutation, compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import (
     HiddenStates,
@@ -38,6 +38,7 @@ __all__ = [
     "OtherGlu",
     "Overlap",
     "OverlapMode",
+    "PartsOfRank",
     "Permutation",
     "Quantized",
     "RankMemory",

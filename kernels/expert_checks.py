@@ -119,6 +119,57 @@ def check_parallel(
     has_overlap: bool = False,
 ) -> None:
     """Raise ValueError (name, expected, got) unless these arguments of a rank suit `memory` and `tokens`."""
+    h, device = _check_tokens_of_rank(
+        capabilities, memory, tokens, hidden_states, topk_ids, topk_weights, out
+    )
+    check_activation(activation)
+    num_groups = _check_experts(capabilities, gate_up, down, biases, h, device, len(tokens.places))
+    if num_sms is not None and has_overlap:
+        raise refusal("num_sms", "None with an overlap", num_sms)
+    check_num_sms(num_sms, 2)
+    if offsets is not None:
+        _check_offsets(offsets, num_groups, device)
+
+
+def check_parallel_in_parts(
+    capabilities: Capabilities,
+    memory: RankMemory,
+    tokens: RankTokens,
+    hidden_states: HiddenStates,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_groups: int,
+    out: Tensor,
+    activation: Activation,
+    num_sms: int | None,
+    offsets: Tensor,
+    down_bias: Tensor | None,
+) -> None:
+    """As `check_parallel`, of a rank whose weights come in parts, which `checked_parts` looks at."""
+    h, device = _check_tokens_of_rank(
+        capabilities, memory, tokens, hidden_states, topk_ids, topk_weights, out
+    )
+    check_activation(activation)
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise refusal("num_groups", f"1 to {MAX_GROUPS}", num_groups)
+    check_num_sms(num_sms, 2)
+    if not _is_for_host(offsets, device):
+        raise refusal("offsets device", "pinned memory of the host", offsets.device)
+    _check_offsets(offsets, num_groups, device)
+    if down_bias is not None:
+        _check_bias("down", down_bias, (len(tokens.places), h), device)
+
+
+def _check_tokens_of_rank(
+    capabilities: Capabilities,
+    memory: RankMemory,
+    tokens: RankTokens,
+    hidden_states: HiddenStates,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    out: Tensor,
+) -> tuple[int, torch.device]:
+    """The tokens' columns, and the device."""
     num_tokens, h, device = _check_hidden_states(capabilities, hidden_states)
     if h != memory.hidden_size:
         raise refusal("hidden_states H", f"{memory.hidden_size} as in memory", h)
@@ -133,15 +184,9 @@ def check_parallel(
     if places.ndim != 1 or not 1 <= len(places) <= MAX_EXPERTS:
         raise refusal("places shape", f"1 to {MAX_EXPERTS} experts [E]", tuple(places.shape))
     check_tensor("places", places, tuple(places.shape), _INT32, device, _LIKE)
-    check_activation(activation)
-    num_groups = _check_experts(capabilities, gate_up, down, biases, h, device, len(places))
     _check_routing(topk_ids, topk_weights, num_tokens, device)
     _check_out(out, (num_tokens, h), device)
-    if num_sms is not None and has_overlap:
-        raise refusal("num_sms", "None with an overlap", num_sms)
-    check_num_sms(num_sms, 2)
-    if offsets is not None:
-        _check_offsets(offsets, num_groups, device)
+    return h, device
 
 
 def _check_hidden_states(

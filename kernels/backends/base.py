@@ -12,7 +12,7 @@ from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.checks import check_router
 from expertd.kernels.ops.four_bits import W, Weights
-from expertd.kernels.ops.parts import ExpertPart, GroupTable
+from expertd.kernels.ops.parts import ExpertPart, GroupTable, PartsOfRank
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, quantize_rows
 from expertd.kernels.ops.router import choose_experts
@@ -249,6 +249,32 @@ class Backend(ABC):
 
         Nothing waits on the host. On the device a rank waits for the others up to the memory's timeout, and
         then sets `memory.late_rank`.
+        """
+        raise RuntimeError(f"backend: expected one whose ranks share a GPU's memory, got {self.name!r}")
+
+    def parallel_experts_in_parts(
+        self,
+        memory: "RankMemory",
+        tokens: "RankTokens",
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_groups: int,
+        parts_of: Callable[[], PartsOfRank],
+        out: Tensor,
+        num_sms: int | None,
+        offsets: Tensor,
+        activation: Activation = SILU,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """As `parallel_experts`, with weights of this rank that come one part after another, and its bits.
+
+        num_groups  this rank's experts
+        parts_of    says what comes. Asked once the launch that writes `offsets` is on the stream: it may wait
+                    for that, and so know the experts that have rows. Parts as in `fused_experts_in_parts`,
+                    checked when they come. Not asked if no rank has tokens
+        offsets     as by `parallel_experts`, in memory that the host can read
+        down_bias   bf16 [E, H] of all ranks' experts; None: there is none. Parts then have no biases
         """
         raise RuntimeError(f"backend: expected one whose ranks share a GPU's memory, got {self.name!r}")
 

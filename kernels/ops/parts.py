@@ -1,7 +1,9 @@
 """A part of a layer's experts, for calls whose weights come one part after another, and where groups are."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from expertd.kernels.ops.biases import ExpertBiases
@@ -51,3 +53,27 @@ class GroupTable(NamedTuple):
         if (known & (found < 0)).any():
             self.seen[0] = 1
         return found
+
+
+class PartsOfRank(NamedTuple):
+    """A rank's experts for one call of `Backend.parallel_experts_in_parts`, one part after another.
+
+    parts    P groups in all, as in `fused_experts_in_parts`; experts with rows are in one of them
+    offsets  int32 [P + 1] on the device: group p has rows offsets[p]:offsets[p + 1]
+    shifts   int32 [G] on the device: what is added to the rows' numbers of each of the rank's experts
+    """
+
+    parts: Iterable[ExpertPart]
+    offsets: Tensor
+    shifts: Tensor
+
+    def rows(self, inverse: Tensor, offsets: Tensor) -> Tensor:
+        """The rows of pairs in these groups, as `inverse` has them in those of the rank's experts.
+
+        inverse  int32 of any shape, -1: none
+        offsets  int32 [G + 1], for it
+        """
+        experts = torch.searchsorted(offsets[1:], inverse, right=True, out_int32=True)
+        experts.clamp_(max=len(self.shifts) - 1)  # of undefined rows, too: a rank may be late
+        shifts = self.shifts.index_select(0, experts.flatten()).view_as(inverse)
+        return torch.where(inverse < 0, -1, inverse + shifts)

@@ -18,7 +18,9 @@ import torch
 
 from expertd.kernels import (
     ExpertBiases,
+    ExpertPart,
     OtherGlu,
+    PartsOfRank,
     Quantized,
     Routing,
     Swiglu,
@@ -336,6 +338,55 @@ def test_a_layer_of_ranks(
         assert [width(argument) for argument in arguments] == widths(variant), variant.source.name
     assert values(launches[2][1][0].groups)[2:4] == [N, 2176], "n, and k with the columns that are zeros"
     assert (biases is not None and biases.down.data_ptr() in launches[4][1]) == biased
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_of_ranks_in_parts(
+    biased: bool, launches: list[tuple[Variant, list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are sent, and rows multiplied and returned, where the parts that come have them."""
+    monkeypatch.setattr(layer, "current_stream", lambda device: ON)
+    kernels, word = RecordingKernels(), torch.zeros(1, dtype=torch.int32)
+    memory: Any = SimpleNamespace(
+        rank=1, num_ranks=2, ranks=word, consumed=word, dispatch_counters=word, combine_counters=word,
+        exact=False,
+    )  # fmt: skip
+    tokens = RankTokens((3, T), torch.zeros(2 * G, dtype=torch.int32))
+    offsets, after = torch.zeros(G + 1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    parts = []
+    for groups in (2, 1):
+        biases = None
+        if biased:
+            biases = ExpertBiases(*(torch.zeros((groups, n), dtype=torch.bfloat16) for n in (2 * N, H)))
+        matrices = quantized(groups, 2 * N, H, block=128), quantized(groups, H, N, block=128)
+        parts.append(ExpertPart(*matrices, biases))
+    down_bias = torch.zeros((2 * G, H), dtype=torch.bfloat16) if biased else None
+    before: list[str] = []
+
+    def parts_of() -> PartsOfRank:
+        before.extend(variant.source.name for variant, _ in launches)
+        return PartsOfRank(iter(parts), after, torch.zeros(G, dtype=torch.int32))
+
+    HopperLayer(kernels, GroupedGemm(kernels)).parallel_experts_in_parts(
+        ON, memory, tokens, torch.zeros(T, H, dtype=torch.bfloat16),
+        torch.zeros(T, TOP_K, dtype=torch.int32), torch.zeros(T, TOP_K), G, parts_of, torch.empty(T, H),
+        Swiglu(), None, offsets, down_bias,
+    )  # fmt: skip
+    assert before == ["few_pairs_of_ranks"]
+    names = [variant.source.name for variant, _ in launches]
+    assert names[1] == "dispatch_rows_bf16"
+    assert names[-1] == ("combine_rows_biased_fp32" if biased else "combine_rows_fp32")
+    assert len(names) == 1 + 1 + 2 * 2 + 1
+    for variant, arguments in (*launches[:2], launches[-1]):
+        assert [width(argument) for argument in arguments] == widths(variant), variant.source.name
+    assert offsets.data_ptr() in launches[0][1]
+    inverse = launches[1][1][9]
+    assert inverse == launches[-1][1][9]
+    assert inverse not in launches[0][1], "rows have moved"
+    extents = [arguments[0].groups for _, arguments in launches[2:6]]
+    assert [values(each)[0] for each in extents] == [after.data_ptr()] * 2 + [after[2:].data_ptr()] * 2
+    assert [values(each)[1] for each in extents] == [2, 2, 1, 1], "groups"
+    assert (biased and down_bias is not None and down_bias.data_ptr() in launches[-1][1]) == biased
 
 
 @pytest.mark.parametrize("routing", [Routing(), Routing(bias_on="logits")])

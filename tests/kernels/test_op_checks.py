@@ -11,6 +11,7 @@ from torch import Tensor
 from expertd.backends import BACKENDS
 from expertd.kernels import (
     ExpertBiases,
+    ExpertPart,
     RankMemory,
     RankTokens,
     Routing,
@@ -26,7 +27,7 @@ from expertd.kernels import (
 from expertd.kernels.backends.hopper import tiles
 from expertd.kernels.backends.hopper.backend import HopperBackend
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.kernels.expert_checks import check_parallel
+from expertd.kernels.expert_checks import check_parallel, check_parallel_in_parts, checked_parts
 
 T, TOP_K, H, E, G = 4, 2, 256, 8, 4  # G: groups of a rank
 HOPPER = BACKENDS["hopper"]
@@ -245,6 +246,42 @@ def test_ranks_refuse(change: dict[str, Any], message: str) -> None:
     arguments = _parallel_arguments() | change
     with pytest.raises(ValueError, match=f"^{message}"):
         check_parallel(HOPPER, **arguments)
+
+
+def _arguments_in_parts() -> dict[str, Any]:
+    arguments = _parallel_arguments()
+    del arguments["gate_up"], arguments["down"]
+    offsets = torch.zeros(G + 1, dtype=torch.int32)
+    return arguments | {"num_groups": G, "offsets": offsets, "down_bias": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topk_ids": IDS[:, :1]}, r"topk_ids shape: expected \(4, 2\), with the top_k of .*, got \(4, 1\)"),
+        ({"num_groups": 0}, "num_groups: expected 1 to 1024, got 0"),
+        ({"num_sms": 1}, "num_sms: expected None or at least 2, got 1"),
+        ({"offsets": torch.zeros(G, dtype=torch.int32)}, r"offsets shape: expected \(5,\), got \(4,\)"),
+        (
+            {"offsets": torch.zeros(G + 1, dtype=torch.int32, device="meta")},
+            "offsets device: expected pinned memory of the host, got meta",
+        ),
+        (
+            {"down_bias": torch.zeros(G, H).bfloat16()},
+            r"down bias shape: expected \(8, 256\), got \(4, 256\)",
+        ),
+    ],
+)
+def test_ranks_whose_weights_come_in_parts_refuse(change: dict[str, Any], message: str) -> None:
+    check_parallel_in_parts(HOPPER, **_arguments_in_parts())
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_parallel_in_parts(HOPPER, **_arguments_in_parts() | change)
+
+
+def test_parts_that_do_not_suit_the_offsets_are_refused() -> None:
+    part = ExpertPart(quantize_blocks(torch.zeros(G, 256, H)), quantize_blocks(torch.zeros(G, H, 128)))
+    with pytest.raises(ValueError, match=r"^parts groups: expected 5 in all, got 4"):
+        list(checked_parts(HOPPER, [part], G + 1, H, torch.device("cpu")))
 
 
 def test_ranks_refuse_before_the_launch() -> None:

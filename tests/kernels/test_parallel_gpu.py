@@ -1,5 +1,6 @@
 """Experts spread over two GPUs, or two processes of one, against one process that has them all."""
 
+import functools
 import itertools
 import os
 import socket
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from expertd.kernels import (
     ExpertBiases,
+    ExpertPart,
     HiddenStates,
+    PartsOfRank,
     Quantized,
     fused_experts,
     quantize_blocks,
@@ -178,7 +181,17 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
                 on, memory, tokens, states, *given, own_gate_up, own_down, out, activation,
                 16 if number % 3 == 1 else None, None, overlap if number % 3 == 2 else None, own_biases,
             )  # fmt: skip
+        own_biases_of = own_biases and ExpertBiases(own_biases.gate_up, own_biases.down[held].contiguous())
+        whole = ExpertPart(own_gate_up, own_down, own_biases_of)
+        for out in (in_parts := torch.full((3, counts[rank], h), torch.inf, device=device)):
+            offsets = torch.empty(each + 1, dtype=torch.int32).pin_memory()
+            layer.parallel_experts_in_parts(
+                current_stream(device.index), memory, tokens, floats, *given, each,
+                functools.partial(shuffled, whole, offsets), out, activation, None, offsets,
+                None if biases is None else biases.down,
+            )  # fmt: skip
         torch.cuda.synchronize()
+        outs = torch.cat((outs, in_parts))
         assert memory.late_rank is None
         assert not memory.dispatch_counters.any()
         assert not memory.combine_counters.any()
@@ -193,6 +206,28 @@ def check(rank: int, num_ranks: int, shape: Shape, generator: torch.Generator) -
             assert torch.equal(outs[0].isnan(), expected[own].isnan()), (shape, counts, kind)
             bound, difference = 2**-8 * wanted.abs().amax() * 2, (got - wanted).abs().amax()
             assert difference <= bound, (shape, counts, kind, difference.item(), bound.item())
+
+
+def shuffled(whole: ExpertPart, offsets: Tensor) -> PartsOfRank:
+    """A rank's experts in any order, in two parts."""
+    torch.cuda.current_stream().synchronize()
+    order = torch.randperm(whole.num_groups)
+    rows = offsets.diff()[order]
+    after = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).int()
+    shifts = torch.empty_like(rows)
+    shifts[order] = after[:-1] - offsets[:-1][order]
+
+    def part(experts: Tensor) -> ExpertPart:
+        gate_up, down = (
+            Quantized(w.data.view(torch.uint8)[experts].view(w.data.dtype), w.scales[experts])
+            for w in whole.matrices
+            if isinstance(w, Quantized)
+        )
+        biases = whole.biases and ExpertBiases(*(bias[experts] for bias in whole.biases))
+        return ExpertPart(gate_up, down, biases)
+
+    parts = [part(experts.cuda()) for experts in order.tensor_split(2) if len(experts)]
+    return PartsOfRank(parts, after.cuda(), shifts.cuda())
 
 
 def run_calls(rank: int, num_ranks: int, port: int, seed: int) -> None:

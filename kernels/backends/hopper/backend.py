@@ -1,6 +1,6 @@
 """The Hopper backend: grouped GEMMs and a layer's experts as kernels compiled just in time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -23,12 +23,12 @@ from expertd.kernels.backends.hopper.unpermute_rows import can_unpermute, unperm
 from expertd.kernels.backends.hopper.variants import VARIANTS
 from expertd.kernels.backends.streams import current_stream
 from expertd.kernels.device_calls import CallGraph, CallTable
-from expertd.kernels.expert_checks import check_parallel
+from expertd.kernels.expert_checks import check_parallel, check_parallel_in_parts, checked_parts
 from expertd.kernels.ops.activation import SILU, Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.checks import check_logits, check_router
 from expertd.kernels.ops.four_bits import FourBits, W, Weights, format_of, mapped
-from expertd.kernels.ops.parts import ExpertPart, GroupTable
+from expertd.kernels.ops.parts import ExpertPart, GroupTable, PartsOfRank
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, values_of
 from expertd.kernels.overlap import Overlap
 from expertd.kernels.rank_memory import RankMemory, RankTokens
@@ -201,6 +201,39 @@ class HopperBackend(Backend):
             overlap,
             biases,
         )
+
+    def parallel_experts_in_parts(
+        self,
+        memory: RankMemory,
+        tokens: RankTokens,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_groups: int,
+        parts_of: Callable[[], PartsOfRank],
+        out: Tensor,
+        num_sms: int | None,
+        offsets: Tensor,
+        activation: Activation = SILU,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """See `Backend.parallel_experts_in_parts`."""
+        check_parallel_in_parts(
+            self.capabilities, memory, tokens, hidden_states, topk_ids, topk_weights, num_groups, out,
+            activation, num_sms, offsets, down_bias,
+        )  # fmt: skip
+
+        def checked() -> PartsOfRank:
+            known, size = parts_of(), (out.shape[1], out.device)
+            parts = checked_parts(self.capabilities, known.parts, len(known.offsets) - 1, *size)
+            return known._replace(parts=parts)
+
+        on = current_stream(_current(values_of(hidden_states), "hidden_states"))
+        self._layer.parallel_experts_in_parts(
+            on, memory, tokens,
+            hidden_states if isinstance(hidden_states, Quantized) else _aligned(hidden_states),
+            topk_ids, topk_weights, num_groups, checked, out, activation, num_sms, offsets, down_bias,
+        )  # fmt: skip
 
     def unpermute(self, rows: Tensor, inverse: Tensor, topk_weights: Tensor, out: Tensor) -> None:
         """See `Backend.unpermute`; one launch for bf16 rows [R, H], H a multiple of 8."""

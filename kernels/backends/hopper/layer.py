@@ -1,6 +1,6 @@
 """A layer on Hopper: a sequence of launches, each of which may begin before the preceding one ends."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from expertd.kernels.device_calls import CallTable
 from expertd.kernels.ops.activation import Activation
 from expertd.kernels.ops.biases import ExpertBiases
 from expertd.kernels.ops.four_bits import Weights
-from expertd.kernels.ops.parts import ExpertPart, GroupTable
+from expertd.kernels.ops.parts import ExpertPart, GroupTable, PartsOfRank
 from expertd.kernels.ops.permute import write_no_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized
 from expertd.kernels.overlap import Overlap
@@ -140,16 +140,12 @@ class HopperLayer:
         added: tuple[Tensor, Tensor] | None = None
         for part in parts:
             end = first + part.num_groups
-            own = permutation._replace(offsets=permutation.offsets[first : end + 1])
-            bias = None
             if part.biases is not None:
                 if added is None:  # read by the last launch, when another part may be where this one is
                     groups = topk_ids if table is None else table.groups_of(topk_ids)
                     added = groups, rows.new_empty((num_groups, size[1]))
                 added[1][first:end].copy_(part.biases.down)
-                bias = part.biases.gate_up
-            activated = self._activate(on, a, own, part.gate_up, activation, num_experts, num_sms, bias)
-            self._down(on, activated, own, part.down, rows, num_experts, num_sms, range(size[1]))
+            self._multiply_part(on, a, permutation, first, part, rows, activation, num_experts, num_sms)
             first = end
         unpermute_rows(self._kernels, on, rows, permutation.inverse, topk_weights, out, added)
 
@@ -211,6 +207,65 @@ class HopperLayer:
             combine(range(n), num_sms)
         else:
             overlap.run(n, multiply, combine)
+
+    def parallel_experts_in_parts(
+        self,
+        on: OnStream,
+        memory: RankMemory,
+        tokens: RankTokens,
+        hidden_states: HiddenStates,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_groups: int,
+        parts_of: Callable[[], PartsOfRank],
+        out: Tensor,
+        activation: Activation,
+        num_sms: int | None,
+        offsets: Tensor,
+        down_bias: Tensor | None,
+    ) -> None:
+        """As `parallel_experts`, see `Backend.parallel_experts_in_parts`.
+
+        Two launches for each part, and three for all, beside a few by PyTorch: once the parts are known, they
+        write where rows are in the order of parts. So tokens are sent only then.
+        """
+        if tokens.num_tokens == 0:  # no rank makes a launch
+            write_no_rows(offsets, topk_ids.device)
+            return
+        hidden_states = packed_rows(hidden_states)  # not right before they are read
+        kernels, n, num_experts = self._kernels, out.shape[1], tokens.places.numel()
+        permutation = permutation_of_ranks(
+            kernels, on, memory, tokens, topk_ids, topk_weights, num_groups, num_sms, offsets
+        )
+        known = parts_of()
+        inverse = known.rows(permutation.inverse, permutation.offsets)
+        permutation = permutation._replace(inverse=inverse, offsets=known.offsets)
+        a = dispatch_rows(kernels, on, memory, tokens, hidden_states, topk_ids, inverse, num_sms)
+        rows, first = torch.empty((inverse.numel(), n), dtype=torch.bfloat16, device=inverse.device), 0
+        for part in known.parts:
+            self._multiply_part(on, a, permutation, first, part, rows, activation, num_experts, num_sms)
+            first += part.num_groups
+        combine_rows(
+            kernels, on, memory, tokens, topk_ids, topk_weights, rows, inverse, out, num_sms, None, down_bias
+        )
+
+    def _multiply_part(
+        self,
+        on: OnStream,
+        a: Quantized,
+        permutation: DevicePermutation,
+        first: int,
+        part: ExpertPart,
+        rows: Tensor,
+        activation: Activation,
+        num_experts: int,
+        num_sms: int | None,
+    ) -> None:
+        """Both GEMMs of a part's groups, from group `first` on; num_experts: of all ranks, and parts."""
+        own = permutation._replace(offsets=permutation.offsets[first : first + part.num_groups + 1])
+        bias = None if part.biases is None else part.biases.gate_up
+        activated = self._activate(on, a, own, part.gate_up, activation, num_experts, num_sms, bias)
+        self._down(on, activated, own, part.down, rows, num_experts, num_sms, range(rows.shape[1]))
 
     def _rows(
         self,
