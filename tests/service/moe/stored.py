@@ -2,10 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from expertd.kernels import Backend, ExpertBiases
+from expertd.kernels import (
+    Backend,
+    ExpertBiases,
+    Quantized,
+    Weights,
+    dequantize_blocks,
+    dequantize_rows,
+)
+from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.service.device import device_of
 from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.layer import MoELayer
@@ -20,6 +31,19 @@ FOUR_BITS = {
     "INT4 of 128": WeightLayout(WeightFormat.INT4, 128, "F32"),
 }
 """Layouts of weights."""
+
+
+class Plain(ReferenceBackend):
+    """Reads the weights that are in memory when it multiplies, and keeps none."""
+
+    capabilities = replace(ReferenceBackend.capabilities, packs=frozenset())
+    ffn = Backend.ffn
+
+    def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: Any) -> None:
+        rows = dequantize_rows(*a, torch.float32)
+        for group, (start, end) in enumerate(pairwise(offsets.tolist())):
+            for row in range(start, end):  # one by one: a GEMM's bits may depend on its height
+                out[row] = dequantize_blocks(b.data[group], b.scales[group]) @ rows[row]
 
 
 def store_of(
