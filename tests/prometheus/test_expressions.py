@@ -65,7 +65,8 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         settings = (
             tiny_settings(lanes=LANES),
             tiny_settings(ranks=2, placement={"policy": "static"}),
-            tiny_settings(models=[{**MODEL, "num_experts": 8}], weights_budget=330_000),  # 6 experts
+            # 6 experts of a rank's 8
+            tiny_settings(models=[{**MODEL, "num_experts": 16}], ranks=2, weights_budget=330_000),
         )
         servers = [
             stack.enter_context(server_process(each, tmp_path_factory.mktemp("server"))) for each in settings

@@ -1,12 +1,14 @@
 """The metrics of ranks and of the placement of experts on them; imports no torch."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
 from expertd.service.engine.metrics.family import MetricFamily, samples
 from expertd.service.engine.placement import Placements
+from expertd.service.moe.step.step_counts import StoreCounts
 
 _LABELS, _WHEN = ("rank",), "with several ranks"
 
@@ -15,8 +17,13 @@ def _gauge(name: str, text: str, unit: str, needs_gpu: bool = False) -> MetricFa
     return MetricFamily("gauge", f"rank_{name}", text, unit, _LABELS, needs_gpu=needs_gpu, when=_WHEN)
 
 
-def _counter(name: str, text: str, unit: str) -> MetricFamily:
-    return MetricFamily("counter", f"rank_{name}", text, unit, _LABELS, when=_WHEN)
+def _counter(name: str, text: str, unit: str, when: str = _WHEN) -> MetricFamily:
+    return MetricFamily("counter", f"rank_{name}", text, unit, _LABELS, when=when)
+
+
+def _of_stores(name: str, text: str, unit: str) -> MetricFamily:
+    when = f"{_WHEN} and `weights_budget`, if it is smaller than a rank's experts"
+    return _counter(f"expert_store_{name}", text, unit, when)
 
 
 _GAUGES = (
@@ -31,6 +38,12 @@ _COUNTERS = (
     _counter("jit_compilations", "kernels compiled by the rank's present process", "kernels"),
     _counter("jit_compile_seconds", "time that this process spent compiling kernels", "seconds"),
     _counter("jit_cache_hits", "compiled kernels that this process found in the cache", "kernels"),
+)
+_STORE_COUNTERS = (  # in the order of `StoreCounts`
+    _of_stores("hits", "the rank's part of `expertd_expert_store_hits_total`, of all models", "experts"),
+    _of_stores("misses", "its part of `expertd_expert_store_misses_total`", "experts"),
+    _of_stores("copy_bytes", "its part of `expertd_expert_store_copy_bytes_total`", "bytes"),
+    _of_stores("wait_seconds", "its part of `expertd_expert_store_wait_seconds_total`", "seconds"),
 )
 
 
@@ -50,13 +63,16 @@ class RankDevice(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """A rank: whether it is ready; its starts, seconds in steps and experts' tokens so far; its device."""
+    """A rank: whether it is ready; its starts, seconds in steps and experts' tokens so far; its device; what
+    its stores of experts have done, None: nothing, or there is none.
+    """
 
     is_up: bool
     starts: int
     compute_seconds: float
     expert_tokens: int
     device: RankDevice = RankDevice()
+    stores: StoreCounts | None = None
 
 
 def rank_metrics(states: Sequence[RankState]) -> Iterator[Metric]:
@@ -64,10 +80,11 @@ def rank_metrics(states: Sequence[RankState]) -> Iterator[Metric]:
     if not states:
         return
     rows: dict[str, tuple[float | None, ...]] = {}
-    for rank, (is_up, starts, seconds, tokens, device) in enumerate(states):
+    for rank, (is_up, starts, seconds, tokens, device, stores) in enumerate(states):
         memory = device.memory or (None, None)
-        rows[str(rank)] = is_up, *memory, starts, seconds, tokens, *device[1:4]
-    for index, family in enumerate((*_GAUGES, *_COUNTERS)):
+        of_stores = (None,) * len(_STORE_COUNTERS) if stores is None else astuple(stores)
+        rows[str(rank)] = is_up, *memory, starts, seconds, tokens, *device[1:4], *of_stores
+    for index, family in enumerate((*_GAUGES, *_COUNTERS, *_STORE_COUNTERS)):
         values = {rank: value for rank, row in rows.items() if (value := row[index]) is not None}
         if values:
             yield from samples(family, values)
@@ -104,7 +121,7 @@ FAILURES = MetricFamily(
     "changes",
     when=_POLICY,
 )
-FAMILIES = (*_GAUGES, *_COUNTERS, LOADS, IMBALANCE, MOVES, MOVE_SECONDS, FAILURES)
+FAMILIES = (*_GAUGES, *_COUNTERS, *_STORE_COUNTERS, LOADS, IMBALANCE, MOVES, MOVE_SECONDS, FAILURES)
 
 
 def placement_metrics(placements: Placements | None) -> Iterator[Metric]:

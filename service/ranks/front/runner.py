@@ -28,6 +28,7 @@ class Steps:
         self._seconds = [0.0] * num_ranks
         self._expert_tokens = [0] * num_ranks
         self._stores: dict[str, StoreCounts] = {}  # of all ranks, by model
+        self._stores_of_ranks: list[StoreCounts | None] = [None] * num_ranks
         self.sent = 0  # over all groups of ranks: the number of the last step
         self._lock = threading.Lock()
 
@@ -38,6 +39,8 @@ class Steps:
             self._expert_tokens[rank] += int(end.tokens_per_expert.sum())
             if any(astuple(end.store)):
                 self._stores.setdefault(model, StoreCounts()).add(end.store)
+                of_rank = self._stores_of_ranks[rank] = self._stores_of_ranks[rank] or StoreCounts()
+                of_rank.add(end.store)
 
     def use(self) -> StepUse:
         """What the ranks' stores have done; on any thread."""
@@ -47,7 +50,7 @@ class Steps:
         """Each rank's state."""
         ranks = self.supervisor
         of_ranks = ranks.are_up(), ranks.starts, self._seconds, self._expert_tokens, ranks.devices()
-        return [RankState(*of_rank) for of_rank in zip(*of_ranks, strict=True)]
+        return [RankState(*of_rank) for of_rank in zip(*of_ranks, self._stores_of_ranks, strict=True)]
 
     def take(self) -> StagingRegion:
         """Memory for a step; to give back at its end."""

@@ -50,7 +50,8 @@ def everything() -> Metrics:
     metrics.watch_shared_memory(lambda: {"system": (1, 2), "cuda": (3, 4)})
     metrics.watch_channels(lambda: (1, 2))
     metrics.watch_buffered("engine", lambda: 1)
-    metrics.watch_ranks(lambda: [RankState(True, 1, 0.5, 10, RankDevice((5, 9), 3, 1.5, 2, "GPU-a"))])
+    device, of_rank = RankDevice((5, 9), 3, 1.5, 2, "GPU-a"), StoreCounts(1, 2, 3, 4.0)
+    metrics.watch_ranks(lambda: [RankState(True, 1, 0.5, 10, device, of_rank)])
     metrics.watch(lambda: queue_metrics({"tiny": QueueState(1, 2, 3)}))
     stores = {"tiny": StoreCounts(1, 2, 3, 4.0)}
     use = StepUse({"tiny": Launches(1, 2, 3, 4)}, {"tiny": 5}, HostCopies(6, 7.0), {"weights": 8})

@@ -11,6 +11,7 @@ from expertd.service.engine.loading import LoadedLayers
 from expertd.service.engine.metrics import Metrics
 from expertd.service.engine.metrics.ranks import RankDevice, RankState
 from expertd.service.moe.placement.rounds import Fetch
+from expertd.service.moe.step.step_counts import StoreCounts
 from expertd.service.ranks.front.balancer import SliceSize
 from expertd.service.ranks.messages import NO_STEP, MoveCommand, MoveKind, StepCommand, move_bytes
 from expertd.service.ranks.placement import LoadWindow
@@ -76,10 +77,16 @@ def test_changes_are_told_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_metrics_have_each_ranks_device() -> None:
     metrics = Metrics("1")
-    states = [RankState(True, 1, 0.5, 10, RankDevice((5, 9), 3, 1.5, 2)), RankState(False, 2, 0.0, 0)]
+    did = StoreCounts(4, 2, 600, 0.25)
+    states = [RankState(True, 1, 0.5, 10, RankDevice((5, 9), 3, 1.5, 2), did), RankState(False, 2, 0.0, 0)]
     metrics.watch_ranks(lambda: states)
     value = metrics.registry.get_sample_value
     names = ("up", "device_memory_used_bytes", "device_memory_total_bytes", "starts_total")
     jit = ("jit_compilations_total", "jit_compile_seconds_total", "jit_cache_hits_total")
     got = [[value(f"expertd_rank_{name}", {"rank": rank}) for name in (*names, *jit)] for rank in "01"]
     assert got == [[1, 5, 9, 1, 3, 1.5, 2], [0, None, None, 2, 0, 0, 0]]
+    stores = [
+        f"expertd_rank_expert_store_{name}_total" for name in ("hits", "misses", "copy_bytes", "wait_seconds")
+    ]
+    got = [[value(name, {"rank": rank}) for name in stores] for rank in "01"]
+    assert got == [[4, 2, 600, 0.25], [None] * 4]
