@@ -259,15 +259,19 @@ def _expert_store(settings: "Settings") -> str:
     check_expert_slots(settings, _capabilities(settings))
     if not (slots := expert_slots(settings)):
         return "none: all experts fit into weights_budget" if settings.has_budget else "none"
-    shapes = {model.name: model.shape for model in settings.models}
+    shapes, ranks = {model.name: model.shape for model in settings.models}, settings.num_ranks
+    held = {name: len(shapes[name].held_experts) for name in slots}
+    slots = {name: ranks * number for name, number in slots.items()}
     texts = []
     for law, exponent in ROUTINGS.items():
         hits, missed = copies_of_token(shapes, slots, exponent)
-        speeds = ", ".join(f"{rate / missed:.0f} tokens/s by {link}" for link, rate in COPY_RATES.items())
+        rates = {link: ranks * rate / missed for link, rate in COPY_RATES.items()}
+        speeds = ", ".join(f"{rate:.0f} tokens/s by {link}" for link, rate in rates.items())
         texts.append(f"{law} routing: hits {hits:.0%}, {size(int(missed))} to copy for a token: {speeds}")
-    held = sum(len(shapes[name].held_experts) for name in slots)
-    on_device = f"{sum(slots.values())} of {held} experts on the device"
-    return f"{on_device}; by copies alone, one token at a time, {'; '.join(texts)}"
+    where = "the device" if ranks == 1 else f"the {ranks} ranks' devices"
+    on_device = f"{sum(slots.values())} of {sum(held.values())} experts on {where}"
+    at_once = "" if ranks == 1 else " that all ranks share evenly"
+    return f"{on_device}; by copies alone{at_once}, one token at a time, {'; '.join(texts)}"
 
 
 def _cpus(settings: "Settings") -> str:

@@ -127,6 +127,15 @@ def test_check_says_what_a_budget_gives(config: Path, capsys: Output) -> None:
     )
     assert f" {rate:.0f} tokens/s by PCIe 5 x16; Zipf routing: hits 70%" in said
     assert detail("--set", "weights_budget=1MiB").startswith("weights_budget: expected at least ")
+    of_ranks = detail("--set", "ranks=2", "--set", f"weights_budget={10 * 2**30 // 48}")
+    assert of_ranks.startswith(
+        "82 of 128 experts on the 2 ranks' devices; by copies alone that all ranks share evenly, one "
+    )
+    rate = 2 * 55e9 / (8 * (1 - 82 / 128) * 3 * (2048 * 768 + 4 * 16 * 6))
+    assert (
+        f" to copy for a token: {rate * 25 / 55:.0f} tokens/s by PCIe 4 x16, {rate:.0f} tokens/s by"
+        in of_ranks
+    )
 
 
 def test_the_configuration_for_a_consumer_card_serves_a_downloaded_model(
