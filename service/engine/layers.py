@@ -77,18 +77,25 @@ def stored_layers(memory: StoreMemory, slots: Mapping[str, int]) -> MakeLayer:
     def make(model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled) -> MoELayer:
         if model.name not in slots:
             return packed_layer_of(model, backend, device, cancelled)
-        weights = weights_of(model, device, cancelled, experts_on=torch.device("cpu"))
+        weights = weights_for_store(model, device, cancelled)
         store = ExpertStore(memory, model.name, model.shape, weights, slots[model.name], backend)
-        own = replace(
-            store.on_device(weights),
-            router=weights.router.to(device),
-            router_bias=None if weights.router_bias is None else weights.router_bias.to(device),
-            shared_gate=None if weights.shared_gate is None else weights.shared_gate.to(device),
-        )
-        rule, routing = rule_of(model), model.routing.rule
+        own, rule, routing = store.on_device(weights), rule_of(model), model.routing.rule
         return MoELayer(model.shape, own, backend, routing=routing, rule=rule, store=store)
 
     return make
+
+
+def weights_for_store(
+    model: ModelSettings, device: torch.device, cancelled: Cancelled, held: Sequence[int] | None = None
+) -> ExpertWeights:
+    """As `weights_of`, with the experts in the host's memory, and only the others on `device`."""
+    weights = weights_of(model, device, cancelled, held, experts_on=torch.device("cpu"))
+    return replace(
+        weights,
+        router=weights.router.to(device),
+        router_bias=None if weights.router_bias is None else weights.router_bias.to(device),
+        shared_gate=None if weights.shared_gate is None else weights.shared_gate.to(device),
+    )
 
 
 def rule_of(model: ModelSettings) -> ExpertRule:

@@ -75,7 +75,7 @@ def check_expert_slots(settings: Settings, capabilities: Capabilities | None) ->
             )
             expected = f"experts in FP8 (requantize: always), or backend {' or '.join(others)}"
             raise ValueError(f"weights_budget: expected {expected}, got {weights} in model {model.name}")
-        if has_two_rules(model.shape, rule_of(model)):
+        if settings.num_ranks == 1 and has_two_rules(model.shape, rule_of(model)):
             expected = "layers whose routed and shared experts follow one rule"
             raise ValueError(f"weights_budget: expected {expected}, got others in model {model.name}")
 
@@ -107,6 +107,7 @@ def needs_of_model(
     """
     slots = expert_slots(settings).get(model.name)
     counts = TOKEN_COUNTS if slots is None else STORE_TOKEN_COUNTS
+    has_graphs = settings.nnodes == 1 and (slots is None or settings.num_ranks == 1)
     return needs_of(
         part_of_layer(model.shape, num_held if slots is None else slots),
         (limits or settings.limits).max_batch_tokens,
@@ -115,7 +116,7 @@ def needs_of_model(
         has_biases=has_biases(model),
         weighs_input=rule_of(model).weighs_input,
         keeps_given=settings.placement.policy is not None or slots is not None,
-        num_graphs=len(counts) if settings.nnodes == 1 else 0,
+        num_graphs=len(counts) if has_graphs else 0,
         graph_tokens=counts[-1] * settings.num_ranks,
     )
 

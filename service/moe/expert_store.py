@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from expertd.kernels import (
     ExpertPart,
     GroupTable,
     HiddenStates,
+    PartsOfRank,
     fused_experts_in_parts,
 )
 from expertd.kernels.ops.four_bits import mapped, tensors_of
@@ -38,6 +40,8 @@ from expertd.service.moe.step.step_counts import StoreCounts
 from expertd.service.moe.weights import ExpertWeights, empty_matrices
 
 _Experts = NDArray[np.intp]
+OnRank = Callable[[Tensor, Callable[[], PartsOfRank]], None]
+"""Calls `Backend.parallel_experts_in_parts` with these offsets and `parts_of`."""
 _NO_FILE = -1  # the descriptor of memory without a file
 
 
@@ -232,6 +236,7 @@ class ExpertStore:
         self._seen = self._groups.seen.numpy()
         self._host_groups = self._device.pinned(shape.num_groups, dtype=torch.int32)
         self._host_groups[held:] = torch.arange(num_slots, num_slots + shape.num_shared_experts)
+        self._host_offsets = self._device.pinned(held + 1, dtype=torch.int32)
         self._groups_of: _Experts | None = None  # the table's `expert_in` that `_groups` has
         self._groups_copied = self._device.new_event()
         self._waits = deque[tuple[Event, Event]]()  # of steps: before and after
@@ -258,6 +263,20 @@ class ExpertStore:
         except BaseException:
             self._table.clear()  # copies may not have been made
             raise
+
+    def on_rank(self, call: OnRank, offsets: Tensor | None) -> None:
+        """A call of several ranks for the experts of this one, without shared ones. Waits for its offsets.
+
+        offsets  int32 [G + 1] to write to; None: nowhere
+        """
+        written = self._host_offsets.zero_()  # the call before has been waited for
+        try:
+            call(written, partial(self._parts_of_rank, written))
+        except BaseException:
+            self._table.clear()  # copies may not have been made
+            raise
+        if offsets is not None:
+            offsets.copy_(written)
 
     def in_slots(
         self,
@@ -363,7 +382,7 @@ class ExpertStore:
         tokens = self._tokens(at)
         fetches = self._take(tokens[:held], stream)  # before the rest, which the host does while copies run
         passes, group_of = self._passes(fetches)
-        groups = self._to_device(group_of[at], group_ids, stream)
+        groups = self._to_device(group_of[at], stream)
         if offsets is not None:
             offsets.copy_(torch.from_numpy(_sums(tokens)))
         self._note_waits()
@@ -372,6 +391,24 @@ class ExpertStore:
             sum(each.part.num_groups for each in passes),
             num_experts=num_groups, out=out, activation=activation, backend=self._backend, num_sms=num_sms,
         )  # fmt: skip
+
+    def _parts_of_rank(self, offsets: Tensor) -> PartsOfRank:
+        """For `Backend.parallel_experts_in_parts`; `offsets` is written by what the stream has."""
+        stream, written = self._device.current_stream(), self._memory.ids_copied
+        written.record(stream)
+        written.synchronize()
+        before = offsets.numpy()
+        tokens = np.maximum(np.diff(before), 0)  # undefined if a rank was late
+        fetches = self._take(tokens, stream)
+        passes, group_of = self._passes(fetches)
+        groups, used = group_of[1 : len(tokens) + 1], np.flatnonzero(tokens)
+        rows = np.zeros(sum(each.part.num_groups for each in passes), np.int32)
+        rows[groups[used]] = tokens[used]
+        after, shifts = _sums(rows), np.zeros(len(tokens), np.int32)
+        shifts[used] = after[groups[used]] - before[used]
+        sent = self._to_device(np.concatenate((after, shifts)), stream)
+        self._note_waits()
+        return PartsOfRank(self._parts(passes, fetches.streamed, stream), *sent.tensor_split([len(after)]))
 
     def _tokens(self, places: NDArray[np.intp]) -> NDArray[np.intp]:
         """Tokens of each of the layer's experts [G], from the places of ids in `_places`."""
@@ -473,14 +510,14 @@ class ExpertStore:
         memory.ids_copied.synchronize()
         return on_host.numpy()
 
-    def _to_device(self, groups: NDArray[np.int32], like: Tensor, stream: Stream) -> Tensor:
+    def _to_device(self, numbers: NDArray[np.int32], stream: Stream) -> Tensor:
         if self._device.is_host:
-            return torch.from_numpy(groups)
+            return torch.from_numpy(numbers)
         memory = self._memory
         memory.groups_copied.synchronize()  # of the step before
-        on_host = memory.host_groups.take(like.nbytes).view(torch.int32).view(like.shape)
-        np.copyto(on_host.numpy(), groups)
-        made = torch.empty_like(like)
+        on_host = memory.host_groups.take(numbers.nbytes).view(torch.int32).view(numbers.shape)
+        np.copyto(on_host.numpy(), numbers)
+        made = torch.empty_like(on_host, device=self._device.tensors)
         made.copy_(on_host, non_blocking=True)
         memory.groups_copied.record(stream)
         return made

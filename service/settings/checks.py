@@ -212,9 +212,9 @@ def _wrong_budget(settings: Fields) -> Iterator[str]:
         budgets["weights_budget"] = settings.weights_budget
     if budgets and settings.placement.policy is not None:
         yield f"placement.policy: expected null with weights_budget, got {settings.placement.policy!r}"
+    if budgets and settings.overlap.mode == "always":
+        yield "overlap.mode: expected auto or never with weights_budget, got 'always'"
     for name, budget in budgets.items():
-        if settings.devices is not None:
-            yield f"{name}: expected null with GPUs that share layers (devices), got {budget}"
         if settings.lanes.are_on:
             yield f"{name}: expected null with lanes, got {budget}"
     for key, each in served if budgets else ():

@@ -140,9 +140,9 @@ class Fields(BaseSettings):
     )
     weights_budget: NumBytes | None = Field(
         default=None,
-        description="bytes on the device for the experts of all layers without a budget of their own, e.g. "
-        "`10GiB`; if they need more, all are in the host's memory, and the device has those that were used "
-        "last (docs/expert-store.md); null: the device has all of them",
+        description="bytes on the device, or on that of each rank, for the experts of all layers without a "
+        "budget of their own, e.g. `10GiB`; if they need more, all are in the host's memory, and the device "
+        "has those that were used last (docs/expert-store.md); null: the device has all of them",
     )
     partitions: dict[str, int] = Field(
         default={},

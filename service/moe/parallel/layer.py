@@ -42,7 +42,7 @@ class ParallelLayer:
     physical  the expert of each physical expert, rank after rank, as in `Placement`; None: one replica
               of each, in order
     store     makes a store of this rank's physical experts, of which `weights` then has those in the host's
-              memory; only with an `Exchange`, and if experts never move. None: there is none
+              memory; only if experts never move. None: there is none
 
     Each rank routes its own tokens, and runs the shared experts on them. The routed experts run where they
     are; what they add to a token comes back to its rank, which adds the shared experts', all in float32.
@@ -89,9 +89,8 @@ class ParallelLayer:
         routed, self._shared = cut(weights, num_slots)
         # The shared experts see other tokens than the routed ones. This one's experts are slots, from 0 on.
         alone, made = replace(own, num_shared_experts=0), None
+        down_bias = None if routed.biases is None else routed.biases.down
         if store is not None:
-            if isinstance(exchange, JointExchange):
-                raise ValueError("store: expected none with a JointExchange, got one")
             made = store(alone, routed)
             self.weights = routed = made.on_device(routed)
             self._shared = copied(self._shared, weights.router.device)  # or else all experts would stay
@@ -103,7 +102,8 @@ class ParallelLayer:
         self._routed: RoutedExperts
         if isinstance(exchange, JointExchange):
             chooses = physical is not None or shape.held_experts != range(shape.num_experts)
-            self._routed = JointExperts(shape, self._own, rule, self.placed, exchange, chooses)
+            joint = shape, self._own, rule, self.placed, exchange, chooses, down_bias
+            self._routed = JointExperts(*joint)
         else:
             self._routed = DispatchedExperts(self._own, rule, self.placed, exchange, exact)
         self.is_capturable = self._routed.is_capturable

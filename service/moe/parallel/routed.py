@@ -1,6 +1,6 @@
 """How ranks compute a layer's routed experts together: by an exchange between launches, or inside them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from expertd.kernels import (
     HiddenStates,
     Overlap,
     OverlapMode,
+    PartsOfRank,
     RankMemory,
     RankTokens,
     fused_experts,
@@ -61,6 +62,9 @@ class RoutedExperts(Protocol):
         """
 
 
+_OwnTokens = tuple[RankMemory, RankTokens, HiddenStates, Tensor, Tensor]  # with their routing
+
+
 @dataclass(frozen=True)
 class JointExchange:
     """Ranks that are GPUs of one host, which exchange tokens and sums inside the layer's launches.
@@ -85,7 +89,9 @@ class JointExchange:
 
 
 class JointExperts:
-    """By `Backend.parallel_experts`; no call waits on the host.
+    """By `Backend.parallel_experts`; no call waits on the host, unless there is a store of the own experts.
+
+    With one, a call waits until all ranks' routing is known, and then sends tokens, with the same bits.
 
     Each rank's sum of a token's experts is rounded to bfloat16, and these sums are added up in float32 in the
     order of ranks. With `memory.exact`, the bits are those of one GPU, wherever the experts are.
@@ -95,6 +101,7 @@ class JointExperts:
 
     own         this rank's physical experts alone
     chooses     whether ids of experts are not those of physical experts
+    down_bias   bf16 [physical experts here, H], on any device; None: there is none
 
     Making one is collective if the experts have biases. Raises ValueError if memory and shape do not match.
     """
@@ -107,6 +114,7 @@ class JointExperts:
         placed: PlacedExperts,
         exchange: JointExchange,
         chooses: bool,
+        down_bias: Tensor | None,
     ) -> None:
         self._exchange, self._memory = exchange, exchange.memory
         self._each = rows_per_token(shape.top_k, rule)
@@ -114,15 +122,15 @@ class JointExperts:
         got = self._memory.hidden_size, self._memory.top_k
         if got != expected:
             raise ValueError(f"memory: expected hidden_size and top_k {expected}, got {got}")
-        self.is_capturable = own.backend.capabilities.captures
+        self.is_capturable = own.backend.capabilities.captures and own.store is None
         self.needs_floats = rule.weighs_input
         self._own, self._backend = own, own.backend
         self._shape, self._rule, self._placed, self._chooses = shape, rule, placed, chooses
-        self._biases = None
-        if own.weights.biases is not None:
-            gate_up, down = own.weights.biases
+        self._down_bias = None
+        if down_bias is not None:
             counts = [len(slots) for slots in placed.tables.slots_of_rank]
-            self._biases = ExpertBiases(gate_up.contiguous(), all_rows(down, counts, self._memory.group))
+            of_rank = down_bias.to(own.weights.router.device)
+            self._down_bias = all_rows(of_rank, counts, self._memory.group)
         self.set_token_counts([1] * self._memory.num_ranks)
 
     def set_token_counts(self, counts: Sequence[int]) -> None:
@@ -157,16 +165,39 @@ class JointExperts:
             hidden_states, topk_ids, topk_weights = weighed_rows(hidden_states, topk_ids, topk_weights)
         if self._each > 1 or self._shape.num_shared_experts > 0:
             out = torch.empty(values_of(hidden_states).shape, dtype=torch.float32, device=topk_ids.device)
+        routed = (
+            self._memory, self._tokens, hidden_states, topk_ids.contiguous(), topk_weights.contiguous()
+        )  # fmt: skip
+        if self._own.store is not None:
+            self._call_store(routed, out, num_sms, offsets)
+        else:
+            self._call(routed, out, num_sms, offsets)
+        return out.view(-1, self._each, self._shape.hidden_size).sum(1) if self._each > 1 else out
+
+    def _call(self, routed: _OwnTokens, out: Tensor, num_sms: int | None, offsets: Tensor | None) -> None:
         overlap = self._exchange.overlap
         if not overlaps(self._exchange.overlap_mode, self.rank_tokens, self._shape.hidden_size):
             overlap = None
-        weights = self._own.weights
+        weights, biases = self._own.weights, None
+        if weights.biases is not None and self._down_bias is not None:
+            biases = ExpertBiases(weights.biases.gate_up, self._down_bias)
         self._backend.parallel_experts(
-            self._memory, self._tokens, hidden_states, topk_ids.contiguous(),
-            topk_weights.contiguous(), weights.gate_up, weights.down, out,
-            None if overlap else num_sms, offsets, overlap, self._rule.routed, self._biases,
+            *routed, weights.gate_up, weights.down, out, None if overlap else num_sms, offsets, overlap,
+            self._rule.routed, biases,
         )  # fmt: skip
-        return out.view(-1, self._each, self._shape.hidden_size).sum(1) if self._each > 1 else out
+
+    def _call_store(
+        self, routed: _OwnTokens, out: Tensor, num_sms: int | None, offsets: Tensor | None
+    ) -> None:
+        assert self._own.store is not None
+
+        def call(written: Tensor, parts_of: Callable[[], PartsOfRank]) -> None:
+            self._backend.parallel_experts_in_parts(
+                *routed, len(self._placed.slots), parts_of, out, num_sms, written, self._rule.routed,
+                self._down_bias,
+            )  # fmt: skip
+
+        self._own.store.on_rank(call, offsets)
 
 
 class DispatchedExperts:

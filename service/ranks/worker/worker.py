@@ -13,7 +13,7 @@ import torch.distributed as dist
 from expertd.kernels import Backend, Overlap, RankMemory, overlaps
 from expertd.service.device import Device, device_of
 from expertd.service.device.cuda import use_gpu
-from expertd.service.engine.layers import Cancelled, MakeLayer, rule_of, weights_of
+from expertd.service.engine.layers import Cancelled, MakeLayer, rule_of, weights_for_store, weights_of
 from expertd.service.engine.loading import LoadedLayers, load
 from expertd.service.engine.memory_needs import expert_slots
 from expertd.service.engine.steps import Runner, Step
@@ -113,8 +113,10 @@ class RankWorker:
         here = self._setup.role is Role.HERE  # else commands come through other threads of this process
         spin = _GPU_SPIN_SECONDS if here and self._setup.settings.devices is not None else SPIN_SECONDS
 
+        most = min(MAX_RUNNING, self.loaded.max_running)
+
         def may_begin() -> bool:
-            return len(self._running) < MAX_RUNNING
+            return len(self._running) < most
 
         def called() -> bool:
             return stopped() or bool(self.jobs) or (may_begin() and not commands.is_empty())
@@ -155,14 +157,15 @@ class RankWorker:
         self, model: ModelSettings, backend: Backend, device: torch.device, cancelled: Cancelled
     ) -> Layer:
         self._device, store = device_of(device), self._store(model, backend)
-        weights = weights_of(model, device, cancelled, self._placements.held(model))
+        read = weights_of if store is None else weights_for_store
+        weights = read(model, device, cancelled, self._placements.held(model))
         moves = self._setup.settings.placement.policy is not None
         check_moves(model, weights, moves)
         settings = self._setup.settings
         exchange: TorchExchange | JointExchange
         if settings.nnodes == 1 and backend.capabilities.joint_exchange:
-            memory, lanes = self._memory(model, device), self._lanes(model, device)
-            exchange = JointExchange(memory, lanes, settings.overlap.mode)
+            lanes = self._lanes(model, device) if store is None else None
+            exchange = JointExchange(self._memory(model, device), lanes, settings.overlap.mode)
         else:
             exchange = TorchExchange()
         layer = ParallelLayer(

@@ -16,15 +16,16 @@ from expertd.service.commands import host_memory as host_memory_module
 from expertd.service.commands.devices import check_before_listening
 from expertd.service.commands.host_memory import check_host_memory, host_memory
 from expertd.service.engine.loading import load
-from expertd.service.engine.memory_needs import expert_slots, needs_of_models
+from expertd.service.engine.memory_needs import check_expert_slots, expert_slots, needs_of_models
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.shares import shares_of
 from expertd.service.settings.model import Settings
+from tests.families import Sizes
 from tests.kernels.helpers import fresh_generator
 from tests.service.apps import HIDDEN, MODEL, hidden_request, output_of, rows, serving, tiny_settings
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.moe.requests import layer_request
-from tests.service.ranks.servers import serving_ranks
+from tests.service.ranks.servers import computed, serving_ranks
 from tests.service.settings.refusals import MODEL as YAML_MODEL
 from tests.service.settings.refusals import check_refused
 
@@ -143,8 +144,59 @@ async def test_a_budget_is_that_of_each_rank() -> None:
             )
             assert copied == misses * EXPERT
             assert (hits > 0) == (misses > 0) == (waited > 0) == (each is given)
+            if each is given:
+                for name, all_ranks in (("hits", hits), ("misses", misses), ("copy_bytes", copied)):
+                    of_ranks = [server.metric(f"rank_expert_store_{name}_total", rank=rank) for rank in "01"]
+                    assert sum(of_ranks) == all_ranks
+                    assert min(of_ranks) > 0
+                assert server.metric("rank_expert_store_wait_seconds_total", rank="1") > 0
     for first, second in zip(*outputs, strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.slow
+def test_ranks_may_have_shared_experts_of_another_rule(tmp_path: Path) -> None:
+    """Llama 4's routed experts get weighed inputs, its shared one does not; one rank refuses that."""
+    directory = Checkpoint("llama-4", tmp_path / "model", sizes=Sizes(experts=16)).directory
+    served = [{"path": directory, "layers": "1"}]
+
+    def resolved(**changes: Any) -> Settings:
+        return resolve_checkpoints(tiny_settings(models=[], checkpoints=served, **changes))
+
+    shape = resolved().models[0].shape
+    budget = (4 + 2) * shape.expert_bytes + shape.num_shared_experts * shape.shared_expert_bytes
+    with pytest.raises(
+        ValueError, match=r"^weights_budget: expected layers whose routed and shared experts follow one rule"
+    ):
+        check_before_listening(resolved(weights_budget=budget))
+    whole, given = resolved(ranks=2), resolved(ranks=2, weights_budget=budget)
+    assert list(expert_slots(given).values()) == [4], "of 8"
+    check_before_listening(given)
+    np.testing.assert_array_equal(computed(given), computed(whole))
+
+
+def test_gpus_that_share_a_layer_have_a_budget_each() -> None:
+    model = {**WIDE, "hidden_size": 2048, "intermediate_size": 768, "num_experts": 128, "top_k": 8}
+    shape = Settings.model_validate({"models": [model]}).models[0].shape
+    budget = (24 + 1 + 2 * 3) * shape.expert_bytes
+    whole, given = (
+        Settings.model_validate({"models": [model], "backend": "hopper", "devices": "0-1"} | more)
+        for more in ({}, {"weights_budget": budget})
+    )
+    assert expert_slots(given) == {"tiny": 24}, "of 64, beside a shared one and two chunks of 3"
+    for rank, (share, other) in enumerate(
+        zip(shares_of(given, HOPPER), shares_of(whole, HOPPER), strict=True)
+    ):
+        first = 64 * rank
+        assert share.text.startswith(
+            f"tiny: experts {first}-{first + 63} of 128, 24 at a time and 1 shared: "
+        )
+        assert other.needs.weights - share.needs.weights == (64 - 24 - 2 * 3) * shape.expert_bytes
+        assert share.exchange == other.exchange > 0
+        assert (share.needs.graphs, other.needs.graphs > 0) == (0, True)
+    pinned, others = (sum(host_memory(each, HOPPER).pinned.values()) for each in (given, whole))
+    assert pinned - others == 128 * shape.expert_bytes
+    check_expert_slots(given, HOPPER)
 
 
 def test_a_budget_of_a_model_that_cannot_be_kept_is_refused() -> None:

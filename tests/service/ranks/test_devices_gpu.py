@@ -1,6 +1,7 @@
 """Ranks on all GPUs answer as one GPU does, and come back after one is lost."""
 
 import asyncio
+import itertools
 import os
 import signal
 from dataclasses import replace
@@ -13,6 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from expertd.service.checkpoints import resolve_checkpoints
+from expertd.service.engine.memory_needs import expert_slots
+from expertd.service.moe.expert_budget import chunks_bytes
+from expertd.service.moe.needs import part_of_layer
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.settings.model import Settings
@@ -138,6 +142,60 @@ async def test_steps_that_are_graphs(given: bool) -> None:
         together = await asyncio.gather(*(bf16_output(server, value, given) for value in values))
         for got, wanted in zip(together, expected, strict=True):
             assert close(got, wanted)
+
+
+def slots_of(settings: Settings, experts: int) -> int:
+    """A budget with which each rank has slots for so many experts, beside shared ones and chunks."""
+    shape = settings.models[0].shape
+    held = part_of_layer(shape, -(-len(shape.held_experts) // settings.num_ranks))
+    shared = shape.num_shared_experts * shape.shared_expert_bytes
+    return experts * shape.expert_bytes + shared + chunks_bytes([held])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+async def test_experts_in_the_hosts_memory_give_the_same_bits(exact: bool) -> None:
+    """Small steps find experts in slots, and large ones need more than there are."""
+    settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER], devices="0-1", exact_combine=exact)
+    budgeted = settings.model_copy(update={"weights_budget": slots_of(settings, 8)})
+    assert expert_slots(budgeted) == {"tiny": 8}, "of 16"
+    values, outputs = [*inputs(), *inputs()], list[list[NDArray[np.float32]]]()
+    for each in (settings, budgeted):
+        async with serving_ranks(each) as server:
+            got = []
+            for given, datatype in itertools.product((False, True), ("FP32", "BF16")):
+                got += [await bf16_output(server, value, given, datatype) for value in values]
+            got += [await output_for(server, value) for value in values]
+            got += await asyncio.gather(*(bf16_output(server, value, False) for value in values))
+            outputs.append(got)
+            if each is settings:
+                continue
+            for rank in "01":
+                hits, misses, copied, waited = (
+                    server.metric(f"rank_expert_store_{name}_total", rank=rank)
+                    for name in ("hits", "misses", "copy_bytes", "wait_seconds")
+                )
+                assert min(hits, misses, waited) > 0
+                assert copied == misses * each.models[0].shape.expert_bytes
+    for number, (whole, stored) in enumerate(zip(*outputs, strict=True)):
+        assert np.array_equal(whole, stored), (number, len(whole))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("gpt-oss", Sizes(208, 160, experts=32)), ("llama-4", Sizes(experts=32))]
+)
+def test_families_with_experts_in_the_hosts_memory(
+    family: str, sizes: Sizes, exact: bool, tmp_path: Path
+) -> None:
+    directory = Checkpoint(family, tmp_path / "model", dtype=torch.float32, sizes=sizes).directory
+    served = (CheckpointSettings(path=directory, layers="1", datatype="FP32"),)
+    given = {"backend": "hopper", "checkpoints": served, "devices": "0-1", "exact_combine": exact}
+    whole = resolve_checkpoints(Settings.model_validate(given))
+    budgeted = whole.model_copy(update={"weights_budget": slots_of(whole, 8)})
+    assert list(expert_slots(budgeted).values()) == [8], "of 16"
+    hidden = whole.models[0].hidden_size
+    # Weights that the host has quantized, not the GPU, may differ in their last bit.
+    assert close(computed(budgeted, hidden), computed(whole, hidden))
 
 
 async def test_steps_that_recur_compute_what_is_there_now() -> None:

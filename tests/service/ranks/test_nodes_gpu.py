@@ -16,7 +16,7 @@ from tests.service.apps import Serving, rows, serving, tiny_settings
 from tests.service.ranks.nodes import Agent, agent, node_settings
 from tests.service.ranks.servers import close, output_for, rank_processes, serving_ranks
 from tests.service.ranks.steps import routed
-from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, answers, bf16_output, inputs
+from tests.service.ranks.test_devices_gpu import LAYER, LIMITS, answers, bf16_output, inputs, slots_of
 from tests.service.waiting import until
 
 pytestmark = [
@@ -55,6 +55,19 @@ async def test_answers_are_those_of_one_gpu(tmp_path: Path) -> None:
                     difference = np.abs(output - one_gpu).max() / np.abs(one_gpu).max()
                     assert difference <= TOLERANCES[case[1]], (case, len(output), difference)
         assert all(server.metric("rank_expert_tokens_total", rank=rank) for rank in "01")
+
+
+async def test_experts_in_the_hosts_memory_give_the_same_bits(tmp_path: Path) -> None:
+    settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER], devices="0-1")
+    values, outputs = inputs(), list[list[Any]]()
+    for budget in (None, slots_of(settings, 8)):
+        async with nodes(tmp_path, models=[LAYER], weights_budget=budget) as (server, _):
+            got = [await bf16_output(server, value, *case) for case in CASES for value in values]
+            outputs.append([*got, *[await output_for(server, value) for value in values]])
+            if budget is not None:
+                assert all(server.metric("rank_expert_store_misses_total", rank=rank) for rank in "01")
+    for whole, stored in zip(*outputs, strict=True):
+        assert np.array_equal(whole, stored), len(whole)
 
 
 async def test_given_routing_of_fp32_tokens(tmp_path: Path) -> None:

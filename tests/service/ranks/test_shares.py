@@ -96,7 +96,11 @@ def test_what_does_not_fit_gpus_is_refused_with_the_numbers(monkeypatch: pytest.
     with pytest.raises(MemoryError) as caught:
         check_device_memory(settings, HOPPER)
     expected = f"memory, rank 3: expected room for {shares[3].text}, got 140.0 GB free; 6 such GPUs would do"
-    assert str(caught.value) == expected
+    said, _, budget = str(caught.value).rpartition("; ")
+    assert said == expected
+    assert re.fullmatch(
+        r"weights_budget of \d+\.\d GB would do, with all experts in the host's memory", budget
+    )
     assert "(weights 167.1 GB, steps " in expected
     assert ", graphs " in expected
 

@@ -66,8 +66,12 @@ def config(tmp_path: Path) -> Path:
         ),
         ("ranks: 2\non_rank_loss: shrink", r"on_rank_loss: "),
         (
-            "devices: 0-1\nbackend: hopper\nweights_budget: 1GiB",
-            r"weights_budget: expected null with GPUs that share layers \(devices\), got 1073741824",
+            "devices: 0-1\nbackend: hopper\nweights_budget: 1GiB\noverlap: {mode: always}",
+            r"overlap\.mode: expected auto or never with weights_budget, got 'always'",
+        ),
+        (
+            "devices: 0-1\nbackend: hopper\nweights_budget: 1GiB\nplacement: {policy: balanced, replicas: 2}",
+            r"placement\.policy: expected null with weights_budget, got 'balanced'",
         ),
         (
             "ranks: 2\nplacement: {policy: static}\nweights_budget: 1GiB",

@@ -21,6 +21,7 @@ from expertd.service.moe.parallel import Exchange, ParallelLayer
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import experts_of_rank
 from expertd.service.moe.weights import MATRICES, ExpertWeights, random_weights
+from tests.service.moe.lazy_device import LazyDevice
 
 Given = tuple[Tensor, Tensor]
 
@@ -80,6 +81,7 @@ class Case:
     biased: bool = False  # all experts
     packed: bool = False
     num_slots: int | None = None  # of a rank's store; None: there is none
+    lazy: bool = False  # a store's copies are made as late as events allow
 
     @property
     def all_tokens(self) -> Tensor:
@@ -123,7 +125,7 @@ def parallel_layer(exchange: Exchange, case: Case) -> ParallelLayer:
 
     def stored(shape: LayerShape, weights: ExpertWeights) -> ExpertStore:
         assert case.num_slots is not None
-        memory = StoreMemory(CpuDevice(torch.device("cpu")))
+        memory = StoreMemory(LazyDevice() if case.lazy else CpuDevice(torch.device("cpu")))
         return ExpertStore(memory, "layer", shape, weights, case.num_slots, backend)
 
     layer = ParallelLayer(

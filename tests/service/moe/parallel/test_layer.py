@@ -79,15 +79,16 @@ def test_packed_weights_give_the_same_bits(ranks: Ranks, rule: str, exact: bool)
     assert torch.equal(plain, packed)
 
 
+@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("rule", "biased"), [("weighed input", False), ("offset", True), ("common", False)])
 def test_experts_in_the_hosts_memory_give_the_same_bits(
-    ranks: Ranks, rule: str, biased: bool, exact: bool
+    ranks: Ranks, rule: str, biased: bool, exact: bool, lazy: bool
 ) -> None:
     """With two slots for each rank's experts."""
     counts = (6, 0, 11)
     case = make_case(counts, SHARED, given=make_routing(counts), rule=RULES[rule], backend="cpu")
-    case = replace(case, exact=exact, biased=biased)
+    case = replace(case, exact=exact, biased=biased, lazy=lazy)
     whole, stored = (
         ranks.run(GROUPS[3], run_case, replace(case, num_slots=num_slots)) for num_slots in (None, 2)
     )
