@@ -1,7 +1,7 @@
 """The memory that a device needs for the layers that it holds: by arithmetic, before anything is loaded."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from expertd.backends import BACKENDS, Capabilities
 from expertd.service.checkpoints import CheckpointModelSettings
@@ -98,14 +98,16 @@ def needs_of_model(
     num_held: int,
     limits: Limits | None = None,
     staging: int = 0,
+    of_all: Mapping[str, int] | None = None,
 ) -> Needs:
     """What one layer needs.
 
     num_held  routed experts that the device holds, replicas included
     limits    of the steps; None: those of the settings
     staging   bytes by which memory for all layers grows
+    of_all    the slots of all layers; None: `expert_slots`
     """
-    slots = expert_slots(settings).get(model.name)
+    slots = (expert_slots(settings) if of_all is None else of_all).get(model.name)
     counts = TOKEN_COUNTS if slots is None else STORE_TOKEN_COUNTS
     has_graphs = settings.nnodes == 1 and (slots is None or settings.num_ranks == 1)
     return needs_of(
@@ -133,7 +135,10 @@ def needs_of_models(
     weights = steps = graphs = 0
     for lane in lanes_of(settings) if capabilities.on_gpu else lanes_of(settings)[-1:]:
         needs = together(
-            [needs_of_model(settings, model, capabilities, number, lane.limits) for model, number in held]
+            [
+                needs_of_model(settings, model, capabilities, number, lane.limits, of_all=slots)
+                for model, number in held
+            ]
         )
         weights = needs.weights
         steps += needs.steps

@@ -171,7 +171,7 @@ def budget_within(settings: Settings, capabilities: Capabilities, available: int
             return None
         if any(disagreements(changed)):
             return None
-        (share, *_) = shares_of(changed, capabilities)  # with fewer graphs, as soon as the budget is in use
+        share = _share(changed, 0, capabilities)  # the largest; has fewer graphs once the budget is in use
         if share.num_bytes <= available:
             return budget
         budget -= -(-(share.num_bytes - available) // _BUDGET_STEP) * _BUDGET_STEP
