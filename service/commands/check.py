@@ -261,7 +261,8 @@ def _expert_store(settings: "Settings") -> str:
         return "none: all experts fit into weights_budget" if settings.has_budget else "none"
     shapes, ranks = {model.name: model.shape for model in settings.models}, settings.num_ranks
     held = {name: len(shapes[name].held_experts) for name in slots}
-    slots = {name: ranks * number for name, number in slots.items()}
+    replicas = settings.placement.replicas  # take the slots of others
+    slots = {name: ranks * number * held[name] // (held[name] + replicas) for name, number in slots.items()}
     texts = []
     for law, exponent in ROUTINGS.items():
         hits, missed = copies_of_token(shapes, slots, exponent)

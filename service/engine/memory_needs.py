@@ -38,10 +38,11 @@ def expert_slots(settings: Settings) -> dict[str, int]:
 
 
 def _of_rank(settings: Settings, model: ModelSettings) -> LayerShape:
-    """What a rank holds of a model; some have one expert less."""
+    """What a rank holds of a model, replicas included; some have one expert less."""
     if settings.num_ranks == 1:
         return model.shape
-    return part_of_layer(model.shape, -(-len(model.shape.held_experts) // settings.num_ranks))
+    count = len(model.shape.held_experts) + settings.placement.replicas
+    return part_of_layer(model.shape, -(-count // settings.num_ranks))
 
 
 def _budgets(settings: Settings) -> dict[tuple[str, int], list[ModelSettings]]:

@@ -104,6 +104,12 @@ class SlotTable:
             self.expert_in[used], self.slot_of[fetched], self._last_used[used] = fetched, used, self._step
         return Fetches(present, fetched, used, streamed)
 
+    def remove(self, expert: int) -> None:
+        """No slot has this expert."""
+        if (slot := self.slot_of[expert]) >= 0:
+            self.expert_in = self.expert_in.copy()
+            self.slot_of[expert], self.expert_in[slot], self._last_used[slot] = -1, -1, 0
+
     def clear(self) -> None:
         """No slot has an expert."""
         self.slot_of[:] = -1
@@ -246,6 +252,15 @@ class ExpertStore:
         """Weights of which the device has the store's experts, instead of all."""
         own = replace(weights, gate_up=self.slots.gate_up, down=self.slots.down, shared=self.shared)
         return replace(own, biases=self.slots.biases)
+
+    def in_host_memory(self, weights: ExpertWeights) -> ExpertWeights:
+        """Weights with the routed experts in the host's memory; say so by `changed` if one is overwritten."""
+        part = self.host.part
+        return replace(weights, gate_up=part.gate_up, down=part.down, biases=part.biases, shared=None)
+
+    def changed(self, expert: int) -> None:
+        """The next step that needs this expert copies it; between two steps."""
+        self._table.remove(expert)
 
     def __call__(
         self,

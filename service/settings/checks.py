@@ -210,8 +210,6 @@ def _wrong_budget(settings: Fields) -> Iterator[str]:
             expected = "null if all layers have budgets of their own"
             yield f"weights_budget: expected {expected}, got {settings.weights_budget}"
         budgets["weights_budget"] = settings.weights_budget
-    if budgets and settings.placement.policy is not None:
-        yield f"placement.policy: expected null with weights_budget, got {settings.placement.policy!r}"
     if budgets and settings.overlap.mode == "always":
         yield "overlap.mode: expected auto or never with weights_budget, got 'always'"
     for name, budget in budgets.items():

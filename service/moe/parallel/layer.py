@@ -42,7 +42,7 @@ class ParallelLayer:
     physical  the expert of each physical expert, rank after rank, as in `Placement`; None: one replica
               of each, in order
     store     makes a store of this rank's physical experts, of which `weights` then has those in the host's
-              memory; only if experts never move. None: there is none
+              memory. None: there is none
 
     Each rank routes its own tokens, and runs the shared experts on them. The routed experts run where they
     are; what they add to a token comes back to its rank, which adds the shared experts', all in float32.
@@ -94,7 +94,7 @@ class ParallelLayer:
             made = store(alone, routed)
             self.weights = routed = made.on_device(routed)
             self._shared = copied(self._shared, weights.router.device)  # or else all experts would stay
-        self.placed = PlacedExperts(tables, exchange.rank, routed, self._shared, backend)
+        self.placed = PlacedExperts(tables, exchange.rank, routed, self._shared, backend, made)
         self._own = MoELayer(
             alone, replace(routed, shared_gate=None), backend,
             routing=routing, rule=ExpertRule(rule.routed), store=made,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from expertd.kernels import Backend, Weights
 from expertd.kernels.ops.four_bits import of_tensors, tensors_of
+from expertd.service.moe.expert_store import ExpertStore
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import experts_of_rank, parts_of
 from expertd.service.moe.weights import MATRICES, ExpertWeights
@@ -99,6 +100,7 @@ class PlacedExperts:
     tables   which physical expert serves which slot of a token; see `tables_of`
     weights  those of the rank's physical experts, as the backend gets them
     shared   the shared experts' part of the same tensors, which never changes
+    store    has the physical experts in the host's memory; None: `weights` has them
 
     slots    the numbers of the rank's physical experts
     held     int64 [slots] on the host, the expert of each
@@ -111,10 +113,12 @@ class PlacedExperts:
         weights: ExpertWeights,
         shared: ExpertWeights,
         backend: Backend,
+        store: ExpertStore | None = None,
     ) -> None:
         device = weights.router.device
         self.tables, self.slots = tables, tables.slots_of_rank[rank]
-        self._weights, self._shared, self._backend = weights, shared, backend
+        self._weights = weights if store is None else store.in_host_memory(weights)
+        self._shared, self._backend, self._store = shared, backend, store
         self._prepared: list[object] = [None] * len(MATRICES)
         self._position = torch.zeros((), dtype=torch.int64, device=device)
         self._by_row = torch.ones((), dtype=torch.int64, device=device)
@@ -157,6 +161,8 @@ class PlacedExperts:
 
         parts  as `expert_bytes`, of all matrices
         """
+        if self._store is not None:  # which does it whenever it copies the expert
+            return
         weights = self._matrices(self._weights)
         first = sum(len(tensors_of(before)) for before in weights[:matrix])
         group = of_tensors(
@@ -173,6 +179,9 @@ class PlacedExperts:
         for target, part in zip(self.expert_bytes(slot), parts, strict=True):
             target.copy_(part)
         groups = [slot - self.slots.start]
+        if self._store is not None:
+            self._store.changed(*groups)
+            return
         for weights, prepared in zip(self._matrices(self._weights), self._prepared, strict=True):
             self._backend.weights_changed(weights, groups, [prepared])
         for weights in self._matrices(self._shared):

@@ -131,6 +131,9 @@ def test_check_says_what_a_budget_gives(config: Path, capsys: Output) -> None:
     assert of_ranks.startswith(
         "82 of 128 experts on the 2 ranks' devices; by copies alone that all ranks share evenly, one "
     )
+    placed = ("--set", "placement={policy: static, replicas: 16}")
+    with_replicas = detail("--set", "ranks=2", *placed, "--set", f"weights_budget={10 * 2**30 // 48}")
+    assert with_replicas.startswith("72 of 128 experts on the 2"), "82 of 144"
     rate = 2 * 55e9 / (8 * (1 - 82 / 128) * 3 * (2048 * 768 + 4 * 16 * 6))
     assert (
         f" to copy for a token: {rate * 25 / 55:.0f} tokens/s by PCIe 4 x16, {rate:.0f} tokens/s by"

@@ -20,6 +20,7 @@ from expertd.service.engine.memory_needs import check_expert_slots, expert_slots
 from expertd.service.moe.weights import random_weights, save_weights
 from expertd.service.ranks.shares import shares_of
 from expertd.service.settings.model import Settings
+from expertd.service.settings.parts import PlacementSettings
 from tests.families import Sizes
 from tests.kernels.helpers import fresh_generator
 from tests.service.apps import HIDDEN, MODEL, hidden_request, output_of, rows, serving, tiny_settings
@@ -197,6 +198,10 @@ def test_gpus_that_share_a_layer_have_a_budget_each() -> None:
     pinned, others = (sum(host_memory(each, HOPPER).pinned.values()) for each in (given, whole))
     assert pinned - others == 128 * shape.expert_bytes
     check_expert_slots(given, HOPPER)
+    placed = given.model_copy(update={"placement": PlacementSettings(policy="static", replicas=8)})
+    pinned = sum(host_memory(placed, HOPPER).pinned.values())
+    assert pinned - others == (128 + 8) * shape.expert_bytes
+    assert shares_of(placed, HOPPER)[1].needs.weights == shares_of(given, HOPPER)[1].needs.weights
 
 
 def test_a_budget_of_a_model_that_cannot_be_kept_is_refused() -> None:

@@ -87,6 +87,18 @@ def test_a_cleared_table_has_no_experts() -> None:
     assert taken(table, 1) == ([], [1], [0], [])
 
 
+def test_an_expert_that_has_changed_is_fetched_again_and_its_slot_is_taken_first() -> None:
+    table = SlotTable(8, 3)
+    taken(table, 5, 2, 1)
+    before = table.expert_in
+    table.remove(2)
+    table.remove(7)
+    assert before.tolist() == [1, 2, 5], "as steps found them"
+    assert table.expert_in.tolist() == [1, -1, 5]
+    assert taken(table, 1) == ([1], [], [], [])
+    assert taken(table, 2) == ([], [2], [1], [])
+
+
 def test_tables_stay_consistent() -> None:
     generator = np.random.default_rng(fresh_generator().initial_seed())
     table = SlotTable(20, 6)

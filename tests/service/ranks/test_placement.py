@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from expertd.service.engine.errors import DeviceLostError
+from expertd.service.engine.memory_needs import expert_slots
 from expertd.service.moe.placement import Placement, contiguous_placement, global_placement
 from expertd.service.moe.placement.rounds import Fetch
 from expertd.service.ranks.front import balancer
@@ -70,6 +71,31 @@ async def test_answers_with_replicas_are_those_of_one_process(objective: str, ba
         for _ in range(3):  # with the objective "activated", each step may use other replicas
             assert close(output_of(await server.infer(*body)), expected)
         assert close(await output_for(server, rows(5)), await output_for(one, rows(5)))
+
+
+async def test_experts_in_the_hosts_memory_move() -> None:
+    """The bits are those of ranks with all of their experts on the device."""
+    settings = tiny_settings(ONE_EACH, ranks=2, models=[MANY], placement=STATIC, backend="cpu")
+    shape = settings.models[0].shape
+    budgeted = settings.model_copy(update={"weights_budget": (12 + 2 * 2) * shape.expert_bytes})
+    assert expert_slots(budgeted) == {"tiny": 12}, "of 36, beside two chunks of 2"
+    sent = [routed(skewed(count, count), count) for count in (1, 200, 2, 1)]
+    halves = [[*range(32), *range(32, 36)], [*range(32, 64), *range(4)]]
+    outputs = list[list[NDArray[np.float32]]]()
+    for each in (settings, budgeted):
+        async with serving_ranks(each) as server, asyncio.timeout(240):
+            got = [output_of(await server.infer(*body)) for body in sent]
+            for ranks in (halves[::-1], [[*range(0, 64, 2), 1, 1, 3, 5], [*range(1, 64, 2), 1, 3, 5, 7]]):
+                layer = await change(server, action="pin", model="tiny", ranks=ranks)
+                assert held(layer) == [sorted(rank) for rank in ranks]
+                got += [output_of(await server.infer(*body)) for body in sent]
+            outputs.append(got)
+            hits, misses = (
+                server.metric(f"expert_store_{name}_total", model="tiny") for name in ("hits", "misses")
+            )
+            assert (min(hits, misses) > 0) == (each is budgeted)
+    for whole, stored in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(stored, whole)
 
 
 async def test_balancing_happens_by_itself_but_not_of_pinned_placements() -> None:

@@ -70,14 +70,6 @@ def config(tmp_path: Path) -> Path:
             r"overlap\.mode: expected auto or never with weights_budget, got 'always'",
         ),
         (
-            "devices: 0-1\nbackend: hopper\nweights_budget: 1GiB\nplacement: {policy: balanced, replicas: 2}",
-            r"placement\.policy: expected null with weights_budget, got 'balanced'",
-        ),
-        (
-            "ranks: 2\nplacement: {policy: static}\nweights_budget: 1GiB",
-            r"placement\.policy: expected null with weights_budget, got 'static'",
-        ),
-        (
             "lanes: {decode_max_tokens: 8}\nweights_budget: 1GiB",
             r"weights_budget: expected null with lanes, got 1073741824",
         ),

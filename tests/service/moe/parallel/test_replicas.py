@@ -130,14 +130,18 @@ def run_switch(exchange: Exchange, case: Case, physical: Sequence[int]) -> tuple
     return before, call(exchange, case, layer)[0]
 
 
+@pytest.mark.parametrize("num_slots", [None, 1, 3])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_layer_goes_over_to_another_placement(ranks: Ranks, exact: bool) -> None:
+def test_a_layer_goes_over_to_another_placement(ranks: Ranks, exact: bool, num_slots: int | None) -> None:
+    """Also one whose experts are in the host's memory: of 4 or 5, some are in slots when all change."""
     physical = random_physical(len(MIXED), 5)
     assert physical != MIXED
     case = make_case(COUNTS, SHARED, given=make_routing(COUNTS), backend="cpu", exact=exact, physical=MIXED)
+    case = replace(case, num_slots=num_slots, lazy=True)
     results = [checked(result) for result in ranks.run(GROUPS[3], run_switch, case, physical)]
     before, after = (torch.cat([result[which] for result in results]) for which in (0, 1))
-    assert torch.equal(after, torch.cat(outputs_of(ranks, GROUPS[3], replace(case, physical=physical))))
+    other = replace(case, physical=physical, num_slots=None)
+    assert torch.equal(after, torch.cat(outputs_of(ranks, GROUPS[3], other)))
     if exact:
         assert torch.equal(before, after)
     else:
