@@ -119,7 +119,7 @@ def _run(exchange: TorchExchange, case: Case) -> tuple[Tensor, list[int]]:
 def _layer(exchange: TorchExchange, case: Case, backend: Backend) -> ParallelLayer:
     """This rank's part of a case's layer."""
     whole, held = weights_of(case.shape, case.seed, case.gated, case.biased), case.shape.held_experts
-    own = experts_of_rank(held, exchange.rank, exchange.num_ranks)
+    own = experts_of_rank(case.physical or held, exchange.rank, exchange.num_ranks)
     slots = case.shape.top_k // rows_per_token(case.shape.top_k, case.rule)
     memory: Any = SimpleNamespace(
         num_ranks=exchange.num_ranks, rank=exchange.rank, group=exchange._group,
@@ -127,7 +127,7 @@ def _layer(exchange: TorchExchange, case: Case, backend: Backend) -> ParallelLay
     )  # fmt: skip
     weights = part_of(whole, held, own, case.shape.num_shared_experts)
     return ParallelLayer(
-        case.shape, weights, backend, JointExchange(memory), rule=case.rule,
+        case.shape, weights, backend, JointExchange(memory), rule=case.rule, physical=case.physical,
         store=None if case.num_slots is None else partial(_store, case.num_slots, backend),
     )  # fmt: skip
 
@@ -232,8 +232,9 @@ def _run_step(exchange: TorchExchange, case: Case) -> tuple[bytes, list[int]]:
     return output, result.tokens_per_expert.tolist()
 
 
-def test_steps_on_a_device_with_memory_of_its_own(ranks: Ranks) -> None:
-    case = make_case((7, 0), SHARED)
+@pytest.mark.parametrize("physical", [None, [9, 0, 4, 4, 2, 7, 1, 8, 3, 4, 5, 6, 0]])
+def test_steps_on_a_device_with_memory_of_its_own(ranks: Ranks, physical: list[int] | None) -> None:
+    case = make_case((7, 0), SHARED, physical=physical)
     whole, stored = (
         [checked(each) for each in ranks.run(GROUPS[2], _run_step, replace(case, num_slots=slots))]
         for slots in (None, 2)
