@@ -1,5 +1,7 @@
 """What plugins of engines share: settings, checks, what is read of files, and how a batch is sent."""
 
+import queue
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from expertd_client import ModelMetadata, weights_id
+from expertd_client import ModelMetadata, ServerUnreachableError, engine, weights_id
 from expertd_client.engine import (
     EXPERTS,
     ChannelCall,
     PluginSettings,
     RemoteLayer,
+    RemoteServer,
     check_weights,
     make_settings,
     tensors_of_others,
@@ -248,6 +251,34 @@ def test_batches_that_a_gpu_can_send_by_itself(max_tokens: int, ids: torch.dtype
         out = torch.full((TOKENS, HIDDEN), torch.nan)
         call.wait(out)
         torch.testing.assert_close(out, expected_of(inputs[0], inputs[1], inputs[2].float()), rtol=0, atol=0)
+
+
+def test_a_call_of_the_gpu_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the stream goes no further, so that no token is made before."""
+    given: list[dict[str, Any]] = []
+    ended: queue.Queue[Exception] = queue.Queue()
+
+    class FailedChannel:
+        max_tokens = 512
+
+        def check(self) -> None:
+            raise ServerUnreachableError("channel: a call's output has not come in time")
+
+    def open_device_channel(models: Any, **options: Any) -> FailedChannel:
+        given.append(options)
+        return FailedChannel()
+
+    def end_process(error: Exception) -> None:
+        ended.put(error)
+        sys.exit()  # the thread
+
+    monkeypatch.setattr(engine, "end_process", end_process)
+    remote = RemoteServer(PluginSettings("http://127.0.0.1:1", transport="device"))
+    monkeypatch.setattr(remote.client, "open_device_channel", open_device_channel)
+    remote.open_device_channel(torch.device("cuda", 0), 2)
+    assert isinstance(ended.get(timeout=60), ServerUnreachableError)
+    assert given == [{"num_slots": 2, "device": "cuda:0", "nan_on_failure": False}]
+    remote.client.close()
 
 
 def test_two_microbatches_are_under_way_in_slots_of_their_own() -> None:

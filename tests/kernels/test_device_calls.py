@@ -8,6 +8,7 @@ import pytest
 from expertd.device_calls import FIELD_BITS, MAX_SLOTS, REFUSED, header
 from expertd.kernels import Backend, device_calls, resolve_backend
 from expertd.kernels.request_table import MAX_REQUESTS
+from expertd_client.channel import device_channel
 from tests.kernels.device_call_ptx import PTX, SOURCE, compiled
 from tests.paths import ROOT
 
@@ -50,6 +51,16 @@ def test_slots_have_the_fields_that_the_host_packs() -> None:
     assert "kMaxCalls = kMostRequests;" in SERVERS
     assert f"kMostRequests = {MAX_SLOTS};" in (ROOT / "kernels/csrc/request_table.cuh").read_text()
     assert MAX_SLOTS == MAX_REQUESTS
+
+
+def test_places_have_the_fields_that_the_client_packs() -> None:
+    names = [name for _, name in fields(CALLERS, "CallPlace")]
+    assert names == [
+        *("header", "hidden_states", "topk_ids", "topk_weights", "answer", "out", "failure", "on_host"),
+        *("limit", "sequence", "blocks", "holds", "unused[2]"),
+    ]
+    assert device_channel._PLACE.format == "<10Q2I8x"
+    assert device_channel._PLACE.size == struct.calcsize(packing(CALLERS, "CallPlace")) + 4
 
 
 def test_steps_have_the_fields_that_the_host_writes() -> None:

@@ -158,19 +158,22 @@ class ExpertClient(BaseClient):
         num_slots: int = 2,
         device: object = "cuda",
         timeout: float | None = None,
+        nan_on_failure: bool = True,
     ) -> DeviceChannel:
         """A channel for calls that a GPU makes by itself, also from CUDA graphs.
 
-        models      a name, or several, of layers with the same hidden_size and top_k
-        max_tokens  of a call, at most 512
-        num_slots   calls that may be under way at once
-        device      the GPU of the tensors
-        timeout     seconds that opening, and later each call, may take (default: the client's)
+        models          a name, or several, of layers with the same hidden_size and top_k
+        max_tokens      of a call, at most 512
+        num_slots       calls that may be under way at once
+        device          the GPU of the tensors
+        timeout         seconds that opening, and later each call, may take (default: the client's)
+        nan_on_failure  outputs are NaN once a call has failed; False: the stream goes no further, so that
+                        nothing is made of them in a process that ends when the channel's `check` raises
 
         Raises as `open_channel`.
         """
         options = ChannelOptions(models, num_slots, max_tokens, None, None, device, self._deadline(timeout))
-        return run(make_device_channel(self._to, options))
+        return run(make_device_channel(self._to, options, nan_on_failure))
 
     def close(self) -> None:
         """Close connections and free what transports hold."""

@@ -126,7 +126,10 @@ class RemoteServer:
         if self.settings.transport == "device" and self.device_channel is None:
             expect(device is not None, "transport", "auto, channel, nixl or http without a GPU", "device")
             self.device_channel = self.client.open_device_channel(
-                list(self._layers), num_slots=num_slots, device=str(device)
+                list(self._layers),
+                num_slots=num_slots,
+                device=str(device),
+                nan_on_failure=False,  # tokens of it might be sent before `_watch` looks
             )
             max_tokens = self.device_channel.max_tokens
             logger.info("expertd: the GPU makes calls of up to %d tokens by itself", max_tokens)

@@ -2,6 +2,8 @@
 another process answers."""
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from expertd_client import ExpertClient, InvalidRequestError, ServerUnreachableError
 from expertd_client.channel.device_channel import DeviceChannel
+from tests.paths import ROOT
 from tests.service.channels.call_server import (
     CALLER,
     LAYERS,
@@ -175,6 +178,49 @@ def test_a_server_that_dies_leaves_nan(tmp_path: Path) -> None:
         assert bool(out.isnan().all())
         with pytest.raises(ServerUnreachableError, match=r"^channel: a call's output has not come in time$"):
             channel.check()
+
+
+_HOLDS = """
+import os, sys, time, torch
+from expertd_client import ExpertClient, ServerUnreachableError
+from tests.service.channels.call_server import CALLER, NAMES, inputs
+torch.cuda.set_device(CALLER)
+client = ExpertClient(sys.argv[1], timeout=8)
+channel = client.open_device_channel(NAMES, device=str(CALLER), nan_on_failure=False)
+given = inputs(3)
+out = channel.call(*given, model=NAMES[0])
+torch.cuda.synchronize()
+print("called", flush=True)
+input()
+channel.call(*given, out, model=NAMES[0])
+ended = torch.cuda.Event()
+ended.record()
+while True:
+    try:
+        channel.check()
+    except ServerUnreachableError:
+        break
+    time.sleep(0.01)
+time.sleep(0.5)
+print(ended.query(), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_stream_goes_no_further_where_nan_is_not_wanted(tmp_path: Path) -> None:
+    """And the process can end."""
+    program = [sys.executable, "-c", _HOLDS]
+    with (
+        Server(tmp_path) as server,
+        subprocess.Popen(
+            [*program, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        ) as caller,
+    ):
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "called\n"
+        server.kill()
+        assert caller.communicate("\n", timeout=60)[0] == "False\n"
+        assert caller.returncode == 0
 
 
 @pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGTERM])

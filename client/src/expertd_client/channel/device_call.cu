@@ -7,11 +7,13 @@ using u64 = unsigned long long;
 struct alignas(16) CallPlace {
     u64 header, hidden_states, topk_ids, topk_weights;  // in the memory of the server's GPU; header: of a u64
     u64 answer, out;                                    // in the caller's own, where the server's GPU writes
-    u64 failure;            // of a word of all slots of the channel: not 0: nothing is sent, and outputs are NaN
-    u64 on_host;            // of a word in the host's memory, which gets the failure, too
-    u64 limit;              // ns that an answer may take
-    u64 sequence;           // of the last call
-    u32 blocks, unused[3];  // that have sent their part
+    u64 failure;   // of a word of all slots of the channel: not 0: nothing is sent, and outputs are NaN
+    u64 on_host;   // of a word in the host's memory, which gets the failure, too
+    u64 limit;     // ns that an answer may take
+    u64 sequence;  // of the last call
+    u32 blocks;    // that have sent their part
+    u32 holds;     // not 0: outputs are not NaN after a failure, but the stream goes no further
+    u32 unused[2];
 };
 
 // A call's header: its sequence (1, 2, 3, ... of its slot, modulo 2^40), model and num_tokens, 12 bits each.
@@ -151,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) wait_call(const CallPlace
         if (failure != 0) {
             store_release(at.failure, failure);
             store_release(at.on_host, failure);
+            while (at.holds != 0) asm volatile("nanosleep.u32 1000000;");
         }
         failed = failure;
     }

@@ -15,7 +15,7 @@ from expertd_client.errors import InvalidRequestError, ServerUnreachableError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PLACE = struct.Struct("<10QI12x")  # CallPlace of device_call.cu
+_PLACE = struct.Struct("<10Q2I8x")  # CallPlace of device_call.cu
 _FAILURE_BYTES = 128  # of all slots, before their places
 _THREADS, _MAX_CTAS = 256, 64
 _ROW_STEP = 8  # columns that a thread loads at once
@@ -32,11 +32,17 @@ class DeviceChannel:
     waits, up to the client's `retry_seconds`; a server that is there by then gets both memories, and computes
     it. After a failure, outputs are NaN, and `check` says why.
 
-    ask  has a server open a channel; what it answers
+    ask             has a server open a channel; what it answers
+    nan_on_failure  False: after a failure, the stream goes no further, and so does `close`
     """
 
     def __init__(
-        self, ask: Callable[[Deadline], Any], models: tuple[str, ...], index: int, deadline: Deadline
+        self,
+        ask: Callable[[Deadline], Any],
+        models: tuple[str, ...],
+        index: int,
+        deadline: Deadline,
+        nan_on_failure: bool = True,
     ) -> None:
         import torch
 
@@ -70,7 +76,7 @@ class DeviceChannel:
                 calls.address + header, calls.address + rows, calls.address + rows + sizes.topk_ids_offset,
                 calls.address + rows + sizes.topk_weights_offset, answers.address + header,
                 answers.address + sizes.rows_offset + index * sizes.output_bytes,
-                first, self._on_host.value or 0, limit, 0, 0,
+                first, self._on_host.value or 0, limit, 0, 0, not nan_on_failure,
             )  # fmt: skip
         self._places.copy_(torch.frombuffer(places, dtype=torch.uint8))
         torch.cuda.synchronize(device)

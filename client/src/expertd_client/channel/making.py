@@ -113,7 +113,9 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
     return kind(Made(opened, shapes, slots, models, deadline, reopen))
 
 
-def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceChannel]:
+def make_device_channel(
+    http: Asker, options: ChannelOptions, nan_on_failure: bool = True
+) -> Steps[DeviceChannel]:
     """A channel for a GPU's own calls. Raises as ExpertClient.open_device_channel."""
     deadline, names = options.deadline, options.names
     options.check()
@@ -140,7 +142,7 @@ def make_device_channel(http: Asker, options: ChannelOptions) -> Steps[DeviceCha
             raise refused.error from None
 
     try:
-        made: DeviceChannel = yield Work(partial(DeviceChannel, ask, names, index, deadline))
+        made: DeviceChannel = yield Work(partial(DeviceChannel, ask, names, index, deadline, nan_on_failure))
     except DeviceMemoryError as error:
         raise TransportUnavailableError(str(error)) from None
     return made
