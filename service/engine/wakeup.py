@@ -8,10 +8,10 @@ import weakref
 from typing import Protocol
 
 _MAX_EVENTS = 64  # of one call; further ones are in the next
-# Between two looks for what a GPU will write, and once nothing has come for `_PATIENT_SECONDS`: the caller's
-# GPU may have other work for long.
-_PAUSE_SECONDS, _RARE_SECONDS = 50e-6, 1e-3
-_PATIENT_SECONDS = 1.0
+# Between two looks for what a GPU will write: the caller's GPU may have other work for long, or none.
+_PAUSE_SECONDS = 50e-6
+_SECOND_SECONDS, _SECOND_PAUSE = 1.0, 1e-3  # once nothing has come for so long
+_LAST_SECONDS, _LAST_PAUSE = 10.0, 5e-3
 
 
 class RequestSource(Protocol):
@@ -30,6 +30,13 @@ class RequestSource(Protocol):
 
     def has_arrived(self) -> bool:
         """Whether it is there."""
+
+
+def _pause(silence: float) -> float:
+    """Seconds between two looks, by those in which nothing has come."""
+    if silence < _SECOND_SECONDS:
+        return _PAUSE_SECONDS
+    return _SECOND_PAUSE if silence < _LAST_SECONDS else _LAST_PAUSE
 
 
 class Wakeup:
@@ -90,8 +97,7 @@ class Wakeup:
             events = epoll.poll(0 if arrived or looks else seconds, _MAX_EVENTS)
             if events or arrived or not looks:
                 break
-            is_expected = time.perf_counter() - self._news < _PATIENT_SECONDS
-            select.select((epoll,), (), (), _PAUSE_SECONDS if is_expected else _RARE_SECONDS)
+            select.select((epoll,), (), (), _pause(time.perf_counter() - self._news))
         if not (events or arrived):
             return None
         self._news = time.perf_counter()

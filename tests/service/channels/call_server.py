@@ -27,12 +27,12 @@ CALLER = torch.device("cuda", torch.cuda.device_count() - 1 if torch.cuda.is_ava
 
 
 class Server:
-    """The process; `with` waits until it is ready."""
+    """The process; `with` waits until it is ready. settings: further lines of its file."""
 
-    def __init__(self, folder: Path, port: int | None = None) -> None:
+    def __init__(self, folder: Path, port: int | None = None, settings: str = "") -> None:
         config = folder / "expertd.yaml"
         models = ", ".join(MODEL.format(name=name) for name in NAMES)
-        config.write_text(CONFIG.format(models=models, folder=folder))
+        config.write_text(CONFIG.format(models=models, folder=folder) + settings)
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-c", "import sys; from expertd.service.cli import main; sys.exit(main())"]

@@ -91,6 +91,72 @@ def test_a_graph_makes_calls(client: ExpertClient, channel: DeviceChannel) -> No
     channel.check()
 
 
+# A server with two lanes, or with ranks, launches the steps of calls by its host.
+BY_HOST = ["lanes: {decode_max_tokens: 600, decode_batch_tokens: 600}\n", "devices: 0-1\n"]
+
+
+@pytest.mark.parametrize("settings", BY_HOST)
+def test_a_host_launches_calls_of_a_graph(tmp_path: Path, settings: str) -> None:
+    """In two slots, to all layers; replayed with other inputs, also after a pause, and by another server."""
+    if settings.startswith("devices") and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with (
+        Server(tmp_path, settings=settings) as first,
+        torch.cuda.device(CALLER),
+        ExpertClient(first.url, timeout=90, retry_seconds=60) as client,
+        client.open_device_channel(NAMES, device=str(CALLER)) as channel,
+    ):
+        assert client.metadata(NAMES[0]).device_calls is None
+        given, outs = inputs(7), [poisoned(7) for _ in NAMES]
+        torch.cuda.synchronize(CALLER)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for index, (name, out) in enumerate(zip(NAMES, outs, strict=True)):
+                channel.send(*given, model=name, slot=index % 2)
+                channel.wait(out, slot=index % 2)
+
+        def replay() -> None:
+            for target, source in zip(given, inputs(7), strict=True):
+                target.copy_(source)
+            for out in outs:
+                out.fill_(torch.nan)
+            graph.replay()
+
+        def check() -> None:
+            torch.cuda.synchronize(CALLER)
+            channel.check()
+            for name, out in zip(NAMES, outs, strict=True):
+                assert torch.equal(out, expected(client, name, given))
+
+        for turn in range(10):
+            replay()
+            check()
+            if turn == 5:
+                time.sleep(11)  # by then, the server looks less often
+        first.kill()
+        replay()
+        with Server(tmp_path, first.port, settings) as second:
+            check()
+            replay()
+            check()
+            second.close()
+
+
+@pytest.mark.parametrize("count", [1, 64, 512])
+def test_calls_that_a_host_launches_have_the_bits_of_requests(tmp_path: Path, count: int) -> None:
+    with (
+        Server(tmp_path, settings=BY_HOST[0]) as server,
+        torch.cuda.device(CALLER),
+        ExpertClient(server.url, timeout=30) as client,
+        client.open_device_channel(NAMES, device=str(CALLER)) as channel,
+    ):
+        for name in NAMES:
+            given, out = inputs(count), poisoned(count)
+            channel.call(*given, out, model=name)
+            assert torch.equal(out, expected(client, name, given))
+        channel.check()
+
+
 def test_several_channels_at_once(client: ExpertClient) -> None:
     channels = [client.open_device_channel(NAMES, device=str(CALLER), num_slots=1) for _ in range(4)]
     streams = [torch.cuda.Stream(CALLER) for _ in channels]  # type: ignore[no-untyped-call]

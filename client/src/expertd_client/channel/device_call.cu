@@ -7,18 +7,23 @@ using u64 = unsigned long long;
 struct alignas(16) CallPlace {
     u64 header, hidden_states, topk_ids, topk_weights;  // in the memory of the server's GPU; header: of a u64
     u64 answer, out;                                    // in the caller's own, where the server's GPU writes
+    // With `is_line`, all rows are in the caller's own memory; header and answer are the first words of a request line
+    // and an answer line, in the host's.
     u64 failure;   // of a word of all slots of the channel: not 0: nothing is sent, and outputs are NaN
     u64 on_host;   // of a word in the host's memory, which gets the failure, too
     u64 limit;     // ns that an answer may take
     u64 sequence;  // of the last call
     u32 blocks;    // that have sent their part
     u32 holds;     // not 0: outputs are not NaN after a failure, but the stream goes no further
-    u32 unused[2];
+    u32 is_line;
+    u32 unused;
 };
 
 // A call's header: its sequence (1, 2, 3, ... of its slot, modulo 2^40), model and num_tokens, 12 bits each.
 constexpr int kFieldBits = 12, kSequenceShift = 2 * kFieldBits;
 constexpr u64 kSequences = 1ull << (64 - kSequenceShift);
+// A request line: its first word is the sequence alone, and the others are at these bytes.
+constexpr u64 kNumTokensOffset = 8, kModelOffset = 60;
 
 constexpr u32 kThreads = 256;
 constexpr u32 kAtOnce = 4;              // loads of a thread that are in flight together
@@ -43,6 +48,10 @@ __device__ __forceinline__ void store_release(u64 place, u64 value) {
 
 __device__ __forceinline__ void store_relaxed(u64 place, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(u64 place, u32 value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -94,7 +103,7 @@ struct Vectors {
     }
 };
 
-// Writes rows and routing to the server's GPU, then, by the last CTA, the header.
+// Writes rows and routing, mostly to the server's GPU, then, by the last CTA, the header.
 extern "C" __global__ void __launch_bounds__(kThreads)
     send_call(CallPlace* place,
               const uint4* hidden_states,  // bf16 [num_tokens, 8 * row]
@@ -124,10 +133,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x > 0 || !is_last(&place->blocks)) return;
     const u64 sequence = (at.sequence + 1) % kSequences;
     place->sequence = sequence;
+    if (at.is_line && failure == 0) {
+        store_relaxed(at.header + kNumTokensOffset, num_tokens);
+        store_relaxed(at.header + kModelOffset, model);
+    }
     fence();  // after the parts of all CTAs
     if (failure != 0) return;
     const u64 header = sequence << kSequenceShift | static_cast<u64>(model) << kFieldBits | num_tokens;
-    store_relaxed(at.header, header);
+    store_relaxed(at.header, at.is_line ? sequence : header);
 }
 
 // Waits for the answer, in the caller's own memory, and copies the output. Each CTA waits for itself.

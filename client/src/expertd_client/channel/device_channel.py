@@ -2,43 +2,150 @@
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from expertd_client.channel.call_requests import CallAddresses, CallRequests
 from expertd_client.channel.device_link import DeviceLink
+from expertd_client.channel.opening import Opened
+from expertd_client.channel.slots import Shapes
+from expertd_client.channel.stream import register
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import SharedDeviceMemory, call, get_driver, in_context
 from expertd_client.errors import InvalidRequestError, ServerUnreachableError
+from expertd_client.steps import Steps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PLACE = struct.Struct("<10Q2I8x")  # CallPlace of device_call.cu
+_PLACE = struct.Struct("<10Q3I4x")  # CallPlace of device_call.cu
 _FAILURE_BYTES = 128  # of all slots, before their places
 _THREADS, _MAX_CTAS = 256, 64
 _ROW_STEP = 8  # columns that a thread loads at once
 _LOADS = 4  # of a thread, in flight together: kAtOnce of device_call.cu
 _PORTABLE_AND_MAPPED = 1 | 2
 _MAX_SECONDS = 1e6  # that a kernel waits
-_FAILURES = {1: "a call's output has not come in time", 2: "the server has refused a call's header"}
+_kept: list[object] = []
+_FAILURES = {1: "a call's output has not come in time", 2: "the server has refused a call"}
+
+
+class CallSizes(Protocol):
+    """Of the calls of a channel."""
+
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+
+
+class CallWay(Protocol):
+    """How calls get to a server, and their outputs back.
+
+    is_line    as request lines, and not as headers
+    addresses  of each slot
+    """
+
+    @property
+    def is_line(self) -> bool: ...
+    @property
+    def addresses(self) -> Sequence[CallAddresses]: ...
+    @property
+    def sizes(self) -> CallSizes: ...
+
+    def start(self, has_failed: Callable[[], bool]) -> None:
+        """Look after the server, until a call `has_failed` for good or `close`."""
+
+    def close(self) -> None:
+        """Free what it has; no call is under way, or will be."""
+
+
+class GpuCalls:
+    """Calls in memory of the server's GPU, which answers them by itself.
+
+    ask  has a server open a channel; what it answers
+    """
+
+    is_line = False
+
+    def __init__(self, ask: Callable[[Deadline], Any], index: int, deadline: Deadline) -> None:
+        self._link = link = DeviceLink(ask, partial(SharedDeviceMemory, index), deadline)
+        self.sizes = sizes = link.geometry
+        try:
+            calls = SharedDeviceMemory(index, sizes.data_bytes, link.calls)
+        except BaseException:
+            link.close()
+            raise
+        self._memories = answers, calls = link.answers, calls
+        self.addresses = []
+        for slot in range(sizes.num_slots):
+            header, rows = (
+                slot * sizes.header_bytes,
+                calls.address + sizes.rows_offset + slot * sizes.slot_bytes,
+            )
+            routing = rows + sizes.topk_ids_offset, rows + sizes.topk_weights_offset
+            out = answers.address + sizes.rows_offset + slot * sizes.output_bytes
+            places = calls.address + header, rows, *routing, answers.address + header, out
+            self.addresses.append(CallAddresses(*places))
+        self.start = link.start
+
+    def close(self) -> None:
+        """As CallWay.close."""
+        self._link.close()
+        for memory in self._memories:
+            memory.close()
+
+
+class HostCalls:
+    """Calls as requests, which the server's host launches: a channel for each slot, in memory of this GPU."""
+
+    is_line = True
+
+    def __init__(
+        self,
+        channels: Sequence[Opened],
+        sizes: Shapes,
+        index: int,
+        reopen: Callable[[Opened, Deadline], Steps[Opened]],
+        deadline: Deadline,
+    ) -> None:
+        self.sizes = sizes
+        self._slots = [CallRequests(each, sizes.layout, reopen, deadline) for each in channels]
+        self.addresses = []
+        for slot, opened in zip(self._slots, channels, strict=True):
+            assert opened.device is not None
+            data = opened.device.data_ptr()
+            self.addresses.append(slot.addresses(register(index, opened.link.control), data))
+
+    def start(self, has_failed: Callable[[], bool]) -> None:
+        """As CallWay.start."""
+        for slot in self._slots:
+            slot.start(has_failed)
+
+    def close(self) -> None:
+        """As CallWay.close."""
+        for slot in self._slots:
+            slot.close()
+            if not slot.is_answered:
+                _kept.append(slot)  # a step may still use its memory
 
 
 class DeviceChannel:
-    """Slots in memory of the server's GPU and of this one. Made by ExpertClient.open_device_channel.
+    """Slots for calls of a GPU. Made by ExpertClient.open_device_channel.
 
     A slot has one call at a time, and all its calls are on one stream. While its server is away, a call
-    waits, up to the client's `retry_seconds`; a server that is there by then gets both memories, and computes
-    it. After a failure, outputs are NaN, and `check` says why.
+    waits, up to the client's `retry_seconds`; a server that is there by then computes it. After a failure,
+    outputs are NaN, and `check` says why.
 
-    ask             has a server open a channel; what it answers
     nan_on_failure  False: after a failure, the stream goes no further, and so does `close`
     """
 
     def __init__(
         self,
-        ask: Callable[[Deadline], Any],
+        way: CallWay,
         models: tuple[str, ...],
         index: int,
         deadline: Deadline,
@@ -50,37 +157,24 @@ class DeviceChannel:
         self._models = {name: number for number, name in enumerate(models)}
         self._device, self._cuda = device, torch.cuda
         self._send, self._wait = _kernels(index)
-        self._link = link = DeviceLink(ask, partial(SharedDeviceMemory, index), deadline)
-        self._geometry = sizes = link.geometry
-        try:
-            calls = SharedDeviceMemory(index, sizes.data_bytes, link.calls)
-        except BaseException:
-            link.close()
-            raise
-        answers = link.answers
-        self._kept = answers, calls
+        self._way, self._sizes, self._is_closed = way, way.sizes, False
         self._on_host = ctypes.c_void_p()
         with in_context(device.index):
             word = ctypes.c_size_t(8)
             call("cuMemHostAlloc", ctypes.byref(self._on_host), word, ctypes.c_uint(_PORTABLE_AND_MAPPED))
         self._failure = ctypes.c_uint64.from_address(self._on_host.value or 0)
         self._failure.value = 0
-        self._places = torch.zeros(_FAILURE_BYTES + sizes.num_slots * _PLACE.size, dtype=torch.uint8)
-        self._places = self._places.to(device)
+        num_bytes = _FAILURE_BYTES + len(way.addresses) * _PLACE.size
+        self._places = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         first = self._places.data_ptr()
         places = bytearray(_FAILURE_BYTES)
         limit = int(min(deadline.seconds + deadline.retry_seconds, _MAX_SECONDS) * 1e9)
-        for index in range(sizes.num_slots):
-            header, rows = index * sizes.header_bytes, sizes.rows_offset + index * sizes.slot_bytes
-            places += _PLACE.pack(
-                calls.address + header, calls.address + rows, calls.address + rows + sizes.topk_ids_offset,
-                calls.address + rows + sizes.topk_weights_offset, answers.address + header,
-                answers.address + sizes.rows_offset + index * sizes.output_bytes,
-                first, self._on_host.value or 0, limit, 0, 0, not nan_on_failure,
-            )  # fmt: skip
+        words = first, self._on_host.value or 0, limit, 0, 0, not nan_on_failure, way.is_line
+        for addresses in way.addresses:
+            places += _PLACE.pack(*addresses, *words)
         self._places.copy_(torch.frombuffer(places, dtype=torch.uint8))
         torch.cuda.synchronize(device)
-        link.start(lambda: bool(self._failure.value))
+        way.start(lambda: bool(self._failure.value))
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -90,12 +184,12 @@ class DeviceChannel:
     @property
     def num_slots(self) -> int:
         """Calls that may be under way at once, each with a slot of its own."""
-        return self._geometry.num_slots
+        return len(self._way.addresses)
 
     @property
     def max_tokens(self) -> int:
         """Maximum tokens of a call."""
-        return self._geometry.max_tokens
+        return self._sizes.max_tokens
 
     def call(
         self,
@@ -130,7 +224,7 @@ class DeviceChannel:
 
         Raises InvalidRequestError.
         """
-        sizes, place, count = self._geometry, self._place(slot), self._count(hidden_states)
+        sizes, place, count = self._sizes, self._place(slot), self._count(hidden_states)
         self._check("hidden_states", hidden_states, "torch.bfloat16", (count, sizes.hidden_size))
         self._check("topk_ids", topk_ids, "torch.int32", (count, sizes.top_k))
         self._check("topk_weights", topk_weights, "torch.float32", (count, sizes.top_k))
@@ -147,8 +241,8 @@ class DeviceChannel:
         Raises InvalidRequestError.
         """
         place, count = self._place(slot), self._count(out)
-        self._check("out", out, "torch.bfloat16", (count, self._geometry.hidden_size))
-        vectors = count * self._geometry.hidden_size // _ROW_STEP
+        self._check("out", out, "torch.bfloat16", (count, self._sizes.hidden_size))
+        vectors = count * self._sizes.hidden_size // _ROW_STEP
         self._launch(self._wait, vectors, [place, out.data_ptr()], (vectors,))
         return out
 
@@ -159,12 +253,11 @@ class DeviceChannel:
 
     def close(self) -> None:
         """Give the channel up; no call may be under way, and no graph may make one later."""
-        if self._link.is_closed:
+        if self._is_closed:
             return
+        self._is_closed = True
         self._cuda.synchronize(self._device)
-        self._link.close()
-        for memory in self._kept:
-            memory.close()
+        self._way.close()
 
     def __enter__(self) -> "DeviceChannel":
         return self

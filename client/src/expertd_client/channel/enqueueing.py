@@ -210,7 +210,7 @@ class Enqueuer:
                     raise error
                 opened = yield from self._reopen(self._opened, deadline)
             link = opened.link
-            sequence = link.send(_by_host(request.line))
+            sequence = link.send(by_host(request.line))
             yield AnswerWait(Waiters(link), sequence, deadline)
             link.take_answer(sequence)
 
@@ -265,7 +265,7 @@ class Enqueuer:
         request.link.answer(request.sequence)
 
 
-def _by_host(line: bytes) -> bytes:
+def by_host(line: bytes) -> bytes:
     """A request line for an answer that rings."""
     flags = line[FLAGS_BYTE] & ~ON_STREAM
     return line[:FLAGS_BYTE] + bytes([flags]) + line[FLAGS_BYTE + 1 :]

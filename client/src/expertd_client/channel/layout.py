@@ -29,6 +29,7 @@ CODES = {"BF16": 1, "FP16": 2, "FP32": 3}
 ROUTED = 1  # a flag: topk_ids and topk_weights are given
 ON_STREAM = 2  # a flag: a GPU's stream writes the sequence, and waits for that of the answer
 MAX_REQUESTS = 4096  # in flight, on the server's side: its slots
+REFUSED = 1 << 63  # in an answer's sequence, for a GPU: there is no output
 
 RING = (1).to_bytes(8, "little")  # what is added to the eventfd after each request
 

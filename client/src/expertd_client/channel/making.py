@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from expertd_client.arenas import Sizes
 from expertd_client.calls import check_model
 from expertd_client.channel.base import BaseChannel, Made
-from expertd_client.channel.device_channel import DeviceChannel
+from expertd_client.channel.device_channel import CallWay, DeviceChannel, GpuCalls, HostCalls
 from expertd_client.channel.layout import CODES, MAX_REQUESTS, MODEL, VERSION
 from expertd_client.channel.link import SPIN_SECONDS
 from expertd_client.channel.opening import Opened, open_channel, post
@@ -85,32 +85,52 @@ def make_channel(http: Asker, kind: type[C], options: ChannelOptions) -> Steps[C
     )
     sizes = Sizes(options.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), options.num_slots)
 
-    def opening(deadline: Deadline, lost: Opened | None = None) -> Steps[Opened]:
+    opening = _Opening(http, names, layers, sizes, gpu, options)
+    opened = yield from opening.open(deadline)
+    slots = make_slots(opened, shapes, options.device is not None)
+    models = {name: MODEL.pack(number) for number, name in enumerate(names)}
+    return kind(Made(opened, shapes, slots, models, deadline, opening.reopen))
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """Opens a channel, and again once its server has gone."""
+
+    http: Asker
+    names: tuple[str, ...]
+    layers: list[ModelMetadata]
+    sizes: Sizes
+    gpu: int | None
+    options: ChannelOptions
+    num_slots: int | None = None
+
+    def open(self, deadline: Deadline, lost: Opened | None = None) -> Steps[Opened]:
+        """Raises as ExpertClient.open_channel."""
+        options = self.options
         try:
             return (
                 yield from open_channel(
-                    http, names, sizes, gpu, deadline, options.spin_seconds, lost, options.over_nixl
+                    self.http, self.names, self.sizes, self.gpu, deadline,
+                    options.spin_seconds, lost, options.over_nixl, self.num_slots,
                 )
-            )
+            )  # fmt: skip
         except ArenaRefusedError as refused:
             raise refused.error from None
         except DeviceMemoryError as error:
             raise TransportUnavailableError(str(error)) from None
 
-    def reopen(lost: Opened, deadline: Deadline) -> Steps[Opened]:
-        opened = yield from opening(deadline, lost)
+    def reopen(self, lost: Opened, deadline: Deadline) -> Steps[Opened]:
+        """With the same memory, if the layers are the same."""
+        opened = yield from self.open(deadline, lost)
         try:
-            for before, now in zip(layers, (yield from _layers(http, names, deadline)), strict=True):
+            for before, now in zip(
+                self.layers, (yield from _layers(self.http, self.names, deadline)), strict=True
+            ):
                 check_same(before, now)
         except BaseException:
             opened.link.close()
             raise
         return opened
-
-    opened = yield from opening(deadline)
-    slots = make_slots(opened, shapes, options.device is not None)
-    models = {name: MODEL.pack(number) for number, name in enumerate(names)}
-    return kind(Made(opened, shapes, slots, models, deadline, reopen))
 
 
 def make_device_channel(
@@ -122,8 +142,26 @@ def make_device_channel(
     index = _gpu(options.device)
     if index is None:
         raise InvalidRequestError(f"device: expected a GPU for device calls, got {options.device}")
-    gpu = _uuid(index)
     layers = yield from _layers(http, names, deadline)
+    way: CallWay
+    if layers[0].device_calls is None:
+        way = yield from _host_calls(http, layers, index, options)
+    else:
+        way = yield from _gpu_calls(http, layers, index, options)
+    try:
+        made: DeviceChannel = yield Work(partial(DeviceChannel, way, names, index, deadline, nan_on_failure))
+    except BaseException as error:
+        way.close()
+        if isinstance(error, DeviceMemoryError):
+            raise TransportUnavailableError(str(error)) from None
+        raise
+    return made
+
+
+def _gpu_calls(
+    http: Asker, layers: list[ModelMetadata], index: int, options: ChannelOptions
+) -> Steps[GpuCalls]:
+    gpu, names = _uuid(index), options.names
     memory: Any = {"device_calls": {}}
     body = {
         "version": VERSION, "models": names, "memory": memory,
@@ -142,9 +180,31 @@ def make_device_channel(
             raise refused.error from None
 
     try:
-        made: DeviceChannel = yield Work(partial(DeviceChannel, ask, names, index, deadline, nan_on_failure))
+        made: GpuCalls = yield Work(partial(GpuCalls, ask, index, options.deadline))
     except DeviceMemoryError as error:
         raise TransportUnavailableError(str(error)) from None
+    return made
+
+
+def _host_calls(
+    http: Asker, layers: list[ModelMetadata], index: int, options: ChannelOptions
+) -> Steps[HostCalls]:
+    first, deadline = layers[0], options.deadline
+    shapes = Shapes(options.max_tokens, first.hidden_size, first.top_k, "BF16", "BF16")
+    sizes = Sizes(options.max_tokens, aligned(shapes.layout.num_bytes, _SLOT_ALIGNMENT), 1)
+    opening = _Opening(http, options.names, layers, sizes, index, options, num_slots=1)
+    opened: list[Opened] = []
+    try:
+        for _ in range(options.num_slots):
+            opened.append((yield from opening.open(deadline)))
+        made: HostCalls = yield Work(partial(HostCalls, opened, shapes, index, opening.reopen, deadline))
+    except BaseException as error:
+        for each in opened:
+            each.link.close()
+        if isinstance(error, DeviceMemoryError):
+            raise TransportUnavailableError(str(error)) from None
+        raise
+    logger.info("channel: the server's host launches the calls of GPU %d", index)
     return made
 
 

@@ -60,11 +60,12 @@ def open_channel(
     spin_seconds: float = SPIN_SECONDS,
     lost: Opened | None = None,
     over_nixl: bool = False,
+    num_slots: int | None = None,
 ) -> Steps[Opened]:
     """Open a channel with `sizes.num_bytes` of data, on the GPU `device` or in host memory (None).
 
     `lost`: one that has ended, whose memory the new one takes over, at the same addresses. `over_nixl`: to a
-    server on another machine.
+    server on another machine. `num_slots`: of the server; None: enough for requests by submit and enqueue.
 
     Raises RefusedError, TransportUnavailableError if the server has no channels or they cannot be used from
     here; AccessDeniedError, UnknownModelError, DeadlineError, ServerUnreachableError.
@@ -77,7 +78,7 @@ def open_channel(
     if exported is not None:
         memory = {"cuda": exported.described()}
     min_slots = 0 if exported is None else _STREAM_SLOTS
-    num_slots = min(MAX_REQUESTS, max(min_slots, _SLOTS_PER_PLACE * sizes.num_places))
+    num_slots = num_slots or min(MAX_REQUESTS, max(min_slots, _SLOTS_PER_PLACE * sizes.num_places))
     body: dict[str, Any] = {
         "version": VERSION,
         "num_slots": num_slots,

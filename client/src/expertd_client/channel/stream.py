@@ -75,13 +75,7 @@ class CudaStream:
 
     def register(self, memory: memoryview) -> int:
         """As Stream.register."""
-        place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
-        address = ctypes.c_uint64()
-        with in_context(self._index):
-            call("cuMemHostRegister_v2", place, ctypes.c_size_t(memory.nbytes), _PORTABLE_AND_MAPPED)
-            call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), place, 0)
-        _registered.append(memory)
-        return address.value
+        return register(self._index, memory)
 
     def write(self, address: int, value: int) -> None:
         """As Stream.write."""
@@ -108,6 +102,20 @@ class CudaStream:
             raise TransportUnavailableError(
                 f"{operation.__name__}: expected CUDA_SUCCESS, got status {status}"
             )
+
+
+def register(index: int, memory: memoryview) -> int:
+    """The address that memory of the host has for a GPU, for the rest of the process.
+
+    Raises DeviceMemoryError.
+    """
+    place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    address = ctypes.c_uint64()
+    with in_context(index):
+        call("cuMemHostRegister_v2", place, ctypes.c_size_t(memory.nbytes), _PORTABLE_AND_MAPPED)
+        call("cuMemHostGetDevicePointer_v2", ctypes.byref(address), place, 0)
+    _registered.append(memory)
+    return address.value
 
 
 _registered: list[memoryview] = []  # to be kept: unregistering would wait for the streams
