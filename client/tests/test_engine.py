@@ -1,7 +1,7 @@
 """What plugins of engines share: settings, checks, what is read of files, and how a batch is sent."""
 
 import queue
-import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,7 +270,7 @@ def test_a_call_of_the_gpu_that_fails_ends_the_process(monkeypatch: pytest.Monke
 
     def end_process(error: Exception) -> None:
         ended.put(error)
-        sys.exit()  # the thread
+        threading.Event().wait()  # a daemon's thread, as the real one does not return
 
     monkeypatch.setattr(engine, "end_process", end_process)
     remote = RemoteServer(PluginSettings("http://127.0.0.1:1", transport="device"))

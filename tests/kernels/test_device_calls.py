@@ -9,6 +9,7 @@ from expertd.device_calls import FIELD_BITS, MAX_SLOTS, REFUSED, header
 from expertd.kernels import Backend, device_calls, resolve_backend
 from expertd.kernels.request_table import MAX_REQUESTS
 from expertd_client.channel import device_channel
+from expertd_client.channel.layout import REQUEST, WORD_BYTES
 from tests.kernels.device_call_ptx import PTX, SOURCE, compiled
 from tests.paths import ROOT
 
@@ -57,10 +58,15 @@ def test_places_have_the_fields_that_the_client_packs() -> None:
     names = [name for _, name in fields(CALLERS, "CallPlace")]
     assert names == [
         *("header", "hidden_states", "topk_ids", "topk_weights", "answer", "out", "failure", "on_host"),
-        *("limit", "sequence", "blocks", "holds", "unused[2]"),
+        *("limit", "sequence", "blocks", "holds", "is_line", "unused"),
     ]
-    assert device_channel._PLACE.format == "<10Q2I8x"
-    assert device_channel._PLACE.size == struct.calcsize(packing(CALLERS, "CallPlace")) + 4
+    assert device_channel._PLACE.format == "<10Q3I4x"
+    assert device_channel._PLACE.size == struct.calcsize(packing(CALLERS, "CallPlace"))
+
+
+def test_kernels_write_the_fields_of_a_request_line() -> None:
+    assert f"kNumTokensOffset = {WORD_BYTES}," in CALLERS
+    assert f"kModelOffset = {WORD_BYTES + REQUEST.size};" in CALLERS
 
 
 def test_steps_have_the_fields_that_the_host_writes() -> None:

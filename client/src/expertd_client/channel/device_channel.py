@@ -31,7 +31,7 @@ _kept: list[object] = []
 _FAILURES = {1: "a call's output has not come in time", 2: "the server has refused a call"}
 
 
-class CallSizes(Protocol):
+class CallShape(Protocol):
     """Of the calls of a channel."""
 
     @property
@@ -54,7 +54,7 @@ class CallWay(Protocol):
     @property
     def addresses(self) -> Sequence[CallAddresses]: ...
     @property
-    def sizes(self) -> CallSizes: ...
+    def sizes(self) -> CallShape: ...
 
     def start(self, has_failed: Callable[[], bool]) -> None:
         """Look after the server, until a call `has_failed` for good or `close`."""
