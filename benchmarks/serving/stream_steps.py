@@ -23,7 +23,10 @@ over      us of a layer above own, if there is one caller
 link      us of a call's hidden states there and of its output back, at the rate of a copy of 256 MiB to the
           server's GPU; absent if that is the caller's
 server    us of a step at the server, by its metrics: from when its GPU has seen calls until it has answered
-          them. What exceeds own is the server's share of over; the rest is the caller's and the link's
+          them. What exceeds own is the server's share of over; the rest is the caller's and the link's;
+          absent with --lanes
+
+--lanes  the server has two lanes, so its host launches the steps of calls, as those with ranks do
 """
 
 import argparse
@@ -60,6 +63,7 @@ CONFIG = """
 models: [{models}]
 channels: {{socket: {folder}/channels}}
 """
+LANES = "lanes: {decode_max_tokens: 512, decode_batch_tokens: 512}\n"
 LAYER = "{{name: {name}, hidden_size: 2048, intermediate_size: 768, num_experts: 128, top_k: 8}}"
 
 
@@ -346,7 +350,8 @@ def measure(case: Case, url: str, client: ExpertClient, names: list[str], device
         row = case._asdict() | rates(ends_of_steps(callers), len(names), case.between_us)
         if case.way == "graph":
             seconds, steps = (now - then for then, now in zip(before, counted(url, *CALL_STEPS), strict=True))
-            row["server_us"] = 1e6 * seconds / steps
+            if steps:
+                row["server_us"] = 1e6 * seconds / steps
         check(callers, client)
         if case.way != "host":
             row["host_us"] = callers[0].host_us()
@@ -374,6 +379,7 @@ def main() -> None:
     parser.add_argument("--between", default="0,100", help="us for which the GPU is busy before each request")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--callers", default="1", help="of graph, at the same time, separated by commas")
+    parser.add_argument("--lanes", action="store_true")
     parser.add_argument("--url", help="of a server that is there, with the same layers")
     options = parser.parse_args()
     if unknown := set(options.ways.split(",")) - set(WAYS):
@@ -394,11 +400,12 @@ def main() -> None:
         alone = alone._replace(link_bytes_per_us=copied_per_us(index))
     torch.cuda.empty_cache()
     torch.cuda.set_device(index)
-    result = Result(options.json, header() | {"caller": f"GPU {index}"})
+    result = Result(options.json, header() | {"caller": f"GPU {index}", "lanes": options.lanes})
     if options.url:
         run(options, options.url, f"cuda:{index}", alone, result)
     else:
-        with server(1, layers=options.layers, make_config=config) as (url, _):
+        more = LANES if options.lanes else ""
+        with server(1, layers=options.layers, make_config=lambda *given: config(*given) + more) as (url, _):
             run(options, url, f"cuda:{index}", alone, result)
 
 
