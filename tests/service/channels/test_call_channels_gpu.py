@@ -246,6 +246,49 @@ def test_a_server_that_dies_leaves_nan(tmp_path: Path) -> None:
             channel.check()
 
 
+@pytest.mark.parametrize("settings", ["", *BY_HOST])
+def test_a_channel_that_is_opened_again_serves_former_graphs(tmp_path: Path, settings: str) -> None:
+    """Once there is a server again; without one, it stays as it is."""
+    if settings.startswith("devices") and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    with (
+        Server(tmp_path, settings=settings) as first,
+        torch.cuda.device(CALLER),
+        ExpertClient(first.url, timeout=8) as client,
+        client.open_device_channel(NAMES, device=str(CALLER)) as channel,
+    ):
+        given, out = inputs(3), poisoned(3)
+        wanted = expected(client, NAMES[1], given)
+        with pytest.raises(
+            InvalidRequestError, match=r"^channel: expected one whose outputs are NaN, got another"
+        ):
+            channel.reopen()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            channel.call(*given, out, model=NAMES[1])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted)
+        first.kill()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert bool(out.isnan().all())
+        with pytest.raises(ServerUnreachableError):
+            channel.reopen()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert bool(out.isnan().all())
+        with Server(tmp_path, first.port, settings):
+            channel.reopen()
+            for _ in range(3):
+                out.fill_(torch.nan)
+                graph.replay()
+                torch.cuda.synchronize()
+                assert torch.equal(out, wanted)
+            channel.check()
+
+
 _HOLDS = """
 import os, sys, time, torch
 from expertd_client import ExpertClient, ServerUnreachableError

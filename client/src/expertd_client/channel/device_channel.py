@@ -138,14 +138,15 @@ class DeviceChannel:
 
     A slot has one call at a time, and all its calls are on one stream. While its server is away, a call
     waits, up to the client's `retry_seconds`; a server that is there by then computes it. After a failure,
-    outputs are NaN, and `check` says why.
+    outputs are NaN until `reopen`, and `check` says why.
 
+    open_way        finds a way to a server
     nan_on_failure  False: after a failure, the stream goes no further, and so does `close`
     """
 
     def __init__(
         self,
-        way: CallWay,
+        open_way: Callable[[Deadline], CallWay],
         models: tuple[str, ...],
         index: int,
         deadline: Deadline,
@@ -157,23 +158,36 @@ class DeviceChannel:
         self._models = {name: number for number, name in enumerate(models)}
         self._device, self._cuda = device, torch.cuda
         self._send, self._wait = _kernels(index)
-        self._way, self._sizes, self._is_closed = way, way.sizes, False
+        self._open_way, self._deadline, self._holds = open_way, deadline, not nan_on_failure
+        self._is_closed = False
         self._on_host = ctypes.c_void_p()
         with in_context(device.index):
             word = ctypes.c_size_t(8)
             call("cuMemHostAlloc", ctypes.byref(self._on_host), word, ctypes.c_uint(_PORTABLE_AND_MAPPED))
         self._failure = ctypes.c_uint64.from_address(self._on_host.value or 0)
-        self._failure.value = 0
+        self._way = way = open_way(deadline)
+        self._sizes = way.sizes
         num_bytes = _FAILURE_BYTES + len(way.addresses) * _PLACE.size
-        self._places = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        first = self._places.data_ptr()
+        try:
+            self._places = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            self._begin()
+        except BaseException:
+            way.close()
+            raise
+
+    def _begin(self) -> None:
+        """Have all calls go the present way; none is under way."""
+        import torch
+
+        way, deadline, first = self._way, self._deadline, self._places.data_ptr()
+        self._failure.value = 0
         places = bytearray(_FAILURE_BYTES)
         limit = int(min(deadline.seconds + deadline.retry_seconds, _MAX_SECONDS) * 1e9)
-        words = first, self._on_host.value or 0, limit, 0, 0, not nan_on_failure, way.is_line
+        words = first, self._on_host.value or 0, limit, 0, 0, self._holds, way.is_line
         for addresses in way.addresses:
             places += _PLACE.pack(*addresses, *words)
         self._places.copy_(torch.frombuffer(places, dtype=torch.uint8))
-        torch.cuda.synchronize(device)
+        self._cuda.synchronize(self._device)
         way.start(lambda: bool(self._failure.value))
 
     @property
@@ -250,6 +264,22 @@ class DeviceChannel:
         """Raise ServerUnreachableError if outputs are NaN because a call has failed; waits for nothing."""
         if self._failure.value:
             raise ServerUnreachableError(f"channel: {_FAILURES.get(self._failure.value, 'closed')}")
+
+    def reopen(self) -> None:
+        """After a failure: make calls again, also those of graphs that were captured before.
+
+        Waits for the GPU. Raises ExpertError, and all stays as it is, if there is no server with the same
+        layers; InvalidRequestError if there was no failure, or the stream goes no further.
+        """
+        if not self._failure.value or self._holds or self._is_closed:
+            got = "a closed one" if self._is_closed else "another one"
+            raise InvalidRequestError(f"channel: expected one whose outputs are NaN, got {got}")
+        former, deadline = self._way, self._deadline
+        way = self._open_way(Deadline(deadline.seconds, deadline.retry_seconds))
+        self._cuda.synchronize(self._device)
+        self._way = way
+        former.close()
+        self._begin()
 
     def close(self) -> None:
         """Give the channel up; no call may be under way, and no graph may make one later."""

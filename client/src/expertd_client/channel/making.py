@@ -143,18 +143,21 @@ def make_device_channel(
     if index is None:
         raise InvalidRequestError(f"device: expected a GPU for device calls, got {options.device}")
     layers = yield from _layers(http, names, deadline)
-    way: CallWay
-    if layers[0].device_calls is None:
-        way = yield from _host_calls(http, layers, index, options)
-    else:
-        way = yield from _gpu_calls(http, layers, index, options)
+
+    def open_way(deadline: Deadline) -> CallWay:
+        """On any thread."""
+        present = run(_layers(http, names, deadline))
+        for before, now in zip(layers, present, strict=True):
+            check_same(before, now)
+        given = http, layers, index, replace(options, deadline=deadline)
+        return run(_host_calls(*given)) if present[0].device_calls is None else run(_gpu_calls(*given))
+
     try:
-        made: DeviceChannel = yield Work(partial(DeviceChannel, way, names, index, deadline, nan_on_failure))
-    except BaseException as error:
-        way.close()
-        if isinstance(error, DeviceMemoryError):
-            raise TransportUnavailableError(str(error)) from None
-        raise
+        made: DeviceChannel = yield Work(
+            partial(DeviceChannel, open_way, names, index, deadline, nan_on_failure)
+        )
+    except DeviceMemoryError as error:
+        raise TransportUnavailableError(str(error)) from None
     return made
 
 
@@ -179,10 +182,7 @@ def _gpu_calls(
         except ArenaRefusedError as refused:
             raise refused.error from None
 
-    try:
-        made: GpuCalls = yield Work(partial(GpuCalls, ask, index, options.deadline))
-    except DeviceMemoryError as error:
-        raise TransportUnavailableError(str(error)) from None
+    made: GpuCalls = yield Work(partial(GpuCalls, ask, index, options.deadline))
     return made
 
 
@@ -198,11 +198,9 @@ def _host_calls(
         for _ in range(options.num_slots):
             opened.append((yield from opening.open(deadline)))
         made: HostCalls = yield Work(partial(HostCalls, opened, shapes, index, opening.reopen, deadline))
-    except BaseException as error:
+    except BaseException:
         for each in opened:
             each.link.close()
-        if isinstance(error, DeviceMemoryError):
-            raise TransportUnavailableError(str(error)) from None
         raise
     logger.info("channel: the server's host launches the calls of GPU %d", index)
     return made
