@@ -62,6 +62,9 @@ class CallServer(Calls, Protocol):
     gpu: str
     own_gpu: str
 
+    def answers(self, model: str) -> bool:
+        """Whether it answers calls to a layer that is loaded; on any thread."""
+
     def prepare(self, model: str) -> None:
         """Capture the steps of calls to a layer.
 

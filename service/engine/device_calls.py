@@ -61,6 +61,11 @@ class DeviceCalls:
         if self._steps is not None:
             self._steps.run()
 
+    def answers(self, model: str) -> bool:
+        """See `CallServer`."""
+        runner = self._runners.get(model)
+        return runner is not None and why_not(runner.layer) is None
+
     def prepare(self, model: str) -> None:
         """See `CallServer`."""
         runner = self._runners.get(model)

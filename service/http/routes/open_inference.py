@@ -132,6 +132,8 @@ def layer_parameters(engine: Engine, spec: LayerSpec) -> dict[str, str | int]:
     model = next(model for model in engine.settings.models if model.name == spec.name)
     shared = "included" if model.shared_experts else "excluded"
     calls = None if engine.loaded is None else engine.loaded.calls
+    if calls is not None and not calls.answers(spec.name):
+        calls = None
     maybe = {
         "local_experts": model.local_experts,
         "weights_id": engine.repository.weights_ids.get(spec.name),

@@ -78,6 +78,9 @@ class FakeCalls:
 
     def run(self) -> None: ...
 
+    def answers(self, model: str) -> bool:
+        return self.error is None
+
     def prepare(self, model: str) -> None:
         assert model == "tiny"
         if self.error is not None:
@@ -164,12 +167,15 @@ async def connected(server: Serving) -> socket.socket:
 
 
 async def test_metadata_say_which_gpu_answers_calls(tmp_path: Path) -> None:
-    async with serving_calls(tmp_path) as (server, _):
+    async with serving_calls(tmp_path) as (server, calls):
         told = (await server.http.get("/v2/models/tiny")).json()["parameters"]
         assert (told["device_calls"], told["device_calls_own_gpu"]) == ("GPU-1", "turns")
         with ExpertClient(f"http://127.0.0.1:{server.port}") as client:
             layer = await asyncio.to_thread(client.metadata, "tiny")
         assert (layer.device_calls, layer.device_calls_own_gpu) == ("GPU-1", "turns")
+        calls.error = ValueError("a layer that answers none")
+        told = (await server.http.get("/v2/models/tiny")).json()["parameters"]
+        assert "device_calls" not in told
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> DeviceCalls:
     return DeviceCalls(device, {"a": runner, "b": runner})
 
 
+def test_layers_that_are_answered(served: DeviceCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [served.answers(name) for name in ("a", "b", "unloaded")] == [True, True, False]
+    monkeypatch.setattr(device_calls, "why_not", lambda layer: "expected another one")
+    assert not served.answers("a")
+
+
 def table_of(served: DeviceCalls) -> Table:
     assert served._steps is not None
     table: Any = served._steps._table

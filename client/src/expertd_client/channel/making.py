@@ -150,7 +150,8 @@ def make_device_channel(
         for before, now in zip(layers, present, strict=True):
             check_same(before, now)
         given = http, layers, index, replace(options, deadline=deadline)
-        return run(_host_calls(*given)) if present[0].device_calls is None else run(_gpu_calls(*given))
+        has_calls = all(layer.device_calls is not None for layer in present)
+        return run(_gpu_calls(*given)) if has_calls else run(_host_calls(*given))
 
     try:
         made: DeviceChannel = yield Work(
