@@ -1,6 +1,7 @@
 """A layer with its experts on a server, `expertd serve`: outputs are the checkpoint's in float64."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,18 @@ def url(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["http", "channel"])
 def test_outputs_are_those_of_the_checkpoint(
-    transport: str, url: str, checkpoint: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    transport: str,
+    url: str,
+    checkpoint: Path,
+    tensors: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of all layers and three tensor parallel ranks, in requests of 5 tokens, with padding."""
+    """Of all layers and three tensor parallel ranks, in requests of 5 tokens, with padding.
+
+    Which way they go is in the log: SGLang sets the root logger's level and handlers.
+    """
+    caplog.set_level(logging.INFO)
     stubs.state.model.model_path = str(checkpoint)
     stubs.state.parallel.moe_tp_size = 3
     use(monkeypatch, json.dumps({"url": url, "transport": transport, "max_tokens": 5}))
@@ -81,6 +91,7 @@ def test_outputs_are_those_of_the_checkpoint(
         assert not total[-3:].any()
         error = (total - expected).norm() / expected.norm()
         assert error < 0.01, error
+    assert caplog.text.count("expertd: calls go over a channel") == (transport == "channel")
 
 
 def make(number: int, rank: int) -> Any:

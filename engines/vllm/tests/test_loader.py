@@ -95,3 +95,19 @@ def test_the_plugin_is_idle_without_the_loader() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "True {} False"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_vllms_log_has_the_clients_messages(is_first: bool) -> None:
+    """Whether vLLM loads plugins before it sets its log up, as in a process that it forks, or after."""
+    steps = ["load_general_plugins()", "configure_logging(LoggingConfig())"]
+    program = (
+        "import logging; from vllm.config.logging import LoggingConfig\n"
+        "from vllm.logger import configure_logging; from vllm.plugins import load_general_plugins\n"
+        f"{'; '.join(steps if is_first else reversed(steps))}\n"
+        "logging.getLogger('expertd_client').info('calls go over %s', 'a channel')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shown = [line for line in done.stdout.splitlines() if line.endswith("] calls go over a channel")]
+    assert len(shown) == 1
+    assert " INFO " in shown[0]

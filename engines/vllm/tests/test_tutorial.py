@@ -38,6 +38,9 @@ def test_the_tutorial(tmp_path: Path) -> None:
         while (got := run(replaced(count, changed))) != counted and time.monotonic() < until:
             time.sleep(0.1)
         assert got == counted
+    # In the form of vLLM's own lines.
+    said = r"^\(\w+ pid=\d+\) INFO \S+ \S+ \[engine\.py:\d+\] expertd: calls go over a channel$"
+    assert re.search(said, (tmp_path / "log").read_text(), re.M)
 
 
 def replaced(text: str, changed: dict[str, str]) -> str:

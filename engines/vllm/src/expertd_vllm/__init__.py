@@ -8,14 +8,11 @@ def register() -> None:
     """What vLLM calls in each of its processes, before there is a configuration (`vllm.general_plugins`)."""
     import logging
 
-    from vllm.logger import init_logger
     from vllm.model_executor.model_loader import register_model_loader
 
     from expertd_vllm.loader import DummyLoader, ExpertdLoader
 
     register_model_loader("expertd")(ExpertdLoader)
     register_model_loader("expertd_dummy")(DummyLoader)
-    vllm, client = init_logger("vllm"), logging.getLogger("expertd_client")
-    for handler in vllm.handlers:  # the client's messages go where vLLM's do
-        client.addHandler(handler)
-        client.setLevel(vllm.level)
+    # The client's messages go where vLLM's do, which may configure its logger later.
+    logging.getLogger("expertd_client").parent = logging.getLogger("vllm")
