@@ -199,14 +199,18 @@ class RemoteLayer:
         name, is_good = f"{self.where}: shared_experts", has.shared_experts != "included"
         expect(is_good, name, f"false, as {engine} computes them", "true")
 
+    def makes_device_call(self, x: Tensor) -> bool:
+        """Whether the GPU sends x [n, hidden_size] by itself."""
+        calls = self.server.device_channel
+        return calls is not None and bool(x.shape[0] <= calls.max_tokens)
+
     def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, part: int, parts: int) -> "Call":
         """Begin to compute the experts of x [n, hidden_size], topk_ids and topk_weights [n, top_k].
 
         They must not change before `wait`. part: the number of the microbatch, of `parts` that are under way.
         """
-        calls = self.server.device_channel
-        if calls is not None and len(x) <= calls.max_tokens:
-            return DeviceCall(self.name, calls, part, (x, topk_ids, topk_weights))
+        if self.makes_device_call(x):
+            return DeviceCall(self.name, self.server.device_channel, part, (x, topk_ids, topk_weights))
         channel = self.server.channel(x, SLOTS * parts)
         if channel is None:
             return HttpCall(self.server.client.submit(self.name, x, topk_ids, topk_weights.float()))
@@ -233,7 +237,8 @@ class ChannelCall:
         self, name: str, channel: Any, slots: Sequence[Any], inputs: tuple[Tensor, Tensor, Tensor]
     ) -> None:
         self._name, self._channel, self._inputs = name, channel, inputs
-        self._begins = deque(range(0, len(inputs[0]), channel.max_tokens))
+        self._num_tokens = inputs[0].shape[0]  # len() of a tensor takes longer
+        self._begins = deque(range(0, self._num_tokens, channel.max_tokens))
         self._sent: deque[tuple[Any, int]] = deque()
         for slot in slots:
             self._send(slot)
@@ -242,17 +247,17 @@ class ChannelCall:
         """As HttpCall.wait."""
         while self._sent:
             ticket, begin = self._sent.popleft()
-            sums = self._wait(ticket)
-            (out if len(sums) == len(out) else out[begin : begin + len(sums)]).copy_(sums)
+            sums, num_tokens = self._wait(ticket), ticket.num_tokens
+            (out if num_tokens == self._num_tokens else out[begin : begin + num_tokens]).copy_(sums)
             self._send(ticket.slot)
 
     def _send(self, slot: Any) -> None:
         if self._begins:
-            begin, max_tokens, rows = self._begins.popleft(), self._channel.max_tokens, self._inputs
-            if len(rows[0]) > max_tokens:
-                x, ids, weights = (tensor[begin : begin + max_tokens] for tensor in rows)
+            begin, rows = self._begins.popleft(), self._inputs
+            num_tokens = min(self._num_tokens - begin, self._channel.max_tokens)
+            if num_tokens < self._num_tokens:
+                x, ids, weights = (tensor[begin : begin + num_tokens] for tensor in rows)
                 rows = x, ids, weights
-            num_tokens = len(rows[0])
             for target, source in zip(slot.first(num_tokens), rows, strict=False):
                 target.copy_(source)
             self._sent.append((self._submit(slot, num_tokens), begin))
