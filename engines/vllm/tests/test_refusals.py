@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner, RoutedExperts
 from expertd_client import ModelMetadata
 from expertd_client.engine import RemoteLayer
 from expertd_vllm import experts
-from expertd_vllm.experts import ExpertdMoEMethod, Remote, replaced
+from expertd_vllm.experts import ExpertdMoEMethod, Remote, RemoteRunner, replaced
 from tests.test_settings import config
 
 METADATA: dict[str, Any] = {"hidden_size": 128, "num_experts": 8, "top_k": 2, "shared_experts": "none"}
@@ -45,14 +45,10 @@ def test_all_classes_of_experts_are_replaced_while_a_model_is_made(made: Any) ->
 def test_all_classes_that_run_layers_are_replaced(made: Any) -> None:
     from vllm.model_executor.models.transformers.moe import TransformersMoERunner
 
-    names = {
-        MoERunner: ["hidden_states", "router_logits", "input_ids", "shared_experts_input"],
-        TransformersMoERunner: ["hidden_states", "topk_ids", "topk_weights"],
-    }
     with replaced(made, None):
-        for kind, expected in names.items():
+        for kind in (MoERunner, TransformersMoERunner):
             assert issubclass(op_registry_oot[kind.__name__], kind)
-            assert op_registry_oot[kind.__name__]._names == expected
+            assert issubclass(op_registry_oot[kind.__name__], RemoteRunner)
 
 
 def test_classes_of_another_plugin_stay(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:

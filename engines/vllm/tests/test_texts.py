@@ -27,6 +27,7 @@ def remote(model: Path, expertd: Running, settings: dict[str, Any], **options: A
         ("qwen3_moe", {"max_tokens": 16}, {}),
         ("qwen2_moe", {}, {"enforce_eager": False}),  # with torch.compile
         ("qwen3_moe", {}, {"model_impl": "transformers"}),
+        ("qwen3_moe", {}, {"model_impl": "transformers", "enforce_eager": False}),
         ("qwen2_moe", {}, {"tensor_parallel_size": 2}),
         ("deepseek_v3", {}, _NEXT_TOKEN),
     ],

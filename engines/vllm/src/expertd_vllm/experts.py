@@ -1,6 +1,5 @@
 """RoutedExperts without weights: vLLM's router chooses the experts, and a server computes them."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,17 +8,18 @@ import torch
 from prometheus_client import Histogram
 from torch import Tensor
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-from vllm.config import get_current_vllm_config
+from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, MoERunner, RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import get_layer_from_name
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_yield
 
 from expertd_client import engine
@@ -92,48 +92,57 @@ class Remote:
 
 
 class RemoteRunner:
-    """A mixin for MoERunner, which runs a layer: in a compiled model, as one operation.
+    """A mixin for MoERunner, which runs a layer: as two operations.
 
-    CUDA graphs are split at this operation. The next graph reads the output at the address that it had at
-    capture, so the operation writes into a buffer that the previous graph allocated; vLLM's own operation
-    allocates a new one for each call.
+    CUDA graphs capture `expertd::route`, which is vLLM's own: router and shared experts. They are split at
+    `expertd::experts`, the call, unless GPUs make calls by themselves. The next graph reads the output at the
+    address that it had at capture, so the call writes into a buffer that the previous graph allocated.
     """
 
-    kind: Any
-    _names: list[str]
+    def _select_forward(self: Any) -> Callable[..., Any]:
+        if isinstance(self._quant_method, ExpertdMoEMethod):
+            return self._run  # type: ignore[no-any-return]
+        return super()._select_forward()  # type: ignore[misc, no-any-return]
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        parameters = list(inspect.signature(cls.kind.forward).parameters.values())[1:]
-        cls._names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if hasattr(self, "_forward_super") and isinstance(self._quant_method, ExpertdMoEMethod):
+            # Of the transformers backend, whose models choose: ids and weights take the place of logits.
+            return self._forward_super(hidden_states, args)  # type: ignore[no-any-return]
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
 
-    def forward(self: Any, *args: Tensor | None, **kwargs: Tensor | None) -> Tensor:
-        method = self._quant_method
-        if not (torch.compiler.is_compiling() and isinstance(method, ExpertdMoEMethod) and method.is_split):
-            return super().forward(*args, **kwargs)  # type: ignore[misc, no-any-return]
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        inputs = [given.get(name) for name in self._names]
-        like = given.get("shared_experts_input")  # has the output's width even if routed experts are narrower
-        out = torch.empty_like(given["hidden_states"] if like is None else like)
-        torch.ops.expertd.experts(inputs, out, self.layer_name)
-        return out
+    def _run(
+        self: Any, x: Tensor, logits: Any, shared_input: Any, input_ids: Any, name: LayerNameType, _: int
+    ) -> Any:
+        """In place of `vllm::moe_forward` and `vllm::moe_forward_shared`."""
+        if isinstance(logits, tuple):
+            topk_ids, topk_weights, *shared = logits[0].int(), logits[1].float()
+        else:
+            top_k = self.moe_config.experts_per_token
+            shared_input = None if self.shared_experts is None else shared_input
+            topk_ids, topk_weights, *shared = torch.ops.expertd.route(
+                x, logits, shared_input, input_ids, top_k, name
+            )
+        out = torch.empty_like(x)
+        torch.ops.expertd.experts(x, topk_ids, topk_weights, out, self.layer_name)
+        return (*shared, out) if shared else out
 
 
 class ExpertdMoEMethod(FusedMoEMethodBase):
-    """Takes the place of what the checkpoint's quantization has: no weights, and `apply` calls the server.
-
-    is_split  whether CUDA graphs are split at its layer, because a graph cannot capture its calls
-    """
+    """Takes the place of what the checkpoint's quantization has: no weights, but calls to the server."""
 
     def __init__(self, moe: Any, remote: RemoteLayer) -> None:
         super().__init__(moe)
         remote.check_sizes("vLLM", moe.hidden_dim, moe.num_logical_experts, moe.experts_per_token)
-        self.remote, self.is_split = remote, not makes_device_calls(get_current_vllm_config())
+        config = get_current_vllm_config()
+        self.remote, self._is_compiled = remote, config.compilation_config.mode != CompilationMode.NONE
+        if not makes_device_calls(config):
+            # Of vLLM's breakable CUDA graphs.
+            self.call = eager_break_during_capture(self.call)  # type: ignore[method-assign]
         self._seconds = _WAIT.labels(remote.name)
         self._calls: dict[int, tuple[slice, Call | None]] = {}  # by microbatch
         self._num_calls = 0
         self._sample: Any = None
-        self._microbatches = max(1, get_current_vllm_config().parallel_config.num_ubatches)
+        self._microbatches = max(1, config.parallel_config.num_ubatches)
         self._ranks, self._rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -170,29 +179,38 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
         topk_ids: Tensor,
         shared_experts: Any,
         shared_experts_input: Any,
-    ) -> Tensor:
-        """This rank's tokens, and zeros for those of other tensor parallel ranks; the runner adds all up."""
-        out = torch.empty_like(x)
-        self.submit(x, topk_ids, topk_weights)
+    ) -> Any:
+        """The end of `expertd::route`: ids and weights, in place of outputs.
+
+        The server begins before shared experts if the GPU sends `x` at once, or if `x` stays until `call`: a
+        compiler may use its memory again before.
+        """
+        topk_ids, topk_weights = topk_ids.int().contiguous(), topk_weights.float().contiguous()
+        if self.remote.makes_device_call(x) or not (self._is_compiled or _is_captured(x)):
+            self._submit(x, topk_ids, topk_weights)
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
-        self.wait(out)
-        return out
+        return topk_ids, topk_weights
 
-    @eager_break_during_capture  # of vLLM's breakable CUDA graphs
-    def submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-        rows, microbatch, call = self._rows(len(x)), dbo_current_ubatch_id(), None
+    def call(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+        """This rank's tokens, and zeros for those of other tensor parallel ranks; the runner adds all up."""
+        if dbo_current_ubatch_id() not in self._calls:
+            self._submit(x, topk_ids, topk_weights)
+        dbo_yield()  # to the other microbatch, if there are two
+        self._wait(out)
+
+    def _submit(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        num_rows, microbatch, call = x.shape[0], dbo_current_ubatch_id(), None
+        rows = self._rows(num_rows, _is_captured(x))
         if rows.start < rows.stop:
-            if rows.stop - rows.start < len(x):
+            if rows.stop - rows.start < num_rows:
                 x, topk_ids, topk_weights = x[rows], topk_ids[rows], topk_weights[rows]
             call = self.remote.submit(x, topk_ids, topk_weights, microbatch, self._microbatches)
         self._calls[microbatch] = rows, call
 
-    @eager_break_during_capture
-    def wait(self, out: Tensor) -> None:
-        dbo_yield()  # to the other microbatch, if there are two
+    def _wait(self, out: Tensor) -> None:
         rows, call = self._calls.pop(dbo_current_ubatch_id())
-        if rows.stop - rows.start < len(out):
+        if rows.stop - rows.start < out.shape[0]:
             out[: rows.start].zero_()
             out[rows.stop :].zero_()
             out = out[rows]
@@ -214,9 +232,9 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
         elif turn == _SAMPLED // 2 and self._sample is not None and (times := self._sample.times()):
             self._seconds.observe(sum(times))
 
-    def _rows(self, num_rows: int) -> slice:
+    def _rows(self, num_rows: int, is_captured: bool) -> slice:
         """Those that this rank asks for: a share of the batch's tokens, without padding."""
-        num_tokens = None if _is_captured() else _num_tokens()
+        num_tokens = None if is_captured else _num_tokens()
         if (
             self.moe.moe_parallel_config.is_sequence_parallel
         ):  # vLLM has shared them out, in equal numbers of rows
@@ -226,9 +244,9 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
         return slice(end * self._rank // self._ranks, end * (self._rank + 1) // self._ranks)
 
 
-def _is_captured() -> bool:
+def _is_captured(x: Tensor) -> bool:
     """Whether a CUDA graph gets what is enqueued now: for any tokens, as many as it has rows."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _num_tokens() -> int | None:
@@ -258,13 +276,41 @@ def _with_subclasses(kind: type) -> list[type]:
     return [kind, *(found for each in kinds for found in _with_subclasses(each))]
 
 
-def _experts(inputs: list[Tensor | None], out: Tensor, layer: str) -> None:
-    out.copy_(get_forward_context().no_compile_layers[layer](*inputs))
+def _route(
+    x: Tensor,
+    logits: Tensor,
+    shared_input: Tensor | None,
+    input_ids: Tensor | None,
+    top_k: int,
+    name: LayerNameType,
+) -> list[Tensor]:
+    """Ids and weights [n, top_k] of experts, and the output of shared experts, if there are any."""
+    runner: Any = get_layer_from_name(_resolve_layer_name(name))
+    got = runner._forward_impl(x, logits, shared_input, input_ids)
+    return list(got) if shared_input is None else [*got[1], got[0]]
 
 
-def _fake(inputs: list[Tensor | None], out: Tensor, layer: str) -> None:
+def _route_fake(
+    x: Tensor,
+    logits: Tensor,
+    shared_input: Tensor | None,
+    input_ids: Tensor | None,
+    top_k: int,
+    name: LayerNameType,
+) -> list[Tensor]:
+    shape = x.shape[0], top_k
+    routing = [x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)]
+    return routing if shared_input is None else [*routing, torch.empty_like(shared_input)]
+
+
+def _experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, name: str) -> None:
+    get_forward_context().no_compile_layers[name]._quant_method.call(x, topk_ids, topk_weights, out)
+
+
+def _experts_fake(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor, name: str) -> None:
     pass
 
 
 _OPS = torch.library.Library("expertd", "FRAGMENT")  # type: ignore[no-untyped-call]
-direct_register_custom_op("experts", _experts, ["out"], _fake, _OPS)
+direct_register_custom_op("route", _route, [], _route_fake, _OPS)
+direct_register_custom_op("experts", _experts, ["out"], _experts_fake, _OPS)
