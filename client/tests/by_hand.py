@@ -18,12 +18,12 @@ from expertd_client.channel.layout import (
     SLOT_BYTES,
     TIMES_OFFSET,
     WORD_BYTES,
+    aligned,
 )
 from expertd_client.channel.link import ChannelClient
 from expertd_client.channel.opening import Opened
 from expertd_client.channel.slots import Shapes, make_slots
 from expertd_client.deadline import Deadline
-from expertd_client.places import aligned
 from expertd_client.steps import Steps
 
 HIDDEN, TOP_K = 8, 2

@@ -280,7 +280,6 @@ def test_sequence_numbers_are_fenced_on_weakly_ordered_machines(
     fences: list[bool] = []
     slot = channel.slots[0]
     words, first = channel._link.words, layout.HEADER_BYTES // layout.WORD_BYTES
-    monkeypatch.setattr(link, "WEAKLY_ORDERED", True)
     monkeypatch.setattr(link, "fence", lambda: fences.append(words[first] == 1))
     channel.wait(channel.submit(slot, 1))
     assert fences == [False, True]  # before the request's number was written, and after

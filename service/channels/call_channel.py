@@ -9,11 +9,11 @@ from functools import partial
 from typing import Self
 
 from expertd.device_calls import REFUSED, CallSlot
-from expertd.service.channels.layout import aligned
 from expertd.service.channels.open_channel import served
 from expertd.service.engine.calls import CallServer
 from expertd.service.engine.executor import Executor
 from expertd.service.memory import SharedMemory
+from expertd_client.channel.layout import aligned
 
 _SEQUENCE = struct.Struct("<Q")
 HEADER_BYTES = 128  # of a slot, in either memory: cache lines of its own

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from expertd.service.channels.layout import ALIGNMENT
 from expertd.service.engine.errors import MemoryFullError
 from expertd.service.memory import Arena, Block, Buffer, Span, host_view
 from expertd.service.moe.request import LayerRequest
+from expertd_client.channel.layout import ALIGNMENT, aligned
 
 CELL_BYTES = 128 * 1024  # for the small tensors of one request
 
@@ -39,7 +39,8 @@ class RequestBuffers:
             _size(tensor) if offset < 0 and tensor is not None else 0
             for tensor, offset in zip((*inputs, output), offsets, strict=True)
         ]
-        total = sum(_aligned(size) for size in sizes)
+        rooms = [aligned(size) for size in sizes]
+        total = sum(rooms)
         start, block = cell * CELL_BYTES, None
         if total > CELL_BYTES:
             block = arena.take(total)
@@ -52,7 +53,7 @@ class RequestBuffers:
                 offsets[index] = start
                 if tensor is not None:
                     self._region[start : start + sizes[index]] = host_view(tensor)
-                start += _aligned(sizes[index])
+                start += rooms[index]
         return offsets, block
 
     def cell_for(self, slot: int) -> int:
@@ -84,7 +85,3 @@ def _size(tensor: Buffer | Span | int) -> int:
     if isinstance(tensor, int):
         return tensor
     return tensor.num_bytes if isinstance(tensor, Span) else len(tensor)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

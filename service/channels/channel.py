@@ -7,24 +7,6 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from expertd.service.channels.layout import (
-    ANSWER,
-    ANSWER_OFFSET,
-    CALLER,
-    CALLER_OFFSET,
-    CANCEL_OFFSET,
-    CANCELS_OFFSET,
-    ERROR_BYTES,
-    ERROR_OFFSET,
-    EXPIRED_OFFSET,
-    FAILED_OFFSET,
-    FLAGS_BYTE,
-    ON_STREAM,
-    REASON_CODES,
-    REQUEST,
-    SEQUENCE_BYTES,
-    TIMES_OFFSET,
-)
 from expertd.service.channels.open_channel import (
     Answered,
     ChannelProtocolError,
@@ -37,13 +19,30 @@ from expertd.service.engine.errors import EngineError
 from expertd.service.engine.metrics.requests import StageSeconds
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.steps import Submission
-from expertd.service.memory.fence import fence
 from expertd.service.moe.request import LayerRequest, OutputMemory
 from expertd.service.statuses import STATUSES, status_of
+from expertd_client.channel.fence import fence
+from expertd_client.channel.layout import (
+    ANSWER,
+    ANSWER_OFFSET,
+    CALLER,
+    CANCEL_OFFSET,
+    CANCELS_OFFSET,
+    ERROR_BYTES,
+    ERROR_OFFSET,
+    EXPIRED_OFFSET,
+    FAILED_OFFSET,
+    FLAGS_BYTE,
+    ON_STREAM,
+    REASON_CODES,
+    REQUEST,
+    TIMES_OFFSET,
+    WORD_BYTES,
+)
 
 logger = logging.getLogger(__name__)
 
-_CANCELS = CANCELS_OFFSET // SEQUENCE_BYTES
+_CANCELS = CANCELS_OFFSET // WORD_BYTES
 
 
 class ServerChannel(OpenChannel):
@@ -91,7 +90,7 @@ class ServerChannel(OpenChannel):
         """The queued requests that the caller has cancelled. The caller of this holds the lock."""
         found = []
         for slot in self._slots:
-            word = self._words[(slot.start + CANCEL_OFFSET) // SEQUENCE_BYTES]
+            word = self._words[(slot.start + CANCEL_OFFSET) // WORD_BYTES]
             if slot.submission is not None and word == slot.sequence:
                 found.append(slot.submission)
         return found
@@ -100,7 +99,7 @@ class ServerChannel(OpenChannel):
         """Submit or refuse the next request; False if it has not arrived. The caller holds the lock."""
         index = self.taken % len(self._slots)
         slot, expected = self._slots[index], self.taken + 1
-        sequence = self._words[slot.start // SEQUENCE_BYTES]
+        sequence = self._words[slot.start // WORD_BYTES]
         if sequence != expected:
             if sequence == slot.sequence:
                 return False
@@ -113,7 +112,7 @@ class ServerChannel(OpenChannel):
                 f"slot {index}: expected request {expected} after answer {slot.sequence}"
             )
         fence()
-        start = slot.start + SEQUENCE_BYTES
+        start = slot.start + WORD_BYTES
         data = bytes(self._view[start : start + REQUEST.size])
         self.taken = slot.sequence = expected
         slot.on_stream = bool(data[FLAGS_BYTE] & ON_STREAM)
@@ -141,12 +140,12 @@ class ServerChannel(OpenChannel):
         slot.recurs = line.topk_ids is None or request.topk_ids is line.topk_ids  # else a copy
         slot.signal.value = slot.sequence
         if not slot.says_ok:  # before the device announces the output
-            ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, 200, 0, 0, 0, 0, 0)
+            ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + WORD_BYTES, 200, 0, 0, 0, 0, 0)
             slot.says_ok = True
         done = partial(self._done, slot)
         caller = self._caller
         if caller is None:
-            caller = CALLER.unpack_from(self._view, slot.start + CALLER_OFFSET)[0]
+            caller = CALLER.unpack_from(self._view, slot.start + CANCEL_OFFSET)[0]
         timeout = line.timeout_us / 1e6 if line.timeout_us else None
         submission = Submission(
             line.model.name,
@@ -175,7 +174,7 @@ class ServerChannel(OpenChannel):
             if has_ended or self._words[slot.word] == slot.sequence:
                 return
             # Not in the answer: the device may be writing that now, and the step still uses the region.
-            self._words[slot.word + EXPIRED_OFFSET // SEQUENCE_BYTES] = slot.sequence
+            self._words[slot.word + EXPIRED_OFFSET // WORD_BYTES] = slot.sequence
             self._ring()
             slot.expired = True
             now = time.perf_counter()
@@ -247,11 +246,11 @@ class ServerChannel(OpenChannel):
                 self._view[slot.start + ERROR_OFFSET : slot.start + ERROR_OFFSET + len(error)] = error
                 code = 0 if reason is None else REASON_CODES.get(reason, 0)
                 values = (status, len(error), retry_after_ms, code, 0, 0)
-                ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + SEQUENCE_BYTES, *values)
+                ANSWER.pack_into(self._view, slot.start + ANSWER_OFFSET + WORD_BYTES, *values)
                 slot.says_ok = status == 200
             fence()
             failed = status != 200 and slot.on_stream
-            self._words[slot.word + (FAILED_OFFSET // SEQUENCE_BYTES if failed else 0)] = slot.sequence
+            self._words[slot.word + (FAILED_OFFSET // WORD_BYTES if failed else 0)] = slot.sequence
         rings = status != 200 or not slot.on_stream
         seconds, stages = self._announce(slot, slot.sequence, submission, rings)
         if self._counts(slot):
@@ -274,7 +273,7 @@ class ServerChannel(OpenChannel):
         self._in_flight -= 1
         if not self._closed:
             if sequence > slot.timed:  # else a later request of the slot has its answer already
-                words, times = self._words, slot.word + TIMES_OFFSET // SEQUENCE_BYTES
+                words, times = self._words, slot.word + TIMES_OFFSET // WORD_BYTES
                 words[times], words[times + 1] = int(queue * 1e9), int(compute * 1e9)
                 fence()
                 words[times + 2] = slot.timed = sequence

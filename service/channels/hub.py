@@ -14,7 +14,7 @@ from pathlib import Path
 from expertd.device_calls import MAX_SLOTS
 from expertd.service.channels.call_channel import CallChannel, CallGeometry
 from expertd.service.channels.channel import ServerChannel
-from expertd.service.channels.layout import TOKEN_BYTES, Geometry
+from expertd.service.channels.geometry import Geometry
 from expertd.service.channels.open_channel import Answered, Memory, OpenChannel
 from expertd.service.channels.opening import Opening
 from expertd.service.channels.requests import ChannelModel, RequestReader
@@ -32,6 +32,7 @@ from expertd.service.engine.steps import caller_number
 from expertd.service.settings.parts import ChannelSettings
 from expertd.service.util.logs import with_fields
 from expertd.service.util.sentences import shown
+from expertd_client.channel.layout import TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from expertd.service.channels.call_channel import CallChannel
 from expertd.service.channels.channel import ServerChannel
 from expertd.service.channels.hub import ChannelHub
-from expertd.service.channels.layout import GREETING, READY, TOKEN_BYTES
 from expertd.service.util.sentences import shown
 from expertd.service.util.socket_files import SocketFile, listen_at
+from expertd_client.channel.layout import GREETING, READY, TOKEN_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from expertd.service.channels.layout import (
-    ANNOUNCED_OFFSET,
-    ANSWER_OFFSET,
-    HEADER_BYTES,
-    SEQUENCE_BYTES,
-    SLOT_BYTES,
-    Geometry,
-)
+from expertd.service.channels.geometry import Geometry
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.requests import Line, RequestReader
 from expertd.service.engine.errors import EngineError, QueueTimeoutError
@@ -24,8 +17,15 @@ from expertd.service.engine.metrics.requests import StageSeconds
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.steps import Submission
 from expertd.service.moe.request import LayerRequest, Signal
+from expertd_client.channel.layout import (
+    ANNOUNCED_OFFSET,
+    ANSWER_OFFSET,
+    HEADER_BYTES,
+    SLOT_BYTES,
+    WORD_BYTES,
+)
 
-_ANNOUNCED = ANNOUNCED_OFFSET // SEQUENCE_BYTES
+_ANNOUNCED = ANNOUNCED_OFFSET // WORD_BYTES
 
 
 class Answered(NamedTuple):
@@ -103,7 +103,7 @@ class SlotState:
 
     def __init__(self, index: int, control: int) -> None:
         self.start = HEADER_BYTES + index * SLOT_BYTES
-        self.word = (self.start + ANSWER_OFFSET) // SEQUENCE_BYTES  # of the answer line
+        self.word = (self.start + ANSWER_OFFSET) // WORD_BYTES  # of the answer line
         self.signal = Signal(control + self.start + ANSWER_OFFSET)
         self.timed = 0  # the latest request whose times are written
         self.says_ok = False  # the answer line has status 200 already
@@ -202,7 +202,7 @@ class OpenChannel:
             if self._ended:
                 return False
             slot = self._slots[self.taken % len(self._slots)]
-            return self._words[slot.start // SEQUENCE_BYTES] == self.taken + 1
+            return self._words[slot.start // WORD_BYTES] == self.taken + 1
 
     @abstractmethod
     def poll(self) -> None:

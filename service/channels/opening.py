@@ -7,17 +7,16 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from expertd.service.channels.call_channel import CallGeometry
-from expertd.service.channels.layout import DATATYPES, Geometry
+from expertd.service.channels.geometry import Geometry
 from expertd.service.channels.memory import DataRegion, SealedMemory
 from expertd.service.channels.open_channel import Memory
 from expertd.service.engine.errors import ChannelRefusedError
 from expertd.service.engine.loading import LoadedLayers
 from expertd.service.engine.spec import LayerSpec
+from expertd.service.moe.request import row_bytes
+from expertd_client.channel.layout import MAX_SLOTS
 
 M = TypeVar("M", bound=DataRegion)
-
-MAX_SLOTS = 4096
-_ELEMENT_BYTES = dict(DATATYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class Opening:
             raise ChannelRefusedError(f"models: expected equal sizes for a channel over NIXL, got {got:.200}")
         if isinstance(self.memory, CallMemory):
             return CallGeometry.for_slots(*sizes, *largest)
-        widest = max(_ELEMENT_BYTES[self.datatype or spec.datatype] for spec in specs)
+        widest = max(row_bytes(self.datatype or spec.datatype, 1) for spec in specs)
         default = Geometry.for_slots(*sizes, *largest, widest)
         if self.memory is None:
             return default

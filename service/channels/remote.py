@@ -1,34 +1,14 @@
-"""An HTTP process's access to the engine in another process: the caller's side of one channel."""
+"""An HTTP process's access to the engine in another process, by one channel of that."""
 
 import asyncio
-import logging
 import math
-import mmap
 import os
+import socket
+import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertd.service.channels.cells import CELL_BYTES, RequestBuffers, int32_ids
-from expertd.service.channels.layout import (
-    ANSWER,
-    ANSWER_OFFSET,
-    CALLER,
-    CALLER_OFFSET,
-    CANCEL_OFFSET,
-    CANCELS_OFFSET,
-    DATATYPE_CODES,
-    DATATYPES,
-    ERROR_OFFSET,
-    HEADER,
-    HEADER_BYTES,
-    REASON_CODES,
-    REQUEST,
-    ROUTED,
-    SEQUENCE_BYTES,
-    SLOT_BYTES,
-    TIMES_OFFSET,
-)
 from expertd.service.channels.waiting import QueueKey, WaitingCalls
 from expertd.service.engine.errors import (
     DeviceLostError,
@@ -47,16 +27,25 @@ from expertd.service.engine.queue_counts import QueueCounts
 from expertd.service.engine.spec import MODEL_VERSION, LayerSpec, served, specs_of
 from expertd.service.engine.steps import StepTimes, Submission
 from expertd.service.memory import Arena, Block, RegionUses
-from expertd.service.memory.fence import fence
-from expertd.service.moe.request import LayerRequest, OutputMemory
+from expertd.service.moe.request import FP8, LayerRequest, OutputMemory, row_bytes
 from expertd.service.moe.routing_checks import check_routing
 from expertd.service.settings.model import Settings
+from expertd_client.channel.claiming import mapped
+from expertd_client.channel.layout import (
+    CALLER,
+    CODES,
+    FP8_CODE,
+    HEADER_BYTES,
+    REASON_CODES,
+    REQUEST,
+    ROUTED,
+    SLOT_BYTES,
+)
+from expertd_client.channel.link import ChannelClient
 
-logger = logging.getLogger(__name__)
-
-_ANSWERS_BYTES = 65536  # read from the pipe at once
 _KEPT_PART = 8  # an eighth of the cells is kept for kinds of requests that have none in the channel
-_ELEMENT_BYTES = dict(DATATYPES.values())
+_CODES = {**CODES, FP8: FP8_CODE}
+_LINE = struct.Struct(REQUEST.format + CALLER.format[1:])  # without a cancellation in between
 _ERRORS: dict[int, type[EngineError]] = {
     REASON_CODES["step_failed"]: StepFailedError,
     REASON_CODES["queue_timeout"]: QueueTimeoutError,
@@ -126,25 +115,25 @@ class RemoteEngine:
         # Lines of requests have times, as spans do.
         logs_times = settings.access_log and settings.log_format == "json"
         self._is_traced = logs_times or settings.tracing.endpoint is not None
-        self._sequence = 0
-        self._cancels = 0
-        self._calls: dict[int, RemoteCall] = {}  # in the channel, by slot
+        self._calls: dict[int, RemoteCall] = {}  # in the channel, by sequence
         self._waiting: WaitingCalls[RemoteCall] = WaitingCalls(settings, counts)
         self._in_channel = self._waiting.in_channel
 
-    def connect(self, descriptors: Sequence[int], num_cells: int) -> None:
-        """Use the channel of these descriptors from now on, in the running event loop."""
-        control, data, self._bell, self._answers = descriptors
-        self._control = memoryview(mmap.mmap(control, os.fstat(control).st_size))
-        self._words = self._control.cast("Q")
-        self._num_slots = HEADER.unpack_from(self._control)[3]
-        region = memoryview(mmap.mmap(data, os.fstat(data).st_size))
-        for descriptor in (control, data):
-            os.close(descriptor)
+    def connect(self, descriptors: list[int], connection: socket.socket, num_cells: int) -> None:
+        """Use the channel of these descriptors from now on, in the running event loop.
+
+        It lives as long as `connection`, which the caller of this watches.
+        """
+        control_bytes, data_bytes = (os.fstat(descriptor).st_size for descriptor in descriptors[:2])
+        num_slots = (control_bytes - HEADER_BYTES) // SLOT_BYTES
+        sizes = {"num_slots": num_slots, "control_bytes": control_bytes, "data_bytes": data_bytes}
+        self._link = link = ChannelClient(mapped("", sizes, descriptors, connection, None))
+        assert link.data is not None
+        region = memoryview(link.data)
         self._cells = RequestBuffers(region, num_cells)
         self._kept_cells = max(1, num_cells // _KEPT_PART)
         self.arena = Arena(0, memory=region[num_cells * CELL_BYTES :], used=self._buffered)
-        asyncio.get_running_loop().add_reader(self._answers, self._on_answers)
+        asyncio.get_running_loop().add_reader(link.answers, self._on_answers)
 
     # For infer requests; see `InferEngine`.
 
@@ -184,14 +173,8 @@ class RemoteEngine:
             self._waiting.remove(call)
             call.submission.done(error)
             return True
-        slot = (call.sequence - 1) % self._num_slots
-        if self._calls.get(slot) is call:
-            start = HEADER_BYTES + slot * SLOT_BYTES
-            self._words[(start + CANCEL_OFFSET) // SEQUENCE_BYTES] = call.sequence
-            fence()
-            self._cancels += 1
-            self._words[CANCELS_OFFSET // SEQUENCE_BYTES] = self._cancels
-            os.eventfd_write(self._bell, 1)
+        if call.sequence in self._calls:
+            self._link.cancel(call.sequence)
         return False
 
     def region_uses(self) -> RegionUses | None:
@@ -202,57 +185,43 @@ class RemoteEngine:
     # The channel.
 
     def _room(self) -> int:
-        """How many more requests may be sent now: their slots have an order, which the protocol demands."""
-        return 0 if self._sequence % self._num_slots in self._calls else len(self._cells.free)
+        """How many more requests may be sent now."""
+        return len(self._cells.free) if self._link.has_room() else 0
 
     def _send(self, call: RemoteCall) -> None:
-        """Write a request line into the next slot, and ring. Raises MemoryFullError."""
+        """Send a request, for which there is room. Raises MemoryFullError."""
         submission = call.submission
         request = submission.request
-        slot = self._sequence % self._num_slots
         assert self.arena is not None
         ids = int32_ids(request)
         spec = self.models[submission.model]
-        size = request.num_tokens * spec.hidden_size * _ELEMENT_BYTES[request.output_datatype]
+        size = request.num_tokens * row_bytes(request.output_datatype, spec.hidden_size)
         tensors = (request.hidden_states, ids, request.topk_weights)
-        cell, output = self._cells.cell_for(slot), request.output or size
+        cell = self._cells.cell_for(self._link.sequence % self._link.num_slots)
+        output = request.output or size
         offsets, call.block = self._cells.place(cell, tensors, output, self.arena)
         if request.output is None:
             call.output = offsets[3], size
-        codes = DATATYPE_CODES[request.datatype], DATATYPE_CODES[request.output_datatype]
+        codes = _CODES[request.datatype], _CODES[request.output_datatype]
         flags, timeout_us = 0 if ids is None else ROUTED, 0
         if call.arrived:
             call.sent = time.perf_counter()
         if submission.timeout is not None:
             timeout_us = max(1, round(1e6 * (submission.timeout - (call.sent - call.arrived))))
-        line = (request.num_tokens, *codes, flags, timeout_us, *offsets, call.kind.priority)
-        start = HEADER_BYTES + slot * SLOT_BYTES
-        CALLER.pack_into(self._control, start + CALLER_OFFSET, call.caller)
-        REQUEST.pack_into(self._control, start + SEQUENCE_BYTES, *line, self._numbers[submission.model])
-        fence()
+        whose = call.kind.priority, self._numbers[submission.model], call.caller
+        line = _LINE.pack(request.num_tokens, *codes, flags, timeout_us, *offsets, *whose)
         call.cell = cell
         self._cells.free.remove(cell)
         self._in_channel[call.kind, call.caller] += 1
-        self._calls[slot] = call
-        self._sequence = call.sequence = self._sequence + 1
-        self._words[start // SEQUENCE_BYTES] = call.sequence
-        os.eventfd_write(self._bell, 1)
+        call.sequence = self._link.send(line)
+        self._calls[call.sequence] = call
 
     def _on_answers(self) -> None:
-        try:
-            os.read(self._answers, _ANSWERS_BYTES)  # before the look: an answer after it rings again
-        except BlockingIOError:
-            return
-        words = self._words
-        answered = [
-            slot
-            for slot, call in self._calls.items()
-            if words[(HEADER_BYTES + slot * SLOT_BYTES + ANSWER_OFFSET) // SEQUENCE_BYTES] == call.sequence
-        ]
-        fence()
-        for slot in answered:
-            call = self._calls.pop(slot)
-            answer = self._answer(slot, call)
+        self._link.clear()  # before the look: an answer after it rings again
+        is_answered = self._link.is_answered
+        for sequence in [sequence for sequence in self._calls if is_answered(sequence)]:
+            call = self._calls.pop(sequence)
+            answer = self._answer(call)
             self._cells.free.add(call.cell)
             like = call.kind, call.caller
             self._in_channel[like] -= 1
@@ -272,27 +241,15 @@ class RemoteEngine:
             finally:
                 self._waiting.sent(waiting)
 
-    def _read_times(self, offset: int, call: RemoteCall) -> None:
-        """Where the time of a call went; if the device has answered it, that may not be written yet."""
-        words, first = self._words, offset // SEQUENCE_BYTES
-        if words[first + 2] == call.sequence:  # written last
-            fence()
-            call.stages = words[first] / 1e9, words[first + 1] / 1e9
-
-    def _answer(self, slot: int, call: RemoteCall) -> OutputMemory | Exception:
-        start = HEADER_BYTES + slot * SLOT_BYTES
-        status, length, retry_after_ms, reason, _, _ = ANSWER.unpack_from(
-            self._control, start + ANSWER_OFFSET + SEQUENCE_BYTES
-        )
-        if status == 200:
-            if self._is_traced:
-                self._read_times(start + ANSWER_OFFSET + TIMES_OFFSET, call)
+    def _answer(self, call: RemoteCall) -> OutputMemory | Exception:
+        failure = self._link.end(call.sequence)
+        if failure is None:
+            if self._is_traced:  # if the device has answered, the times may not be there yet
+                call.stages = self._link.times(call.sequence, waits=False)
             if (output := call.submission.request.output) is not None:
                 return output
             return self._cells.read(*call.output)
-        text = bytes(self._control[start + ERROR_OFFSET : start + ERROR_OFFSET + length]).decode(
-            errors="replace"
-        )
+        status, text, retry_after_ms, reason = failure
         if status == 400:
             return RequestRefusedError(text)
         if status == 404:

@@ -4,22 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
-from expertd.service.channels.layout import (
-    ALIGNMENT,
-    DATATYPE_CODES,
-    DATATYPES,
-    ON_STREAM,
-    REQUEST,
-    ROUTED,
-    Geometry,
-)
+from expertd.service.channels.geometry import Geometry
 from expertd.service.engine.refusals import Reason
 from expertd.service.engine.steps import DEFAULT_PRIORITY, LAST_PRIORITY
 from expertd.service.memory import Span, host_view
 from expertd.service.moe.request import FP8, LayerRequest, Signal, row_bytes
+from expertd_client.channel.layout import ALIGNMENT, CODES, FP8_CODE, ON_STREAM, REQUEST, ROUTED
 
 _MAX_LINES = 256  # that are kept
-_NAMES = {code: name for name, code in DATATYPE_CODES.items()}
+_OUTPUTS = {code: name for name, code in CODES.items()}
+_INPUTS = {**_OUTPUTS, FP8_CODE: FP8}
 
 
 class ChannelRequestError(Exception):
@@ -86,9 +80,9 @@ class RequestReader:
         if num_tokens > geometry.max_tokens:
             text = f"num_tokens: expected at most {geometry.max_tokens}, got {num_tokens}"
             raise ChannelRequestError(text, "too_many_tokens")
-        if code not in _NAMES:
+        if code not in _INPUTS:
             _refuse(f"datatype: expected 1, 2, 3 or 4, got {code}")
-        if output_code not in DATATYPES:
+        if output_code not in _OUTPUTS:
             _refuse(f"output_datatype: expected 1, 2 or 3, got {output_code}")
         if flags & ~(ROUTED | ON_STREAM):
             _refuse(f"flags: expected 0 to 3, got {flags}")
@@ -100,14 +94,16 @@ class RequestReader:
         model = self._models[number]
         if routed and not model.routed:
             _refuse("flags: expected no routing (a masked layout needs it in host memory), got 1")
-        datatype, (output_datatype, output_size) = _NAMES[code], DATATYPES[output_code]
+        datatype, output_datatype = _INPUTS[code], _OUTPUTS[output_code]
         if datatype == FP8 and not model.takes_fp8:
             _refuse("datatype: expected 1, 2 or 3 (the model takes no FP8), got 4")
-        rows, routing = num_tokens * model.hidden_size, num_tokens * model.top_k * 4
+        routing = num_tokens * model.top_k * 4
         ids = weights = None
-        num_bytes = num_tokens * row_bytes(datatype, model.hidden_size)
+        num_bytes, output_bytes = (
+            num_tokens * row_bytes(each, model.hidden_size) for each in (datatype, output_datatype)
+        )
         hidden_states = self._part("hidden_states", offsets[0], num_bytes)
-        output = self._part("output", offsets[3], rows * output_size)
+        output = self._part("output", offsets[3], output_bytes)
         if routed:
             ids = self._part("topk_ids", offsets[1], routing)
             weights = self._part("topk_weights", offsets[2], routing)

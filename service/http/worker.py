@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from expertd.service.channels.layout import GREETING
 from expertd.service.channels.remote import RemoteEngine
 from expertd.service.engine.metrics.requests import KeyCounts, RequestCounts
 from expertd.service.http.accepting import Acceptor
@@ -39,6 +38,7 @@ from expertd.service.statuses import infer_status
 from expertd.service.tracing import tracing_of
 from expertd.service.util.heap import share_heap
 from expertd.service.util.logs import configure_logging, set_level
+from expertd_client.channel.layout import GREETING
 
 _MESSAGE_BYTES = 256
 
@@ -128,7 +128,7 @@ class _WorkerServer(ConnectionServer):
         except ConnectionError:
             message, descriptors = b"", []
         if message == GREETING:
-            self._engine.connect(descriptors, channel_cells(self._setup.settings))
+            self._engine.connect(descriptors, self._control, channel_cells(self._setup.settings))
             if self._setup.waits:
                 self._acceptor.start()
         elif message == DRAIN:

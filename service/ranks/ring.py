@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-from expertd.service.memory.fence import fence
+from expertd_client.channel.fence import fence
 
 _WORD = 8
 _HEADER_WORDS = 16  # CPUs fetch pairs of lines: the reader's word is apart from the slots

@@ -10,9 +10,9 @@ import pytest
 
 from expertd.layout import Layout
 from expertd.service.channels.channel import ServerChannel
-from expertd.service.channels.layout import HEADER_BYTES, SLOT_BYTES
 from expertd.service.memory import host_view
 from expertd.service.moe.request import LayerRequest, StepResult
+from expertd_client.channel.layout import HEADER_BYTES, SLOT_BYTES
 from tests.fuzz.mutations import cases
 from tests.service.apps import HIDDEN, Serving, rows
 from tests.service.channels.peer import Peer

@@ -9,7 +9,7 @@ from expertd.device_calls import FIELD_BITS, MAX_SLOTS, REFUSED, header
 from expertd.kernels import Backend, device_calls, resolve_backend
 from expertd.kernels.request_table import MAX_REQUESTS
 from expertd_client.channel import device_channel
-from expertd_client.channel.layout import REQUEST, WORD_BYTES
+from expertd_client.channel.layout import MODEL, REQUEST, WORD_BYTES
 from tests.kernels.device_call_ptx import PTX, SOURCE, compiled
 from tests.paths import ROOT
 
@@ -66,7 +66,7 @@ def test_places_have_the_fields_that_the_client_packs() -> None:
 
 def test_kernels_write_the_fields_of_a_request_line() -> None:
     assert f"kNumTokensOffset = {WORD_BYTES}," in CALLERS
-    assert f"kModelOffset = {WORD_BYTES + REQUEST.size};" in CALLERS
+    assert f"kModelOffset = {WORD_BYTES + REQUEST.size - MODEL.size};" in CALLERS
 
 
 def test_steps_have_the_fields_that_the_host_writes() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
+from expertd_client.channel.layout import aligned
 from expertd_client.errors import DeadlineError, ExpertError, ServerBusyError, TransportUnavailableError
-from expertd_client.places import aligned
 from expertd_client.transport import NotThisCallError
 
 _PLACE_ALIGNMENT = 4096

@@ -8,9 +8,9 @@ import numpy.typing as npt
 
 from expertd_client.arrays import ITEM_BYTES, Tensor
 from expertd_client.calls import LayerCall
+from expertd_client.channel.layout import aligned
 from expertd_client.errors import InvalidRequestError
 
-ALIGNMENT = 64
 _INT32 = np.iinfo(np.int32)
 
 
@@ -44,11 +44,6 @@ def layout_of(call: LayerCall) -> CallLayout:
     """Where the tensors of a call lie in its place."""
     top_k = call.inputs[1].shape[1] if len(call.inputs) > 1 else 0
     return layout(call.shape, top_k, call.inputs[0].datatype, call.output.datatype)
-
-
-def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """`num_bytes` or the next multiple of `alignment`."""
-    return -(-num_bytes // alignment) * alignment
 
 
 def copy_in(memory: "npt.NDArray[np.uint8]", call: LayerCall, where: CallLayout) -> None:

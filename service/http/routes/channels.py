@@ -6,7 +6,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 
 from expertd.service.channels.hub import ChannelHub, Entry
-from expertd.service.channels.layout import VERSION
 from expertd.service.channels.opening import CallMemory, CudaMemory, NixlMemory, Opening
 from expertd.service.channels.relays import Relays
 from expertd.service.http.bodies import BodyReader, control_body
@@ -24,6 +23,7 @@ from expertd.service.http.routes.schemas import (
 )
 from expertd.service.inference.gate import Gate
 from expertd.service.util.sentences import shown
+from expertd_client.channel.layout import VERSION
 
 ChannelId = Annotated[str, Path(description="id of an open channel")]
 _BODY: dict[str, Any] = {

@@ -17,10 +17,10 @@ import pytest
 
 from expertd.device_calls import CallCounts, CallSlot
 from expertd.service.channels.call_channel import CallGeometry
-from expertd.service.channels.layout import GREETING
 from expertd_client import ExpertClient, ServerBusyError
 from expertd_client.channel import making
 from expertd_client.channel.device_link import DeviceLink
+from expertd_client.channel.layout import GREETING
 from expertd_client.channel.opening import post
 from expertd_client.deadline import Deadline
 from expertd_client.metadata import ModelMetadata

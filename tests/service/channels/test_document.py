@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from expertd.service.channels.layout import (
+from expertd.service.channels.geometry import Geometry
+from expertd.service.settings.loader import load_settings
+from expertd_client.channel.layout import (
     ANSWER,
     ANSWER_OFFSET,
     ERROR_BYTES,
@@ -20,9 +22,7 @@ from expertd.service.channels.layout import (
     REQUEST,
     SLOT_BYTES,
     VERSION,
-    Geometry,
 )
-from expertd.service.settings.loader import load_settings
 from tests.paths import DEMO, ROOT
 from tests.service.processes import clean_environment, server_process
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from expertd.service.channels.layout import REASON_CODES
 from expertd.service.engine.errors import EngineError
+from expertd_client.channel.layout import REASON_CODES
 from tests.service.apps import HIDDEN, MODEL, error_of, hidden_request, output_of, rows
 from tests.service.channels.servers import answer_of, answer_to, channel, channel_server, claimed
 from tests.service.runners import EchoRunner

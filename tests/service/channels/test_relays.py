@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expertd.service.channels.layout import REQUEST
 from expertd.service.commands.serve import check_nixl
+from expertd_client.channel.layout import REQUEST
 from expertd_client.nixl.agent import Agent
 from expertd_client.nixl.messages import (
     ANSWER_KIND,

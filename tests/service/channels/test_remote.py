@@ -1,6 +1,7 @@
 """The HTTP processes' access to the engine, in one process with it."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -61,9 +62,11 @@ async def remote(
         cells = [0.0] * 2 * num_cells(1)
         engine = RemoteEngine(app.engine.settings, QueueCounts(cells, 1, 1))
         app.engine.share_counts(QueueCounts(cells, 1, 0))
-        engine.connect(channel.take_descriptors(), CELLS)
-        yield server, engine
-        asyncio.get_running_loop().remove_reader(engine._answers)
+        connection, other = socket.socketpair()
+        with connection, other:
+            engine.connect(channel.take_descriptors(), connection, CELLS)
+            yield server, engine
+            asyncio.get_running_loop().remove_reader(engine._link.answers)
 
 
 class Asked:

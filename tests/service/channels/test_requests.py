@@ -230,7 +230,7 @@ async def test_requests_and_refusals_are_counted_and_each_refusal_is_one_line_at
 async def test_machines_with_weaker_order_get_a_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expertd.service.memory.fence._WEAKLY_ORDERED", True)
+    monkeypatch.setattr("expertd_client.channel.fence._WEAKLY_ORDERED", True)
     async with channel(tmp_path, EchoRunner()) as (_, peer):
         assert np.array_equal(await asyncio.to_thread(peer.infer, rows(3)), rows(3))
 

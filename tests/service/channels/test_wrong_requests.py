@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertd.service.channels.layout import REQUEST, Geometry
+from expertd.service.channels.geometry import Geometry
 from expertd.service.channels.memory import SealedMemory
 from expertd.service.channels.requests import ChannelModel, ChannelRequestError, RequestReader
 from expertd.service.moe.request import Signal
+from expertd_client.channel.layout import REQUEST
 from tests.service.apps import HIDDEN, TOP_K, hidden_request, output_of, rows
 from tests.service.channels.peer import ChannelClosedError, Peer
 from tests.service.channels.servers import answer_to, channel, channel_server, claimed

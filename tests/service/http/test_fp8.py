@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from expertd.kernels import expand_rows, quantize_rows
-from expertd.service.channels.layout import REQUEST, Geometry
+from expertd.service.channels.geometry import Geometry
 from expertd.service.channels.requests import ChannelModel, ChannelRequestError, RequestReader
 from expertd.service.checkpoints import models_of
 from expertd.service.engine.loading import load
@@ -23,6 +23,7 @@ from expertd.service.http.routes.open_inference import fp8_parameters, input_dat
 from expertd.service.memory import Span
 from expertd.service.moe.request import FP8, LayerRequest, StepResult, fp8_rows
 from expertd.service.settings.served import CheckpointSettings
+from expertd_client.channel.layout import REQUEST
 from tests.service.apps import (
     HIDDEN,
     binary_request,

@@ -90,6 +90,7 @@ class ChannelArena(CallArena):
             start + where.topk_weights,
             start + where.output,
             call.priority,
+            0,  # the model
         )
 
     def fetch(self, call: LayerCall, place: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from expertd_client.calls import checked_priority
 from expertd_client.channel.enqueueing import Enqueuer
-from expertd_client.channel.layout import CODES, REQUEST, ROUTED
+from expertd_client.channel.layout import CODES, MODEL, REQUEST, ROUTED
 from expertd_client.channel.opening import Opened
 from expertd_client.channel.slots import Shapes, Slot, Ticket
 from expertd_client.channel.waiting import AnswerWait, Waiters
@@ -270,7 +270,8 @@ class BaseChannel:
             start + where.topk_weights,
             start + where.output,
             priority,
-        )
+            0,
+        )[: -MODEL.size]  # that of the model follows
         if len(slot.lines) >= _MAX_KEPT:
             slot.lines.clear()
         slot.lines[num_tokens, flags, seconds, priority] = line

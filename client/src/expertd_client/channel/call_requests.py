@@ -15,7 +15,6 @@ from expertd_client.channel.enqueueing import by_host
 from expertd_client.channel.layout import (
     ANSWER_OFFSET,
     CODES,
-    MODEL,
     ON_STREAM,
     REFUSED,
     REQUEST,
@@ -73,7 +72,7 @@ class CallRequests:
         places = where.hidden_states, where.topk_ids, where.topk_weights, where.output
         bf16 = CODES["BF16"]
         # The GPU writes the first and the last field of each request.
-        link.prepare(REQUEST.pack(0, bf16, bf16, ROUTED | ON_STREAM, 0, *places, 0) + MODEL.pack(0))
+        link.prepare(REQUEST.pack(0, bf16, bf16, ROUTED | ON_STREAM, 0, *places, 0, 0))
         link.announce(_ALL)
         self.is_closed = False
         self._thread: threading.Thread | None = None
@@ -142,7 +141,7 @@ class CallRequests:
                 if not deadline.may_repeat():
                     raise error
                 opened = yield from self._reopen(self._opened, deadline)
-            line = bytes(old.control[self._start + WORD_BYTES :][: REQUEST.size + MODEL.size])
+            line = bytes(old.control[self._start + WORD_BYTES :][: REQUEST.size])
             yield from _answered(opened.link, by_host(line), deadline)
 
         while not (self.is_closed or has_failed()):

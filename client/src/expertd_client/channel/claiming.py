@@ -53,7 +53,7 @@ def claim(opened: Any, deadline: Deadline, memory: mmap.mmap | None = None) -> C
     try:
         connection.settimeout(seconds)
         descriptors = exchange(connection, path, token, (DESCRIPTORS - 1, DESCRIPTORS))
-        return mapped(opened, sizes, descriptors, connection, memory)
+        return mapped(str(opened.get("id")), sizes, descriptors, connection, memory)
     except BaseException as error:
         connection.close()
         if isinstance(error, OSError | ValueError):
@@ -94,7 +94,7 @@ def receive(connection: socket.socket, name: str, counts: tuple[int, ...]) -> li
 
 
 def mapped(
-    opened: Mapping[str, Any],
+    channel_id: str,
     sizes: Mapping[str, int],
     descriptors: list[int],
     connection: socket.socket,
@@ -114,9 +114,7 @@ def mapped(
         for descriptor in data:
             os.close(descriptor)
     connection.setblocking(False)
-    return Claimed(
-        str(opened.get("id")), sizes["num_slots"], control_map, data_map, bell, answers, connection
-    )
+    return Claimed(channel_id, sizes["num_slots"], control_map, data_map, bell, answers, connection)
 
 
 def _in_place(descriptor: int, num_bytes: int, memory: mmap.mmap | None) -> mmap.mmap:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from expertd_client.channel.claiming import exchange
-from expertd_client.channel.layout import VERSION
+from expertd_client.channel.layout import READY, VERSION
 from expertd_client.deadline import Deadline
 from expertd_client.errors import (
     ExpertError,
@@ -22,8 +22,6 @@ from expertd_client.retries import with_retries
 from expertd_client.steps import Steps, run
 
 logger = logging.getLogger("expertd_client")
-
-READY = b"\1"  # what the server sends once it answers calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,27 +7,39 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from typing import NamedTuple
 
 from expertd_client.channel.claiming import Claimed
+from expertd_client.channel.fence import fence
 from expertd_client.channel.layout import (
     ANNOUNCED_OFFSET,
     ANSWER,
     ANSWER_OFFSET,
+    CANCEL_OFFSET,
+    CANCELS_OFFSET,
     ERROR_OFFSET,
     FAILED_OFFSET,
     HEADER_BYTES,
-    RING,
     SLOT_BYTES,
     TIMES_OFFSET,
-    WEAKLY_ORDERED,
     WORD_BYTES,
-    fence,
 )
 from expertd_client.errors import ServerUnreachableError, error_of
 
 SPIN_SECONDS = 250e-6
+_RING = (1).to_bytes(8, "little")  # what is added to the eventfd after each request
+_FIRST_ANSWER, _SLOT_WORDS = (HEADER_BYTES + ANSWER_OFFSET) // WORD_BYTES, SLOT_BYTES // WORD_BYTES
 _PIPE_BYTES = 65536
 _MAX_POLL_SECONDS = 1e6  # poll() takes a C int of milliseconds
+
+
+class Failure(NamedTuple):
+    """Why a request has no output; reason: of REASON_CODES."""
+
+    status: int
+    text: str
+    retry_after_ms: int  # 0: unknown
+    reason: int
 
 
 class ChannelClient:
@@ -55,10 +67,15 @@ class ChannelClient:
         self._poll = select.poll()
         self._poll.register(self.answers, select.POLLIN)
         self._poll.register(self.connection, select.POLLIN)
+        self._cancels = 0  # so far
         self._asks = threading.Lock()
         self._lost = select.poll()
         self._lost.register(self.connection, select.POLLIN)
         _links.add(self)
+
+    def has_room(self) -> bool:
+        """Whether `send` would send now: slots have an order."""
+        return self.is_open and not self._is_taken[self.sequence % self.num_slots]
 
     def send(self, line: bytes) -> int:
         """Write a request line without its sequence, and ring; its sequence, or 0 if no slot is free."""
@@ -72,12 +89,19 @@ class ChannelClient:
             return 0
         self._is_taken[slot] = True
         self._control[start + WORD_BYTES : start + WORD_BYTES + len(line)] = line
-        if WEAKLY_ORDERED:
-            fence()
+        fence()
         self.words[start // WORD_BYTES] = sequence
         self.sequence = sequence
-        os.write(self._bell, RING)
+        os.write(self._bell, _RING)
         return sequence
+
+    def cancel(self, sequence: int) -> None:
+        """Ask the server to answer a request at once, with 499, if it is still queued."""
+        self.words[(self.start_of(sequence) + CANCEL_OFFSET) // WORD_BYTES] = sequence
+        fence()
+        self._cancels += 1
+        self.words[CANCELS_OFFSET // WORD_BYTES] = self._cancels
+        os.write(self._bell, _RING)
 
     @property
     def control(self) -> memoryview:
@@ -95,15 +119,14 @@ class ChannelClient:
             return 0
         start = self.start_of(sequence) + WORD_BYTES
         self._control[start : start + len(line)] = line
-        if WEAKLY_ORDERED:
-            fence()
+        fence()
         self.sequence = sequence
         return sequence
 
     def announce(self, sequence: int) -> None:
         """Have the server look for a request that a GPU will write."""
         self.words[ANNOUNCED_OFFSET // WORD_BYTES] = sequence
-        os.write(self._bell, RING)
+        os.write(self._bell, _RING)
 
     def has_arrived(self, sequence: int) -> bool:
         """Whether the GPU has written the sequence of a request."""
@@ -117,14 +140,13 @@ class ChannelClient:
 
     def answer(self, sequence: int) -> None:
         """Let the GPU's stream go on that waits for an answer."""
-        if WEAKLY_ORDERED:
-            fence()
+        fence()
         self.words[(self.start_of(sequence) + ANSWER_OFFSET) // WORD_BYTES] = sequence
 
     def is_answered(self, sequence: int) -> bool:
         """Whether the answer is there, which was not yet taken."""
-        start = HEADER_BYTES + (sequence - 1) % self.num_slots * SLOT_BYTES
-        return bool(self.words[(start + ANSWER_OFFSET) // WORD_BYTES] == sequence)
+        slot = (sequence - 1) % self.num_slots
+        return self.words[_FIRST_ANSWER + slot * _SLOT_WORDS] == sequence
 
     def oldest(self) -> int:
         """The first request without an answer, for any thread; 0: none."""
@@ -135,26 +157,32 @@ class ChannelClient:
         return 0
 
     def take_answer(self, sequence: int) -> None:
-        """End a request whose answer is there. Raises ExpertError.
+        """As `end`. Raises ExpertError if there is no output."""
+        failure = self.end(sequence)
+        if failure is None:
+            return
+        status, text, retry_after_ms, _ = failure
+        if status == 499:
+            raise ServerUnreachableError(f"channel: expected an answer, got: {text}", status)
+        raise error_of(status, text, retry_after_ms / 1e3 if retry_after_ms else None)
+
+    def end(self, sequence: int) -> Failure | None:
+        """End a request whose answer is there; None if it has an output.
 
         Its slot can be used for another request afterwards.
         """
-        if WEAKLY_ORDERED:
-            fence()
+        fence()
         slot = (sequence - 1) % self.num_slots
         start = HEADER_BYTES + slot * SLOT_BYTES
-        status, length, retry_after, _, _, _ = ANSWER.unpack_from(
+        status, length, retry_after_ms, reason, _, _ = ANSWER.unpack_from(
             self._control, start + ANSWER_OFFSET + WORD_BYTES
         )
         if status == 200:
             self._is_taken[slot] = False
-            return
+            return None
         error = bytes(self._control[start + ERROR_OFFSET : start + ERROR_OFFSET + length])
         self._is_taken[slot] = False  # last: another thread may write to it at once
-        text = error.decode(errors="replace")
-        if status == 499:
-            raise ServerUnreachableError(f"channel: expected an answer, got: {text}", status)
-        raise error_of(status, text, retry_after / 1e3 if retry_after else None)
+        return Failure(status, error.decode(errors="replace"), retry_after_ms, reason)
 
     def times(self, sequence: int, waits: bool = True) -> tuple[float, float] | None:
         """Seconds in the queue and of the step, which follow an answer soon.
@@ -200,11 +228,13 @@ class ChannelClient:
 
     def clear(self) -> None:
         """Read all rings; afterwards, and only then, look for answers before the next `sleep`."""
-        with suppress(BlockingIOError):
+        try:
             while (count := len(os.read(self.answers, _PIPE_BYTES))) == _PIPE_BYTES:
                 pass
-            if not count:
-                self.is_open = False  # the server has closed it; all of its answers are there
+        except BlockingIOError:
+            return
+        if not count:
+            self.is_open = False  # the server has closed it; all of its answers are there
 
     def sleep(self, seconds: float) -> bool:
         """Wait for the next ring; False if time is over. Clears `is_open` if the channel was closed."""

@@ -11,7 +11,7 @@ from expertd_client.arenas import Sizes
 from expertd_client.calls import check_model
 from expertd_client.channel.base import BaseChannel, Made
 from expertd_client.channel.device_channel import CallWay, DeviceChannel, GpuCalls, HostCalls
-from expertd_client.channel.layout import CODES, MAX_REQUESTS, MODEL, VERSION
+from expertd_client.channel.layout import CODES, MAX_SLOTS, MODEL, VERSION, aligned
 from expertd_client.channel.link import SPIN_SECONDS
 from expertd_client.channel.opening import Opened, open_channel, post
 from expertd_client.channel.slots import Shapes, make_slots
@@ -21,7 +21,6 @@ from expertd_client.directory import ArenaRefusedError
 from expertd_client.errors import InvalidRequestError, TransportUnavailableError
 from expertd_client.http.requests import model_path
 from expertd_client.metadata import ModelMetadata, read_metadata
-from expertd_client.places import aligned
 from expertd_client.steps import Steps, Work, run
 from expertd_client.transport import Asker
 
@@ -59,8 +58,8 @@ class ChannelOptions:
         for name, value in (("num_slots", self.num_slots), ("max_tokens", self.max_tokens)):
             if not 1 <= value < 1 << 32:
                 raise InvalidRequestError(f"{name}: expected at least 1, got {value}")
-        if self.num_slots > MAX_REQUESTS:
-            raise InvalidRequestError(f"num_slots: expected at most {MAX_REQUESTS}, got {self.num_slots}")
+        if self.num_slots > MAX_SLOTS:
+            raise InvalidRequestError(f"num_slots: expected at most {MAX_SLOTS}, got {self.num_slots}")
         for name, datatype in (("datatype", self.datatype), ("output_datatype", self.output_datatype)):
             if datatype is not None and datatype not in CODES:
                 raise InvalidRequestError(f"{name}: expected {', '.join(CODES)} or None, got {datatype!r}")

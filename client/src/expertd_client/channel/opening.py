@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from expertd_client.arenas import Sizes
 from expertd_client.channel.claiming import claim
-from expertd_client.channel.layout import MAX_REQUESTS, VERSION
+from expertd_client.channel.layout import MAX_SLOTS, VERSION
 from expertd_client.channel.link import SPIN_SECONDS, ChannelClient
 from expertd_client.deadline import Deadline
 from expertd_client.device_memory import GpuAllocation
@@ -78,7 +78,7 @@ def open_channel(
     if exported is not None:
         memory = {"cuda": exported.described()}
     min_slots = 0 if exported is None else _STREAM_SLOTS
-    num_slots = num_slots or min(MAX_REQUESTS, max(min_slots, _SLOTS_PER_PLACE * sizes.num_places))
+    num_slots = num_slots or min(MAX_SLOTS, max(min_slots, _SLOTS_PER_PLACE * sizes.num_places))
     body: dict[str, Any] = {
         "version": VERSION,
         "num_slots": num_slots,

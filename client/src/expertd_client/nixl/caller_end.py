@@ -16,6 +16,7 @@ from expertd_client.channel.layout import (
     EXPIRED_OFFSET,
     GREETING,
     HEADER_BYTES,
+    REQUEST,
     SLOT_BYTES,
     TIMES_OFFSET,
     WORD_BYTES,
@@ -28,7 +29,6 @@ from expertd_client.nixl.messages import (
     CANCEL,
     EXPIRED,
     INLINE_BYTES,
-    LINE_BYTES,
     REQUEST_KIND,
     STATUS,
     TIMED,
@@ -84,7 +84,7 @@ class CallerEnd(Relay):
                 break
             found = True
             self._sent += 1
-            line = bytes(self.control[start + WORD_BYTES : start + WORD_BYTES + LINE_BYTES])
+            line = bytes(self.control[start + WORD_BYTES : start + WORD_BYTES + REQUEST.size])
             places = self._in_flight[self._sent] = places_of(line, self.shape)
             message = WORD.pack(REQUEST_KIND, self._sent) + line
             if places.input_bytes <= INLINE_BYTES:

@@ -20,7 +20,8 @@ import struct
 from functools import lru_cache
 from typing import NamedTuple
 
-from expertd_client.channel.layout import MODEL, REQUEST, ROUTED
+from expertd_client.arrays import ITEM_BYTES
+from expertd_client.channel.layout import CODES, FP8_CODE, REQUEST, ROUTED
 from expertd_client.nixl.agent import Ranges
 
 HELLO, BYE, CANCEL, EXPIRED, TIMES = 1, 2, 3, 4, 5
@@ -31,11 +32,10 @@ ANSWERED = struct.Struct(
     "<BQ32sQ"
 )  # kind, sequence, answer line from its status to compute_ns, times' sequence
 STATUS = struct.Struct("<II")  # an answer line's first fields: the status, and bytes of the error's text
-LINE_BYTES = REQUEST.size + MODEL.size
-REQUEST_BYTES = WORD.size + LINE_BYTES
+REQUEST_BYTES = WORD.size + REQUEST.size
 INLINE_BYTES = 16 << 10  # of tensors that are sent in the message: a write takes longer than to copy them
-_ELEMENT_BYTES = {1: 2, 2: 2, 3: 4}
-_FP8, _FP8_BLOCK = 4, 128  # a code, and the columns that have a scale in fp32
+_ELEMENT_BYTES = {code: ITEM_BYTES[name] for name, code in CODES.items()}
+_FP8_BLOCK = 128  # columns that have a scale in fp32
 
 
 class Places(NamedTuple):
@@ -59,9 +59,11 @@ class Shape(NamedTuple):
 @lru_cache(1024)
 def places_of(line: bytes, shape: Shape) -> Places:
     """Where the tensors of a request line, without its sequence, lie."""
-    tokens, datatype, output_datatype, flags, _, *offsets, _ = REQUEST.unpack_from(line)
+    tokens, datatype, output_datatype, flags, _, *offsets, _, _ = REQUEST.unpack(line)
     hidden = shape.hidden_size
-    row = hidden + hidden // _FP8_BLOCK * 4 if datatype == _FP8 else hidden * _ELEMENT_BYTES.get(datatype, 0)
+    row = hidden * _ELEMENT_BYTES.get(datatype, 0)
+    if datatype == FP8_CODE:
+        row = hidden + hidden // _FP8_BLOCK * 4
     routing = tokens * shape.top_k * 4
     inputs = [(offsets[0], tokens * row)]
     if flags & ROUTED:

@@ -57,7 +57,7 @@ class CallerProcess:
             self._ask(asked, deadline)
             send_line(self._connection, {})
             descriptors = receive(self._connection, "nixl", (DESCRIPTORS,))
-            return mapped(opened, sizes, descriptors, self._connection, memory)
+            return mapped(str(opened.get("id")), sizes, descriptors, self._connection, memory)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError | ValueError):

@@ -8,7 +8,8 @@ import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
 
-from expertd_client.channel.layout import WEAKLY_ORDERED, WORD_BYTES, fence
+from expertd_client.channel.fence import fence
+from expertd_client.channel.layout import WORD_BYTES
 from expertd_client.nixl.agent import Agent, PeerError, Ranges
 from expertd_client.nixl.messages import BYE, HELLO, Shape
 
@@ -121,8 +122,7 @@ class Relay(ABC):
 
     def set_word(self, offset: int, value: int) -> None:
         """Write 8 bytes at once, after everything that was written before."""
-        if WEAKLY_ORDERED:
-            fence()
+        fence()
         self.words[offset // WORD_BYTES] = value
 
     def _take(self, message: bytes) -> bool:

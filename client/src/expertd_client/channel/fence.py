@@ -1,9 +1,9 @@
-"""Order between accesses to memory that processes share."""
+"""Order between accesses to memory that processes share; the server uses it too."""
 
 import platform
 import threading
 
-_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
+_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64")
 _barrier = threading.Lock()
 
 
