@@ -9,7 +9,6 @@ import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from expertd.service.channels.channel import ServerChannel
@@ -24,12 +23,6 @@ _START_SECONDS = 30.0
 _END_SECONDS = 5.0  # before a process that does not end is killed
 _RETRY_SECONDS = 1
 _MAX_BYTES = 1 << 20
-
-
-def missing_package() -> str | None:
-    """One that channels over NIXL need and is not installed."""
-    packages = {"expertd_client": "expertd-client", "nixl_cu13": "nixl-cu13"}
-    return next((name for module, name in packages.items() if find_spec(module) is None), None)
 
 
 class Relays:

@@ -197,14 +197,10 @@ def check_grpc(settings: "Settings") -> None:
 
 
 def check_nixl(settings: "Settings") -> None:
-    """Raise ValueError if channels over NIXL are on and a package of theirs is not installed."""
-    if not settings.channels.nixl:
-        return  # without the import: it takes as long as torch's
-    from expertd.service.channels.relays import missing_package
-
-    if (missing := missing_package()) is not None:
+    """Raise ValueError if channels over NIXL are on and its package is not installed."""
+    if settings.channels.nixl and find_spec("nixl_cu13") is None:
         expected = "the packages of expertd[nixl] (pip install 'expertd[nixl]')"
-        raise ValueError(f"channels.nixl: expected {expected}, got no {missing}")
+        raise ValueError(f"channels.nixl: expected {expected}, got no nixl-cu13")
 
 
 def check_tracing(settings: "Settings") -> None:

@@ -205,7 +205,7 @@ class ChannelSettings(Frozen):
     nixl: bool = Field(
         default=False,
         description="callers on other machines open channels over NIXL, by RDMA where there is some; needs "
-        "the packages of `expertd[nixl]` and `expertd-client`, and a network of trusted hosts (docs/rdma.md)",
+        "the packages of `expertd[nixl]`, and a network of trusted hosts (docs/rdma.md)",
     )
     max_channels: int = Field(default=64, ge=1, description="maximum open channels")
     max_bytes: int = Field(
