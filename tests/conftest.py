@@ -46,6 +46,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 MANY_MODULES = 50  # of a file's own imports
+MANY_DESCRIPTORS = 250  # select() takes none from 1024 on
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -77,6 +78,18 @@ def quick_collections() -> Iterator[None]:
     """Searches of the garbage collector skip what a file's tests import: for transformers, 0.1 seconds."""
     before = len(sys.modules)
     yield
+    if len(list(Path("/proc/self/fd").iterdir())) > MANY_DESCRIPTORS:
+        forget_servers()
     if len(sys.modules) > before + MANY_MODULES:
         gc.collect()
         gc.freeze()
+
+
+def forget_servers() -> None:
+    """FastAPI keeps what it has found out about endpoints, and so the engines of servers that have ended."""
+    from fastapi.dependencies import models
+
+    for each in vars(models).values():
+        if hasattr(each, "cache_clear"):
+            each.cache_clear()
+    gc.collect()
