@@ -8,10 +8,10 @@ import weakref
 from typing import Protocol
 
 _MAX_EVENTS = 64  # of one call; further ones are in the next
-# Between two looks for what a GPU will write: the caller's GPU may have other work for long, or none.
-_PAUSE_SECONDS = 50e-6
-_SECOND_SECONDS, _SECOND_PAUSE = 1.0, 1e-3  # once nothing has come for so long
-_LAST_SECONDS, _LAST_PAUSE = 10.0, 5e-3
+# Between two looks for what a GPU will write, until nothing has come for so many seconds: the caller's GPU
+# may have other work for long, or none. A look takes some 0.1 ms of a CPU, as it begins with a wake-up.
+_PAUSES = (1.0, 50e-6), (10.0, 1e-3), (60.0, 5e-3)
+_LAST_PAUSE = 20e-3
 
 
 class RequestSource(Protocol):
@@ -34,9 +34,7 @@ class RequestSource(Protocol):
 
 def _pause(silence: float) -> float:
     """Seconds between two looks, by those in which nothing has come."""
-    if silence < _SECOND_SECONDS:
-        return _PAUSE_SECONDS
-    return _SECOND_PAUSE if silence < _LAST_SECONDS else _LAST_PAUSE
+    return next((pause for seconds, pause in _PAUSES if silence < seconds), _LAST_PAUSE)
 
 
 class Wakeup:
