@@ -8,8 +8,8 @@ import weakref
 from typing import Protocol
 
 _MAX_EVENTS = 64  # of one call; further ones are in the next
-# Between two looks for what a GPU will write, until nothing has come for so many seconds: the caller's GPU
-# may have other work for long, or none. A look takes some 0.1 ms of a CPU, as it begins with a wake-up.
+# (seconds without a request, pause between two looks until then) for what a caller's GPU will write: it may
+# have other work for long, or none. A look takes some 0.1 ms of a CPU, as it begins with a wake-up.
 _PAUSES = (1.0, 50e-6), (10.0, 1e-3), (60.0, 5e-3)
 _LAST_PAUSE = 20e-3
 

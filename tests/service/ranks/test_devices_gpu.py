@@ -145,7 +145,7 @@ async def test_steps_that_are_graphs(given: bool) -> None:
 
 
 def slots_of(settings: Settings, experts: int) -> int:
-    """A budget with which each rank has slots for so many experts, beside shared ones and chunks."""
+    """A budget that gives each rank this many slots, beside shared experts and chunks."""
     shape = settings.models[0].shape
     held = part_of_layer(shape, -(-len(shape.held_experts) // settings.num_ranks))
     shared = shape.num_shared_experts * shape.shared_expert_bytes

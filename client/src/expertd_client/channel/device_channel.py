@@ -79,13 +79,12 @@ class GpuCalls:
         except BaseException:
             link.close()
             raise
-        self._memories = answers, calls = link.answers, calls
+        answers = link.answers
+        self._memories = answers, calls
         self.addresses = []
         for slot in range(sizes.num_slots):
-            header, rows = (
-                slot * sizes.header_bytes,
-                calls.address + sizes.rows_offset + slot * sizes.slot_bytes,
-            )
+            header = slot * sizes.header_bytes
+            rows = calls.address + sizes.rows_offset + slot * sizes.slot_bytes
             routing = rows + sizes.topk_ids_offset, rows + sizes.topk_weights_offset
             out = answers.address + sizes.rows_offset + slot * sizes.output_bytes
             places = calls.address + header, rows, *routing, answers.address + header, out
