@@ -116,7 +116,6 @@ def test_compilers_know_what_routing_gives(kind: str) -> None:
     [
         (False, False, False, "call"),
         (True, False, False, "shared"),  # the compiler may use the memory of the call's inputs again
-        (False, True, False, "shared"),
         (True, True, True, "call"),
     ],
 )
@@ -131,6 +130,27 @@ def test_the_server_begins_before_shared_experts_where_it_can(
     with override_forward_context(context("attention", TOKENS, TOKENS, layer)):
         layer(x, torch.randn(TOKENS, NUM_EXPERTS))
     assert done == [first, "call" if first == "shared" else "shared"]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_no_call_is_made_while_routing_is_only_captured(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids in its buffers are of no use then. Replays do not run the Python that knows."""
+    done: list[str] = []
+    layer, x = runner("plain", done), torch.randn(TOKENS, HIDDEN)
+    layer._quant_method._is_compiled = is_compiled
+    logits, out = torch.randn(TOKENS, NUM_EXPERTS), torch.full((TOKENS, HIDDEN), torch.nan)
+    with override_forward_context(context("attention", TOKENS, TOKENS, layer)):
+        with monkeypatch.context() as capture:
+            capture.setattr(experts, "_is_captured", lambda _: True)
+            ids, weights = torch.ops.expertd.route(x, logits, None, None, TOP_K, layer._encode_layer_name())
+        torch.ops.expertd.experts(x, torch.zeros_like(ids), weights, out, layer.layer_name)
+        assert not done
+        assert not out.any()
+        torch.ops.expertd.experts(x, ids, weights, out, layer.layer_name)
+    assert done == ["call"]
+    torch.testing.assert_close(out, expected_of(x, ids, weights), rtol=0, atol=0)
 
 
 def context(known_by: str, real: int, rows: int, layer: Any = None) -> ForwardContext:

@@ -186,7 +186,11 @@ class ExpertdMoEMethod(FusedMoEMethodBase):
         compiler may use its memory again before.
         """
         topk_ids, topk_weights = topk_ids.int().contiguous(), topk_weights.float().contiguous()
-        if self.remote.makes_device_call(x) or not (self._is_compiled or _is_captured(x)):
+        if self.remote.makes_device_call(x):
+            self._submit(x, topk_ids, topk_weights)
+        elif _is_captured(x):  # and not computed, while `call` is made: ids are whatever was there
+            self._calls[dbo_current_ubatch_id()] = slice(0, 0), None
+        elif not self._is_compiled:
             self._submit(x, topk_ids, topk_weights)
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
