@@ -7,7 +7,7 @@ in torch's context of the GPU, and makes it a tensor.
 import base64
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ class DeviceMemoryError(TransportUnavailableError):
 
 
 class GpuAllocation:
-    """`num_bytes` on the GPU `index`, freed when neither this object nor a tensor of it exists any more.
+    """`num_bytes` on the GPU `index`, freed by `close`, or when this object and tensors of it are gone.
 
     Raises DeviceMemoryError if the driver refuses.
     """
@@ -56,13 +56,16 @@ class GpuAllocation:
         b64 = base64.b64encode(self.handle).decode()
         return {"raw_handle": {"b64": b64}, "device_id": self.index, "byte_size": self.num_bytes}
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Free it, for which the driver waits for the GPU; no tensor of it is used, or will be."""
         if self._pointer.value:
-            try:
-                with in_context(self.index):
-                    call("cuMemFree_v2", self._pointer)
-            except (DeviceMemoryError, AttributeError, TypeError):
-                pass  # the process ends, and its memory with it
+            with in_context(self.index):
+                call("cuMemFree_v2", self._pointer)
+            self._pointer.value = 0
+
+    def __del__(self) -> None:
+        with suppress(DeviceMemoryError, AttributeError, TypeError):  # the process ends, its memory with it
+            self.close()
 
 
 class _Location(ctypes.Structure):

@@ -96,12 +96,17 @@ class CallRequests:
         self._thread.start()
 
     def close(self) -> None:
-        """Give the channel up; no call is under way, or will be."""
+        """Give the channel up, and its memory, unless a call has no answer: its step may still use it."""
         self.is_closed = True
         self._link.hang_up()
         if self._thread is not None:
             self._thread.join()
+        is_answered = self.is_answered
         self._link.close()
+        memory = self._opened.exported
+        if is_answered and memory is not None:
+            # Now: a collection of garbage would wait for the GPU whenever it happens.
+            memory.close()
 
     def _watch(self, has_failed: Callable[[], bool]) -> None:
         """Without CUDA: a call may be waiting, and so the driver."""
