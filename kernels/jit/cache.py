@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ CACHE_DIR_VARIABLE = "EXPERTD_CACHE_DIR"
 BUNDLE = Path(__file__).parent.parent / "built"
 LOCK_SECONDS = 120.0  # far longer than a compilation: a lock held longer is stuck
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_making_scratch = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +52,14 @@ def check_writable(directory: Path) -> None:
         raise OSError(f"kernel cache: expected {expected}, got {directory}: {error.strerror}") from error
 
 
-@functools.cache
 def scratch_directory() -> "tempfile.TemporaryDirectory[str]":
     """A folder for what a compiler writes on its way, which is removed with the process."""
+    with _making_scratch:  # threads that begin at once get the same one
+        return _scratch_directory()
+
+
+@functools.cache
+def _scratch_directory() -> "tempfile.TemporaryDirectory[str]":
     return tempfile.TemporaryDirectory(prefix="expertd-compiler-")
 
 
