@@ -32,7 +32,7 @@ from benchmarks.lib.run import Result, line_of, new_parser
 from benchmarks.lib.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu, header, kernel_microseconds
 from benchmarks.peers import Peer, available_peers
 from expertd import kernels
-from expertd.kernels.backends.hopper.packed_weights import pack_mxfp4, unpack_mxfp4
+from expertd.kernels.backends.hopper.packed_weights import pack, unpack_mxfp4
 from expertd.weight_format import WeightFormat, WeightLayout
 
 Row = dict[str, Any]
@@ -68,7 +68,7 @@ def floor(shape: Shape, num_bytes: int, bandwidth: float) -> float:
 def measure_mxfp4(problem: Problem, bandwidth: float) -> Row:
     """The problem with random MXFP4 weights, beside the same numbers in FP8. Exits if their bits differ."""
     shape, weights = problem.shape, random_mxfp4(problem.b.data)
-    decoded = unpack_mxfp4(pack_mxfp4(weights), shape.k)
+    decoded = unpack_mxfp4(pack(weights), shape.k)
     bits, times = [], []
     for b in (decoded, weights):
         problem.out.fill_(math.nan)

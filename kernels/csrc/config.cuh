@@ -6,14 +6,20 @@
 constexpr bool kContiguous = CONTIGUOUS;  // rows of all groups follow each other; else each group has max_m places
 constexpr bool kSwapAb = SWAP_AB;         // b, not a, is on wgmma's M side
 constexpr bool kGlu = GLU;                // out is activated gates times ups, in FP8 with scales
-constexpr bool kMxfp4 = MXFP4;            // b in codes of four bits: codes.cuh
+enum class Weights { FP8, MXFP4, INT4, NVFP4 };
+constexpr Weights kWeights = Weights::WEIGHTS;        // b's format
+constexpr bool kFourBits = kWeights != Weights::FP8;  // b in codes: codes.cuh
 constexpr bool kStoresBoxes = !kSwapAb && !kGlu;
 constexpr int kBlockM = BLOCK_M;  // rows of a in a tile, at most
 constexpr int kBlockN = BLOCK_N;  // rows of b in a tile; with an activation, 64 gate rows and the matching 64 up rows
-constexpr int kBlockK = floats::kScaleBlock;              // columns that share a scale; bytes of a swizzled row
-constexpr int kLoadsOfB = kGlu && !kMxfp4 ? 2 : 1;        // a K block of b takes as many
-constexpr int kOutBlockN = kGlu ? kBlockN / 2 : kBlockN;  // columns of out in a tile; rows of b per TMA load
-constexpr int kBytesOfB = kMxfp4 ? kBlockN * (kBlockK / 2 + kBlockK / 32) : kBlockN * kBlockK;  // of a K block
+constexpr int kBlockK = floats::kScaleBlock;                    // columns that share a scale; bytes of a swizzled row
+constexpr int kLoadsOfB = kGlu && !kFourBits ? 2 : 1;           // a K block of b takes as many
+constexpr int kOutBlockN = kGlu ? kBlockN / 2 : kBlockN;        // columns of out in a tile; rows of b per TMA load
+constexpr int kScalesOfB = kBlockK / GROUP_SIZE;                // with kFourBits: of a row, in a K block
+constexpr int kScaleBytes = kWeights == Weights::INT4 ? 2 : 1;  // of each
+constexpr int kBytesOfB = kBlockN * (kFourBits ? kBlockK / 2 + kScalesOfB * kScaleBytes : kBlockK);  // of a K block
+// Scales multiply products of their columns, and numbers of rows multiply the sums. MXFP4's scales are in exponents.
+constexpr bool kScalesProducts = kFourBits && kWeights != Weights::MXFP4;
 constexpr int kStages = STAGES;                // K blocks of a and b in flight
 constexpr int kCluster = CLUSTER;              // CTAs with neighboring columns that load a's rows together
 constexpr int kTileN = kOutBlockN * kCluster;  // columns of out in a cluster's tile

@@ -7,7 +7,7 @@
 
 namespace swap_ab {
 
-static_assert(!kSwapAb || kMxfp4 || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kGlu),
+static_assert(!kSwapAb || kFourBits || ((kBlockM == 32 || kBlockM == 64) && kCluster == 1 && !kGlu),
               "there is code for heights up to 64, none for a CTA without columns and none for SwiGLU");
 
 // Promotion: the tensor cores keep about 14 bits, so every 128 of K is added up in fp32. A column of the fragment is a

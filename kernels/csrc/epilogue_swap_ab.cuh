@@ -23,7 +23,7 @@ class SwapAbEpilogue {
     // Stages rows in a swizzled buffer; only the tile's own rows are stored.
     template <int kSlices>
     __device__ __forceinline__ void store(const float (&sum)[kSlices * 8], const Tile& tile, u32 warpgroup) {
-        const u32 index = kMxfp4 ? ptx::thread_index() : threadIdx.x;
+        const u32 index = kFourBits ? ptx::thread_index() : threadIdx.x;
         const int thread = index % 128, warp = thread / 32, lane = thread % 32;
         const int n = problem_.n, first_column = tile.column + warpgroup * 64, columns = n - first_column;
         const u32 staging = ptx::shared_address(shared_.staging[warpgroup]);

@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     // ---- barriers, and meanwhile the cluster's first tile
     if (warp == 0 && ptx::elect_one()) {
         ptx::prefetch_tensor_map(&parameters.a_map);
-        if constexpr (!kMxfp4) ptx::prefetch_tensor_map(&parameters.b_map);
+        if constexpr (!kFourBits) ptx::prefetch_tensor_map(&parameters.b_map);
         if constexpr (kStoresBoxes) ptx::prefetch_tensor_map(&parameters.out_map);
         shared.init_barriers();
     }
@@ -111,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     } else {
         if constexpr (kMovesRegisters) ptx::grow_registers<kConsumerRegisters>();
         Epilogue epilogue{shared.epilogue, parameters.out_map, output, problem};
-        if constexpr (kMxfp4)
-            consume(problem, shared, codes::Consumer(shared, warp / 4), epilogue);
+        if constexpr (kFourBits)
+            consume(problem, shared, codes::Consumer(shared, warp / 4, problem, operands.scales.b), epilogue);
         else if constexpr (kSwapAb)
             consume(problem, shared, swap_ab::Consumer(shared, warp / 4), epilogue);
         else

@@ -8,14 +8,14 @@
 struct Scales {
     const float* a;
     u32 a_stride_group, a_stride_m, a_stride_k;
-    const float* b;  // [num_groups, ceil(rows of b / 128), k / 128]
+    const float* b;  // [num_groups, ceil(rows of b / 128), k / 128]; kScalesProducts: one for each row, as they lie
 };
 
 // `Output` is the epilogue's own part.
 template <typename Output>
 struct GemmParameters {
     ptx::TensorMap a_map;    // [rows, k], box kBoxM x 128, 128-byte swizzle
-    ptx::TensorMap b_map;    // [num_groups * rows of b, k], box kOutBlockN x 128, likewise; kMxfp4: b's address
+    ptx::TensorMap b_map;    // [num_groups * rows of b, k], box kOutBlockN x 128, likewise; kFourBits: b's address
     ptx::TensorMap out_map;  // bf16 [rows, n], box 16 x 64, likewise; only for kStoresBoxes
     Scales scales;
     Groups groups;

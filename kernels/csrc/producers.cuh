@@ -7,7 +7,7 @@
 // The producers' inputs.
 struct Operands {
     const ptx::TensorMap &a_map, &b_map;
-    const u8* const b_codes;  // with kMxfp4, instead of b_map
+    const u8* const b_codes;  // with kFourBits, instead of b_map
     const Scales scales;
     int* const tile_counter;
 };
@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Operands
     const auto boxes_of = [](const Tile& tile) { return (tile.rows + kBoxM - 1) / kBoxM; };
     const auto load_b = [&](const Tile& tile, int kb, int stage) {
         ptx::mbarrier_arrive_expect_bytes(&shared.full[stage], kBytesOfB + boxes_of(tile) * kBoxM * kBlockK);
-        if constexpr (kMxfp4) {
+        if constexpr (kFourBits) {
             codes::load(&shared.full[stage], shared.b[stage], operands.b_codes, problem, tile, kb);
             return;
         }
@@ -119,7 +119,8 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, const Operand
             for (int i = 0; i < kBlockM / 32; ++i)  // past L1: shared memory leaves it no room
                 a_value[ahead][i] = __ldcg(operands.scales.a + a_scale[i] + kb * operands.scales.a_stride_k);
 #pragma unroll
-            for (int part = 0; part < kScaleParts; ++part) b_value[ahead][part] = __ldg(b_scale + part * b_stride + kb);
+            for (int part = 0; part < kScaleParts; ++part)
+                b_value[ahead][part] = kScalesProducts ? 1.0f : __ldg(b_scale + part * b_stride + kb);
         };
 #pragma unroll
         for (int ahead = 0; ahead < kScalesAhead; ++ahead)

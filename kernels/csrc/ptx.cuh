@@ -345,6 +345,20 @@ __device__ __forceinline__ u32 permute_bytes(u32 low, u32 high, u32 selector) {
     return chosen;
 }
 
+// For each byte of `word`, its highest bit in all of its bits.
+__device__ __forceinline__ u32 sign_masks(u32 word) {
+    u32 masks;
+    asm("prmt.b32 %0, %1, %1, 0xba98;" : "=r"(masks) : "r"(word));
+    return masks;
+}
+
+// Converts the lower two bytes of `pair` from e4m3 to fp16, the lower one to the lower half.
+__device__ __forceinline__ u32 e4m3_to_fp16(u32 pair) {
+    u32 halves;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(halves) : "r"(pair));
+    return halves;
+}
+
 // Accurate to 2 ulp (exp2) and 1 ulp (reciprocal); subnormal results are 0.
 __device__ __forceinline__ float approximate_exp2(float x) {
     float result;

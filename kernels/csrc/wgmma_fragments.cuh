@@ -34,18 +34,37 @@ __device__ __forceinline__ void multiply_half(float (&d)[kN / 2], const u32 (&a)
     ptx::wgmma_commit();
 }
 
-// Waits as in wgmma.cuh; until then, fragments stay in their registers.
+// Until this has been called, after the products that read them, fragments stay in their registers; sums are complete.
+template <int kRegisters>
+__device__ __forceinline__ void keep(u32 (&a)[kRegisters]) {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+r"(a[i]));
+}
+template <int kRegisters>
+__device__ __forceinline__ void keep(float (&sum)[kRegisters]) {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(sum[i]));
+}
+
+// Waits as in wgmma.cuh.
 template <int kPending = 0, int kRegisters>
 __device__ __forceinline__ void wait_for_fragments(u32 (&a)[kRegisters]) {
     ptx::wgmma_wait<kPending>();
-#pragma unroll
-    for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+r"(a[i])::"memory");
+    keep(a);
 }
 template <int kPending = 0, int kRegisters>
 __device__ __forceinline__ void wait(Product<kRegisters>& product) {
     wait<kPending>(product.d);
+    keep(product.a);
+}
+// Of several products, each with its accumulators.
+template <int kPending, int kCount, int kRegisters>
+__device__ __forceinline__ void wait(float (&d)[kCount][kRegisters]) {
+    ptx::wgmma_wait<kPending>();
 #pragma unroll
-    for (int i = 0; i < 16; ++i) asm volatile("" : "+r"(product.a[i]));
+    for (int i = 0; i < kCount; ++i)
+#pragma unroll
+        for (int j = 0; j < kRegisters; ++j) asm volatile("" : "+f"(d[i][j])::"memory");
 }
 
 }  // namespace wgmma

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from expertd.kernels.ops.quantize import E4M3_MAX, Quantized, dequantize_blocks
+from expertd.limits import SCALE_BLOCK
 from expertd.weight_format import WeightFormat
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,6 +58,11 @@ SCALE_DTYPES = {
 def format_of(weights: Weights) -> WeightFormat:
     """The format of weights."""
     return weights.format if isinstance(weights, FourBits) else WeightFormat.FP8
+
+
+def group_size_of(weights: Weights) -> int:
+    """Columns that a scale stands for."""
+    return weights.group_size if isinstance(weights, FourBits) else SCALE_BLOCK
 
 
 def columns_of(weights: Weights) -> int:

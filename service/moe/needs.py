@@ -8,7 +8,7 @@ from expertd.backends import Capabilities
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
-from expertd.weight_format import WeightLayout
+from expertd.weight_format import WeightFormat, WeightLayout
 
 GROUPS_AT_ONCE = 4
 """Experts that are read at a time: one waits for small tensors, or is decoded, while others are read."""
@@ -125,9 +125,11 @@ def _packed_bytes(
     if weight_bytes is not None:
         return data, sum(weight_bytes * counts[layout] * 3 * i * h for layout in layouts)
 
-    def of_blocks(layout: WeightLayout, n: int, k: int) -> int:  # whole ones, each with a scale in fp32
-        blocks = -(-n // SCALE_BLOCK) * -(-k // SCALE_BLOCK)
-        return blocks * (layout.num_bytes(SCALE_BLOCK, SCALE_BLOCK) + 4)
+    def of_blocks(layout: WeightLayout, n: int, k: int) -> int:  # whole ones, with fp32 of each or of rows
+        blocks_n, blocks_k = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+        of_rows = 0 if layout.has_whole else blocks_n * SCALE_BLOCK  # else among its bytes already
+        scales = blocks_n * blocks_k if layout.format is WeightFormat.MXFP4 else of_rows
+        return layout.num_bytes(blocks_n * SCALE_BLOCK, blocks_k * SCALE_BLOCK) + 4 * scales
 
     return data, sum(counts[each] * (of_blocks(each, 2 * i, h) + of_blocks(each, h, i)) for each in layouts)
 

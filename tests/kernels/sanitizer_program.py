@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from expertd.kernels import (
     RankTokens,
     Routing,
     Swiglu,
+    WeightFormat,
     Weights,
     choose_experts,
     fused_experts,
@@ -26,9 +28,9 @@ from expertd.kernels import (
 from expertd.kernels.backends.hopper import combine_rows, grouped_gemm
 from expertd.kernels.backends.hopper.backend import HopperBackend
 from expertd.kernels.backends.hopper.plans import GemmPlan
-from expertd.kernels.backends.hopper.tiles import CONFIGS, MXFP4_CONFIGS
+from expertd.kernels.backends.hopper.tiles import CONFIGS, FOUR_BITS, TileConfig
 from expertd.kernels.jit import Variant
-from expertd.kernels.ops.four_bits import quantize_mxfp4
+from expertd.kernels.ops.four_bits import quantize_int4, quantize_mxfp4, quantize_nvfp4
 from tests.kernels.helpers import (
     diff,
     expect_contiguous,
@@ -39,6 +41,12 @@ from tests.kernels.helpers import (
     random_masked,
 )
 
+QUANTIZE: dict[tuple[WeightFormat, int], Callable[[Tensor], Weights]] = {
+    (WeightFormat.MXFP4, 32): quantize_mxfp4,
+    (WeightFormat.INT4, 128): partial(quantize_int4, group_size=128, dtype=torch.float16),
+    (WeightFormat.INT4, 32): quantize_int4,
+    (WeightFormat.NVFP4, 16): quantize_nvfp4,
+}
 SHAPES = (([3, 0, 70, 1, 200], 264, 384), ([1], 8, 128), ([17], 136, 256), ([0, 0], 136, 256))
 
 
@@ -122,10 +130,14 @@ def main() -> None:
     """Run everything on a small persistent grid, so that every CTA computes several tiles."""
     for key, variant in grouped_gemm.VARIANTS.items():
         grouped_gemm.VARIANTS[key] = every_lane_arrives(variant)
-    for plan in [GemmPlan(config, 16 * config.steps) for config in (*CONFIGS, *MXFP4_CONFIGS)]:
+    tiles: list[tuple[TileConfig, Callable[[Tensor], Weights]]] = [
+        (config, quantize_blocks) for config in CONFIGS
+    ]
+    for weights, of_format in FOUR_BITS.items():
+        tiles += [(config, QUANTIZE[weights]) for config in dict.fromkeys(of_format.plain)]
+    for config, quantize in tiles:
+        plan = GemmPlan(config, 16 * config.steps)
         backend = HopperBackend(choose=lambda *_, plan=plan: plan)
-        is_mxfp4 = plan.config in MXFP4_CONFIGS
-        quantize = quantize_mxfp4 if is_mxfp4 else quantize_blocks
         for rows, n, k in SHAPES:
             case = random_contiguous(rows, n, k, "cuda", quantize=quantize)
             buffer, out = poisoned(sum(rows), n, device="cuda")
@@ -139,8 +151,9 @@ def main() -> None:
     for tokens in (1, 40, 90):
         whole_layer(tokens)
         whole_layer(tokens, 208, is_biased=True)
-        whole_layer(tokens, quantize=quantize_mxfp4)
-        whole_layer(tokens, 224, is_biased=True, quantize=quantize_mxfp4)
+        for (_, group), quantize in QUANTIZE.items():
+            whole_layer(tokens, quantize=quantize)
+            whole_layer(tokens, 256 if group > 32 else 224, is_biased=True, quantize=quantize)
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     for tokens in (1, 90):

@@ -1,6 +1,8 @@
-"""MXFP4 weights on Hopper: the bits of FP8 kernels with the same numbers, and float64; outputs poisoned."""
+"""Four bits on Hopper against float64, and MXFP4 against the same numbers in FP8; outputs poisoned."""
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from expertd.kernels import (
     Quantized,
     Swiglu,
     WeightFormat,
+    decode,
+    dequantize_rows,
     fused_experts,
     grouped_gemm_contiguous,
     grouped_gemm_masked,
@@ -23,12 +27,20 @@ from expertd.kernels.backends.hopper import tiles
 from expertd.kernels.backends.hopper.backend import HopperBackend
 from expertd.kernels.backends.hopper.grouped_gemm import GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels
-from expertd.kernels.backends.hopper.packed_weights import MOST_SPREAD, pack_mxfp4, unpack_mxfp4
+from expertd.kernels.backends.hopper.packed_weights import MOST_SPREAD, pack, unpack_mxfp4
 from expertd.kernels.backends.hopper.plans import GemmPlan
 from expertd.kernels.backends.streams import current_stream
 from expertd.kernels.ops.activation import Activation
-from expertd.kernels.ops.four_bits import mapped, quantize_mxfp4
+from expertd.kernels.ops.four_bits import (
+    groups_of,
+    mapped,
+    quantize_int4,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    tensors_of,
+)
 from tests.kernels.helpers import (
+    DEQUANTIZED_TOLERANCE,
     diff,
     expect_contiguous,
     expect_masked,
@@ -38,11 +50,27 @@ from tests.kernels.helpers import (
     random_contiguous,
     random_masked,
     random_rows,
+    untouched,
 )
 
 pytestmark = pytest.mark.gpu
 each_tile = pytest.mark.parametrize("config", tiles.MXFP4_CONFIGS, ids=lambda config: config.name)
 SIZES = [(1, 128, 128, 5), (5, 256, 640, 40), (4, 576, 384, 150), (33, 264, 1024, 100), (7, 1160, 2816, 300)]
+Quantize = Callable[[Tensor], FourBits]
+QUANTIZE: dict[tuple[WeightFormat, int], Quantize] = {
+    (WeightFormat.MXFP4, 32): quantize_mxfp4,
+    (WeightFormat.INT4, 128): partial(quantize_int4, group_size=128, dtype=torch.float16),
+    (WeightFormat.INT4, 32): quantize_int4,
+    (WeightFormat.NVFP4, 16): quantize_nvfp4,
+}
+each_format = pytest.mark.parametrize(
+    "weights", tiles.FOUR_BITS, ids=lambda weights: f"{weights[0]}-{weights[1]}"
+)
+each_tile_of_all = pytest.mark.parametrize(
+    ("weights", "config"),
+    [(weights, tile) for weights, of in tiles.FOUR_BITS.items() for tile in dict.fromkeys(of.plain)],
+    ids=lambda each: each.name if isinstance(each, tiles.TileConfig) else "",
+)
 ACTIVATIONS = [
     Swiglu(),
     Swiglu(1.0, 2.0),
@@ -71,7 +99,7 @@ def random_mxfp4(
         generator=generator,
     )
     weights = FourBits(data, scales, WeightFormat.MXFP4)
-    return weights, unpack_mxfp4(pack_mxfp4(weights, pairs), k)
+    return weights, unpack_mxfp4(pack(weights, pairs), k)
 
 
 def random_sizes(count: int, most: int, generator: torch.Generator) -> list[int]:
@@ -110,15 +138,88 @@ def test_bits_are_those_of_fp8(
     assert torch.equal(buffer.view(torch.int16), expected.view(torch.int16)), sizes
 
 
+def random_codes(
+    weights: tuple[WeightFormat, int], num_groups: int, n: int, k: int, generator: torch.Generator
+) -> FourBits:
+    """Every code; INT4's scales of both signs, and all of NVFP4's that are numbers."""
+    format, group = weights
+    if format is WeightFormat.MXFP4:
+        return random_mxfp4(num_groups, n, k, generator)[0]
+    on: dict[str, Any] = {"device": "cuda", "generator": generator}
+    data = torch.randint(0, 256, (num_groups, n, k // 2), dtype=torch.uint8, **on)
+    if format is WeightFormat.INT4:
+        dtype = torch.bfloat16 if group == 32 else torch.float16
+        return FourBits(data, torch.randn(num_groups, n, k // group, **on).to(dtype), format)
+    scales = torch.randint(0, 254, (num_groups, n, k // group), dtype=torch.uint8, **on)
+    scales = torch.where(scales == 0x7F, 0x7E, scales).view(torch.float8_e4m3fn)
+    return FourBits(data, scales, format, torch.rand(num_groups, n, **on) + 0.1)
+
+
+def expected_products(a: Quantized, weights: FourBits, sizes: list[int]) -> Tensor:
+    """float64 [M, N] of rows of all groups, one after another."""
+    parts = zip(torch.split(dequantize_rows(*a).double(), sizes), groups_of(weights), strict=True)
+    return torch.cat([rows @ decode(of_group).double().t() for rows, of_group in parts])
+
+
+@pytest.mark.parametrize(("num_groups", "n", "k", "most"), SIZES)
+@each_tile_of_all
+def test_products_match_float64_with_the_same_bits_at_any_number_of_sms(
+    weights: tuple[WeightFormat, int],
+    config: tiles.TileConfig,
+    num_groups: int,
+    n: int,
+    k: int,
+    most: int,
+) -> None:
+    """Both layouts; and a row has the bits that it has alone."""
+    generator, backend = fresh_generator("cuda"), planned(config)
+    b = random_codes(weights, num_groups, n, k, generator)
+    sizes = random_sizes(num_groups, most, generator)
+    x = random_rows((sum(sizes), k), generator)
+    a, offsets = quantize_rows(x), offsets_of(sizes)
+    buffers = []
+    for num_sms in (None, *(max(count, config.cluster) for count in (1, 2, 7))):
+        buffer, out = poisoned(sum(sizes), n, device="cuda")
+        grouped_gemm_contiguous(a, b, offsets, out=out, backend=backend, num_sms=num_sms)
+        assert diff(out, expected_products(a, b, sizes)) < DEQUANTIZED_TOLERANCE, sizes
+        buffers.append(buffer.view(torch.int16))
+    assert all(torch.equal(buffer, buffers[0]) for buffer in buffers)
+
+    max_m = max(sizes)
+    rows = torch.full((num_groups, max_m, k), torch.nan, dtype=torch.bfloat16, device="cuda")
+    for group, part in enumerate(torch.split(x, sizes)):
+        rows[group, : len(part)] = part
+    counts = torch.tensor(sizes, dtype=torch.int32, device="cuda")
+    buffer, masked = poisoned(num_groups, max_m, n, device="cuda")
+    grouped_gemm_masked(quantize_rows(rows), b, counts, out=masked, backend=backend)
+    real = torch.cat([masked[group, :count] for group, count in enumerate(sizes)])
+    assert torch.equal(real.view(torch.int16), out.view(torch.int16)), sizes
+    assert all(untouched(masked[group, count:]) for group, count in enumerate(sizes))
+    assert untouched(buffer[:8])
+    assert untouched(buffer[-8:])
+
+    last = num_groups - 1, sum(sizes) - 1  # one row alone, of the group with the most
+    alone = mapped(b, lambda tensor: tensor[last[0] :])
+    single = torch.empty(1, n, dtype=torch.bfloat16, device="cuda")
+    grouped_gemm_contiguous(
+        Quantized(a.data[last[1] :], a.scales[last[1] :]),
+        alone,
+        offsets_of([1]),
+        out=single,
+        backend="hopper",
+    )
+    assert torch.equal(single.view(torch.int16), out[last[1] :].view(torch.int16))
+
+
 @pytest.mark.parametrize("first", range(1, 258, 32))
-@each_tile
-def test_every_height(config: tiles.TileConfig, first: int) -> None:
+@each_tile_of_all
+def test_every_height(weights: tuple[WeightFormat, int], config: tiles.TileConfig, first: int) -> None:
     heights, backend = list(range(first, min(first + 32, 258))), planned(config)
-    case = random_contiguous(heights, 264, 256, "cuda", quantize=quantize_mxfp4)
+    case = random_contiguous(heights, 264, 256, "cuda", quantize=QUANTIZE[weights])
     buffer, out = poisoned(sum(heights), 264, device="cuda")
     grouped_gemm_contiguous(case.a, case.b, case.offsets, out=out, backend=backend)
     expect_contiguous(case, buffer, out)
-    masked = random_masked(heights, max(heights), 136, 256, "cuda", quantize=quantize_mxfp4)
+    masked = random_masked(heights, max(heights), 136, 256, "cuda", quantize=QUANTIZE[weights])
     buffer, out = poisoned(len(heights), max(heights), 136, device="cuda")
     grouped_gemm_masked(masked.a, masked.b, masked.counts, out=out, backend=backend)
     expect_masked(masked, buffer, out)
@@ -151,12 +252,12 @@ def test_activated_bits_are_those_of_fp8(
 
 
 def _layer(
-    generator: torch.Generator, tokens: int, h: int, i: int
+    generator: torch.Generator, tokens: int, h: int, i: int, quantize: Quantize = quantize_mxfp4
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[FourBits, FourBits]]:
     num_groups, top_k = 6, 3
     sizes = (2 * i, h), (h, i)
     gate_up, down = (
-        quantize_mxfp4(torch.randn(num_groups, n, k, device="cuda", generator=generator).mul_(k**-0.5))
+        quantize(torch.randn(num_groups, n, k, device="cuda", generator=generator).mul_(k**-0.5))
         for n, k in sizes
     )
     x = torch.randn(tokens, h, device="cuda", generator=generator).bfloat16()
@@ -167,9 +268,11 @@ def _layer(
 
 @pytest.mark.parametrize("tokens", [1, 40, 700])
 @pytest.mark.parametrize("h", [256, 2880])
-def test_experts_match_float64(tokens: int, h: int) -> None:
+@each_format
+def test_experts_match_float64(weights: tuple[WeightFormat, int], tokens: int, h: int) -> None:
     generator, backend = fresh_generator("cuda"), HopperBackend()
-    operands, (gate_up, down) = _layer(generator, tokens, h, 384)
+    h = h // weights[1] * weights[1]
+    operands, (gate_up, down) = _layer(generator, tokens, h, 384, QUANTIZE[weights])
     sizes = (6, 768), (6, h)
     biases = ExpertBiases(*(torch.randn(s, device="cuda", generator=generator).bfloat16() for s in sizes))
     cases: list[tuple[Activation, ExpertBiases | None]] = [
@@ -185,10 +288,11 @@ def test_experts_match_float64(tokens: int, h: int) -> None:
         assert diff(alone, out.double()) < 2e-3
 
 
-def test_captured_calls_read_weights_that_were_replaced() -> None:
+@each_format
+def test_captured_calls_read_weights_that_were_replaced(weights: tuple[WeightFormat, int]) -> None:
     generator, backend = fresh_generator("cuda"), HopperBackend()
-    operands, (gate_up, down) = _layer(generator, 5, 256, 128)
-    _, (other, _) = _layer(generator, 5, 256, 128)
+    operands, (gate_up, down) = _layer(generator, 5, 256, 128, QUANTIZE[weights])
+    _, (other, _) = _layer(generator, 5, 256, 128, QUANTIZE[weights])
     before = fused_experts(*operands, gate_up, down, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -196,7 +300,7 @@ def test_captured_calls_read_weights_that_were_replaced() -> None:
     graph.replay()
     assert torch.equal(out, before)
     prepared = backend.prepare_weights(mapped(other, lambda tensor: tensor[2]), pairs=True)
-    for target, source in ((gate_up.data, other.data), (gate_up.scales, other.scales)):
+    for target, source in zip(tensors_of(gate_up), tensors_of(other), strict=True):
         target[2] = source[2]
     backend.weights_changed(gate_up, [2], [prepared])
     graph.replay()

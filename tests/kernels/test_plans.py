@@ -88,10 +88,11 @@ def test_plans_depend_on_the_ratio_of_a_devices_rates(rows: int, factor: float) 
 
 
 def test_every_variant_is_chosen_for_something() -> None:
-    cases = itertools.product((1, 1000), (48, 132), (False, True), (H200,), (FP8, MXFP4))
-    activated = {choose_swiglu(*case).config for case in cases}
-    chosen = {row[-1].config for row in TABLE} | activated
-    chosen |= {choose(M, 4096, 7168, 8, m, 132, weights=MXFP4).config for m in (1, 1000)}
+    chosen = {row[-1].config for row in TABLE}
+    for case in itertools.product((1, 1000), (48, 132), (False, True)):
+        chosen |= {choose_swiglu(*case, H200, *weights).config for weights in ((FP8, 128), *tiles.FOUR_BITS)}
+    for m, (weights, size) in itertools.product((1, 1000), tiles.FOUR_BITS):
+        chosen.add(choose(M, 4096, 7168, 8, m, 132, weights=weights, group_size=size).config)
     assert chosen == {config for _, config in VARIANTS}
 
 
@@ -105,18 +106,19 @@ def test_few_sms_have_two_ctas_each_while_groups_have_few_rows() -> None:
 @pytest.mark.parametrize("layout", [C, M])
 def test_mxfp4_has_tall_tiles_where_they_are_faster(layout: Layout) -> None:
     """As measured with even groups: plain ones from between 32 and 64 rows on, activated ones from 32."""
-    plain = [choose(layout, 4096, 7168, 32, rows, 132, weights=MXFP4) for rows in (1, 32, 40, 41, 64, 512)]
+    sizes = [(layout, 4096, 7168, 32, rows, 132) for rows in (1, 32, 40, 41, 64, 512)]
+    plain = [choose(*size, weights=MXFP4, group_size=32) for size in sizes]
     assert [plan.config for plan in plain] == [MXFP4_FEW] * 3 + [tiles.MXFP4] * 3
     assert [plan.tile_steps for plan in plain] == [64] * 3 + [128] * 3
     for other, few, many in ((False, MXFP4_SWIGLU_FEW, MXFP4_SWIGLU), (True, MXFP4_GLU_FEW, MXFP4_GLU)):
-        activated = [choose_swiglu(rows, 132, other, weights=MXFP4) for rows in (1, 16, 24, 25, 32, 512)]
+        activated = [choose_swiglu(rows, 132, other, H200, MXFP4, 32) for rows in (1, 16, 24, 25, 32, 512)]
         assert [plan.config for plan in activated] == [few] * 3 + [many] * 3
 
 
 @pytest.mark.parametrize("rows", [1, 64, 192, 8192])
 def test_a_cluster_never_needs_more_sms_than_there_are(rows: int) -> None:
-    for num_sms, weights in itertools.product(range(1, 133), (FP8, MXFP4)):
-        plan = choose(Layout.CONTIGUOUS, 4096, 7168, 8, rows, num_sms, weights=weights)
+    for num_sms, (weights, size) in itertools.product(range(1, 133), ((FP8, 128), *tiles.FOUR_BITS)):
+        plan = choose(Layout.CONTIGUOUS, 4096, 7168, 8, rows, num_sms, weights=weights, group_size=size)
         assert plan.config.cluster <= num_sms
 
 

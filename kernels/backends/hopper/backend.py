@@ -15,7 +15,7 @@ from expertd.kernels.backends.hopper.gather_rows import gather_rows
 from expertd.kernels.backends.hopper.grouped_gemm import Choose, GroupedGemm, Groups
 from expertd.kernels.backends.hopper.launch import Kernels
 from expertd.kernels.backends.hopper.layer import HopperLayer
-from expertd.kernels.backends.hopper.packed_weights import PackedWeights, pack_mxfp4
+from expertd.kernels.backends.hopper.packed_weights import PackedWeights, pack
 from expertd.kernels.backends.hopper.route_tokens import can_route, route_tokens
 from expertd.kernels.backends.hopper.router_logits import Logits
 from expertd.kernels.backends.hopper.scatter_rows import answer_calls, scatter_rows
@@ -63,7 +63,7 @@ class HopperBackend(Backend):
                 progress(done, len(variants), source.name)
 
     def packed(self, weights: W, *, pairs: bool = False) -> W:
-        """See `Backend.packed`; calls with MXFP4 weights read a copy, and the scales only as a key to it."""
+        """See `Backend.packed`; calls with four bits read a copy, and the scales only as a key to it."""
         return (
             self._gemm.packed_weights.packed(weights, pairs)
             if format_of(weights) in self.capabilities.packs
@@ -74,7 +74,7 @@ class HopperBackend(Backend):
         """See `Backend.prepare_weights`."""
         if not isinstance(group, FourBits):
             return None
-        return pack_mxfp4(mapped(group, lambda tensor: tensor[None]), pairs)
+        return pack(mapped(group, lambda tensor: tensor[None]), pairs)
 
     def weights_changed(self, weights: Weights, groups: Sequence[int], prepared: Sequence[object]) -> None:
         """See `Backend.weights_changed`; overwrites what captured calls read."""

@@ -20,7 +20,7 @@ from expertd.kernels.backends.hopper.tiles import TileConfig
 from expertd.kernels.backends.streams import OnStream
 from expertd.kernels.jit import Source, Variant
 from expertd.kernels.ops.activation import Activation, OtherGlu
-from expertd.kernels.ops.four_bits import FourBits, Weights, columns_of, format_of
+from expertd.kernels.ops.four_bits import FourBits, Weights, columns_of, format_of, group_size_of
 from expertd.kernels.ops.quantize import Quantized
 from expertd.layout import Layout
 from expertd.limits import SCALE_BLOCK
@@ -31,7 +31,7 @@ _KEPT = 4096
 _MAP_BYTES = sizeof(parameters.TensorMapWords)
 _NO_MAP = bytes(_MAP_BYTES)
 
-Choose = Callable[[Layout, int, int, int, float, int, bool, Rates, WeightFormat], GemmPlan]
+Choose = Callable[[Layout, int, int, int, float, int, bool, Rates, WeightFormat, int], GemmPlan]
 """`plans.choose`, or another function with its signature."""
 
 
@@ -41,7 +41,8 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
         "CONTIGUOUS": layout is Layout.CONTIGUOUS,
         "SWAP_AB": config.swap_ab,
         "GLU": config.swiglu,
-        "MXFP4": config.weights is WeightFormat.MXFP4,
+        "WEIGHTS": config.weights.value,
+        "GROUP_SIZE": config.group,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "STAGES": config.stages,
@@ -59,25 +60,24 @@ def _variant(layout: Layout, config: TileConfig) -> Variant:
     return Variant(source, config.threads, config.shared_bytes)
 
 
+_FOUR_BITS = tiles.FOUR_BITS.values()
+_PLAIN = (*tiles.CONFIGS, *(config for each in _FOUR_BITS for config in each.plain))
+_ACTIVATED = (
+    tiles.SWIGLU,
+    tiles.SWIGLU_FEW,
+    tiles.SWIGLU_FEW_TWICE,
+    tiles.GLU,
+    tiles.GLU_FEW,
+    tiles.GLU_FEW_TWICE,
+    *(config for each in _FOUR_BITS for config in (*each.swiglu, *each.other_glu)),
+)
 VARIANTS = {
     (layout, config): _variant(layout, config)
-    for layout, config in (
-        *((layout, config) for layout in Layout for config in (*tiles.CONFIGS, *tiles.MXFP4_CONFIGS)),
-        *(
-            (Layout.CONTIGUOUS, config)
-            for config in (
-                tiles.SWIGLU,
-                tiles.SWIGLU_FEW,
-                tiles.SWIGLU_FEW_TWICE,
-                tiles.GLU,
-                tiles.GLU_FEW,
-                tiles.GLU_FEW_TWICE,
-                tiles.MXFP4_SWIGLU,
-                tiles.MXFP4_SWIGLU_FEW,
-                tiles.MXFP4_GLU,
-                tiles.MXFP4_GLU_FEW,
-            )
-        ),
+    for layout, config in dict.fromkeys(
+        (
+            *((layout, config) for layout in Layout for config in _PLAIN),
+            *((Layout.CONTIGUOUS, config) for config in _ACTIVATED),
+        )
     )
 }
 """Variants by layout and tile."""
@@ -150,7 +150,16 @@ class GroupedGemm:
         (num_groups, n), k = b.data.shape[:2], columns_of(b)
         columns = columns or range(n)
         prepared = self._chosen(
-            on.device, layout, n, k, num_groups, expected_m, num_sms, len(columns), format_of(b)
+            on.device,
+            layout,
+            n,
+            k,
+            num_groups,
+            expected_m,
+            num_sms,
+            len(columns),
+            format_of(b),
+            group_size_of(b),
         )
         stores_boxes = not prepared.config.swap_ab
         out_map = self._out_tensor_maps.get(out, _STORE_BOX).packed if stores_boxes else _NO_MAP
@@ -176,7 +185,8 @@ class GroupedGemm:
         n = n2 // 2
         other = bias is not None or isinstance(activation, OtherGlu)
         sms = multiprocessors(on.device, num_sms)
-        plan = plans.choose_swiglu(expected_m, sms, other, rates(on.device), format_of(b))
+        weights = format_of(b), group_size_of(b)
+        plan = plans.choose_swiglu(expected_m, sms, other, rates(on.device), *weights)
         prepared = self._planned(on.device, Layout.CONTIGUOUS, n, k, num_groups, plan, num_sms)
         data = torch.empty((m, n), dtype=torch.float8_e4m3fn, device=a.data.device)
         scales = torch.empty((n // SCALE_BLOCK, m), dtype=torch.float32, device=a.data.device)
@@ -195,9 +205,12 @@ class GroupedGemm:
         num_sms: int | None,
         columns: int,
         weights: WeightFormat,
+        group_size: int,
     ) -> _Prepared:
         sms, part = multiprocessors(device, num_sms), columns < n
-        plan = self._choose(layout, columns, k, num_groups, expected_m, sms, part, rates(device), weights)
+        plan = self._choose(
+            layout, columns, k, num_groups, expected_m, sms, part, rates(device), weights, group_size
+        )
         return self._prepare(device, layout, n, k, num_groups, plan, num_sms)
 
     def _prepare(

@@ -7,17 +7,12 @@ from functools import lru_cache
 
 from expertd.kernels.backends.hopper.rates import H200, Rates
 from expertd.kernels.backends.hopper.tiles import (
+    FOUR_BITS,
     GLU,
     GLU_FEW,
     GLU_FEW_TWICE,
     LARGE,
     MIDDLE,
-    MXFP4,
-    MXFP4_FEW,
-    MXFP4_GLU,
-    MXFP4_GLU_FEW,
-    MXFP4_SWIGLU,
-    MXFP4_SWIGLU_FEW,
     NARROW,
     NARROWEST,
     NORMAL,
@@ -61,13 +56,12 @@ _OVERLAP = 4  # computing and memory add up in this norm: the longer one hides m
 _CONFIGS = (SWAP_AB, SHORT, NORMAL, LARGE, WIDE, MIDDLE, NARROW, NARROWEST)
 _SWAP_AB_M = {Layout.CONTIGUOUS: 24, Layout.MASKED: 48}  # upper bounds; contiguous groups are less even
 _SWAP_AB_FEW_M, _UNEVEN_SHORT_M, _SWIGLU_FEW_M = 144, 48, 40  # upper bounds
-# Upper bounds. Even groups are equally fast at some 50 rows, with an activation at 24; uneven ones at fewer.
-_MXFP4_FEW_M, _MXFP4_GLU_FEW_M = 40, 24
+# Upper bounds, measured with MXFP4. Even groups are equally fast at some 50 rows, with an activation at 24;
+# uneven ones at fewer.
+_FOUR_BITS_FEW_M, _FOUR_BITS_GLU_FEW_M = 40, 24
 _CLUSTER_M, _CLUSTER_K, _CLUSTER_WAVES = 224, 3072, 6  # lower bounds; below them, pairs of CTAs are no faster
 _SWIGLU = SWIGLU_FEW, SWIGLU_FEW_TWICE, SWIGLU
 _OTHER_GLU = GLU_FEW, GLU_FEW_TWICE, GLU
-_MXFP4_SWIGLU = MXFP4_SWIGLU_FEW, MXFP4_SWIGLU
-_MXFP4_OTHER_GLU = MXFP4_GLU_FEW, MXFP4_GLU
 _CTA_BYTES_PER_NS = 60  # of weights, that a CTA with few rows takes in at an H200's clock
 _FEW_GROUPS = 4  # upper bound
 _BAND = 8  # tiles of a column that start in a row, as in csrc/scheduler.cuh
@@ -83,16 +77,18 @@ def choose_swiglu(
     other_glu: bool = False,
     rates: Rates = H200,
     weights: WeightFormat = WeightFormat.FP8,
+    group_size: int = SCALE_BLOCK,
 ) -> GemmPlan:
     """The plan of the GEMM with an activation in its epilogue, on at least two SMs.
 
     other_glu: with biases, or another activation than SwiGLU.
     rates: of the device that num_sms SMs are of.
-    weights: FP8, or MXFP4.
+    weights: their format, with a scale for group_size columns.
     """
-    if weights is WeightFormat.MXFP4:
-        few, many = _MXFP4_OTHER_GLU if other_glu else _MXFP4_SWIGLU
-        config = few if expected_m <= _MXFP4_GLU_FEW_M else many
+    if weights is not WeightFormat.FP8:
+        of_format = FOUR_BITS[weights, group_size]
+        few, many = of_format.other_glu if other_glu else of_format.swiglu
+        config = few if expected_m <= _FOUR_BITS_GLU_FEW_M else many
         return GemmPlan(config, 16 * config.steps)
     few, twice, config = _OTHER_GLU if other_glu else _SWIGLU
     if expected_m <= _SWIGLU_FEW_M:
@@ -110,15 +106,18 @@ def choose(
     part: bool = False,
     rates: Rates = H200,
     weights: WeightFormat = WeightFormat.FP8,
+    group_size: int = SCALE_BLOCK,
 ) -> GemmPlan:
     """The plan for num_groups groups of about expected_m rows times [n, k]; all plans give the same bits.
 
     part: there are more columns than these n, from a multiple of 256 on; no tile may reach the others.
     rates: of the device that num_sms SMs are of.
-    weights: FP8, or MXFP4.
+    weights: their format, with a scale for group_size columns.
     """
-    if weights is WeightFormat.MXFP4:
-        config = MXFP4_FEW if expected_m <= _MXFP4_FEW_M or num_sms < MXFP4.cluster else MXFP4
+    if weights is not WeightFormat.FP8:
+        few_rows, many_rows = FOUR_BITS[weights, group_size].plain
+        is_few = expected_m <= _FOUR_BITS_FEW_M or num_sms < many_rows.cluster
+        config = few_rows if is_few else many_rows
         return GemmPlan(config, 16 * config.steps)
     few = expected_m <= _SWAP_AB_M[layout]
     if expected_m < 1:  # few groups have any

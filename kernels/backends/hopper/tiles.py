@@ -1,12 +1,15 @@
 """The tiles of the grouped GEMM: the closed list of configurations. plans.py chooses one."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from expertd.limits import SCALE_BLOCK
 from expertd.weight_format import WeightFormat
 
 BLOCK_N = SCALE_BLOCK  # unless configured otherwise: a K block then needs one scale of b
 BLOCK_K = SCALE_BLOCK
+SCALE_BYTES = {WeightFormat.MXFP4: 1, WeightFormat.INT4: 2, WeightFormat.NVFP4: 1}
+"""Of a scale of packed weights of four bits."""
 
 
 @dataclass(frozen=True, eq=False)  # one instance per configuration, used as a dictionary key by every launch
@@ -22,7 +25,8 @@ class TileConfig:
     block_n   rows of b in a CTA's tile; with swiglu, half of them gates
     other_glu with swiglu: biases, and another gated activation than silu(gate) * up
     ctas      CTAs per SM
-    weights   the format of b; MXFP4 only with swap_ab, and b packed as in packed_weights.py
+    weights   the format of b; four bits only with swap_ab, and b packed as in packed_weights.py
+    group     columns of b that share a scale
     """
 
     swap_ab: bool
@@ -35,12 +39,15 @@ class TileConfig:
     other_glu: bool = False
     ctas: int = 1
     weights: WeightFormat = WeightFormat.FP8
+    group: int = SCALE_BLOCK
 
     @property
     def name(self) -> str:
         """The name of its variants: short, and unique within a layout."""
-        is_fp8 = self.weights is WeightFormat.FP8
-        swap_ab = f"{self.weights.lower()}_" if not is_fp8 else "swap_ab_" if self.swap_ab else ""
+        swap_ab = "swap_ab_" if self.swap_ab else ""
+        if self.weights is not WeightFormat.FP8:
+            group = f"g{self.group}_" if len(self.weights.group_sizes) > 1 else ""
+            swap_ab = f"{self.weights.lower()}_{group}"
         cluster = f"_cluster{self.cluster}" if self.cluster > 1 else ""
         columns = f"n{self.block_n}" if self.block_n != BLOCK_N else ""
         activation = "_glu" if self.other_glu else "_swiglu" if self.swiglu else ""
@@ -63,7 +70,9 @@ class TileConfig:
     @property
     def block_bytes(self) -> int:
         """Bytes of a tile's K block of b: as many for each format as its rows and groups of columns take."""
-        return self.block_n * (BLOCK_K if self.weights is WeightFormat.FP8 else BLOCK_K // 2 + BLOCK_K // 32)
+        if self.weights is WeightFormat.FP8:
+            return self.block_n * BLOCK_K
+        return self.block_n * (BLOCK_K // 2 + BLOCK_K // self.group * SCALE_BYTES[self.weights])
 
     @property
     def threads(self) -> int:
@@ -122,10 +131,43 @@ SWIGLU_FEW_TWICE = replace(SWIGLU_FEW, stages=4, ctas=2)
 GLU, GLU_FEW, GLU_FEW_TWICE = (
     replace(config, other_glu=True) for config in (SWIGLU, SWIGLU_FEW, SWIGLU_FEW_TWICE)
 )
+
+
+class FourBitTiles(NamedTuple):
+    """The tiles for weights of one format of four bits: of each two, one for few rows and one for more.
+
+    plain      without an activation
+    swiglu     with SwiGLU
+    other_glu  with biases or another activation
+    """
+
+    plain: tuple[TileConfig, TileConfig]
+    swiglu: tuple[TileConfig, TileConfig]
+    other_glu: tuple[TileConfig, TileConfig]
+
+
+def _four_bits(weights: WeightFormat, group: int, is_tall: bool) -> FourBitTiles:
+    """is_tall: with a tile of 128 rows for more than few rows; else there is but one."""
+    few = TileConfig(True, 64, stages=12, cluster=1, box_m=16, weights=weights, group=group)
+    swiglu_few = replace(few, cluster=2, swiglu=True)
+    glu_few = replace(swiglu_few, other_glu=True)
+    if not is_tall:
+        return FourBitTiles((few, few), (swiglu_few, swiglu_few), (glu_few, glu_few))
+    many = replace(few, block_m=128, stages=8, cluster=2)
+    swiglu = replace(many, swiglu=True)
+    return FourBitTiles((few, many), (swiglu_few, swiglu), (glu_few, replace(swiglu, other_glu=True)))
+
+
 # Weights of four bits take half the room, so more K blocks are in flight. With many rows, two CTAs load the
-# rows together; with an activation, such a pair has the 128 columns of a scale.
-MXFP4_FEW = TileConfig(swap_ab=True, block_m=64, stages=12, cluster=1, box_m=16, weights=WeightFormat.MXFP4)
-MXFP4 = replace(MXFP4_FEW, block_m=128, stages=8, cluster=2)
-MXFP4_CONFIGS = MXFP4_FEW, MXFP4
-MXFP4_SWIGLU_FEW, MXFP4_SWIGLU = (replace(config, cluster=2, swiglu=True) for config in MXFP4_CONFIGS)
-MXFP4_GLU_FEW, MXFP4_GLU = (replace(config, other_glu=True) for config in (MXFP4_SWIGLU_FEW, MXFP4_SWIGLU))
+# rows together; with an activation, such a pair has the 128 columns of a scale. Where a K block is several
+# products, there are registers for 64 rows.
+FOUR_BITS = {
+    (WeightFormat.MXFP4, 32): _four_bits(WeightFormat.MXFP4, 32, is_tall=True),
+    (WeightFormat.INT4, 128): _four_bits(WeightFormat.INT4, 128, is_tall=True),
+    (WeightFormat.INT4, 32): _four_bits(WeightFormat.INT4, 32, is_tall=False),
+    (WeightFormat.NVFP4, 16): _four_bits(WeightFormat.NVFP4, 16, is_tall=False),
+}
+"""By format, and by the columns that share a scale."""
+MXFP4_CONFIGS = MXFP4_FEW, MXFP4 = FOUR_BITS[WeightFormat.MXFP4, 32].plain
+MXFP4_SWIGLU_FEW, MXFP4_SWIGLU = FOUR_BITS[WeightFormat.MXFP4, 32].swiglu
+MXFP4_GLU_FEW, MXFP4_GLU = FOUR_BITS[WeightFormat.MXFP4, 32].other_glu
