@@ -7,7 +7,8 @@ largest shapes' watts, MHz and pJ/FLOP (`power`).
 
 --weights mxfp4 adds groups of 1 to 512 rows each, and to each row of the table `weights`: the time with MXFP4
 weights, and with the same numbers in FP8 (`speed`: the latter over the former), after the outputs' bits have
-been found equal.
+been found equal. With int4 (groups of 32, scales in BF16), int4_g128 (F16) and nvfp4, whose numbers FP8 has
+not, the FP8 weights are others of the same size, and outputs are compared with products of decoded weights.
 
 --compare prints the shapes that got slower than in a committed FILE by more than noise (`compare` says how
 much that is), each measured again before, and exits with 1 if there are any.
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.gemm import compare, deep_gemm_peer, power
-from benchmarks.gemm.problem import Pool, Problem, random_mxfp4
+from benchmarks.gemm.problem import Pool, Problem, random_four_bits, random_mxfp4
 from benchmarks.gemm.shapes import SEED, Shape, all_shapes, even_shapes
 from benchmarks.layer.moe_layer import difference
 from benchmarks.lib.markdown import by, mean, span, table
@@ -33,6 +34,7 @@ from benchmarks.lib.timing import copy_bandwidth, cublas_fp8_tflops, expect_gpu,
 from benchmarks.peers import Peer, available_peers
 from expertd import kernels
 from expertd.kernels.backends.hopper.packed_weights import pack, unpack_mxfp4
+from expertd.kernels.ops.four_bits import groups_of
 from expertd.weight_format import WeightFormat, WeightLayout
 
 Row = dict[str, Any]
@@ -40,6 +42,11 @@ PEAK_TFLOPS = 1480.0
 KERNEL = "grouped_gemm"
 TOLERANCE = 1e-4  # of a peer's output, as `difference`
 MXFP4 = WeightLayout(WeightFormat.MXFP4, 32, "U8")
+OTHERS = {
+    "int4": WeightLayout(WeightFormat.INT4, 32, "BF16"),
+    "int4_g128": WeightLayout(WeightFormat.INT4, 128, "F16"),
+    "nvfp4": WeightLayout(WeightFormat.NVFP4, 16, "F8_E4M3"),
+}
 
 
 def measure(shape: Shape, pool: Pool, with_peer: bool, bandwidth: float) -> Row:
@@ -77,9 +84,29 @@ def measure_mxfp4(problem: Problem, bandwidth: float) -> Row:
     if not torch.equal(*bits):
         sys.exit(f"{shape.label}: expected the bits of FP8 weights from MXFP4, got others")
     fp8, ours = times
-    num_bytes = shape.bytes_with(MXFP4)
+    return _beside_fp8(shape, MXFP4, fp8, ours, bandwidth)
+
+
+def measure_others(problem: Problem, layout: WeightLayout, bandwidth: float) -> Row:
+    """The problem with random weights of this layout, beside its own in FP8. Exits if the output is wrong."""
+    shape, weights = problem.shape, random_four_bits(problem.b.data, layout)
+    problem.out.fill_(math.nan)
+    got = torch.split(problem.real_rows(problem.run(b=weights)), list(shape.rows))
+    data = problem.real_rows(problem.a.data.view(torch.uint8)).view(torch.float8_e4m3fn)
+    rows = torch.split(kernels.dequantize_rows(data, problem.real_rows(problem.a.scales)), list(shape.rows))
+    for own, of_group, found in zip(groups_of(weights), rows, got, strict=True):
+        wrong = difference(found, of_group @ kernels.decode(own).t()) if len(found) else 0
+        if not wrong < TOLERANCE:
+            sys.exit(f"{shape.label}: expected less than {TOLERANCE} from decoded weights, got {wrong:.1e}")
+    fp8 = kernel_microseconds(problem.run, KERNEL)
+    ours = kernel_microseconds(lambda: problem.run(b=weights), KERNEL)
+    return _beside_fp8(shape, layout, fp8, ours, bandwidth)
+
+
+def _beside_fp8(shape: Shape, layout: WeightLayout, fp8: float, ours: float, bandwidth: float) -> Row:
+    num_bytes = shape.bytes_with(layout)
     return {
-        "format": MXFP4.format, "us": ours, "fp8_us": fp8, "speed": fp8 / ours,
+        "format": layout.format, "us": ours, "fp8_us": fp8, "speed": fp8 / ours,
         "tbps": num_bytes / ours / 1e6, "over_floor": ours / floor(shape, num_bytes, bandwidth),
     }  # fmt: skip
 
@@ -152,7 +179,9 @@ def main() -> None:
         if others:
             row["peers_us"] = measure_peers(pool.problem(shape), others)
         if options.weights:
-            row["weights"] = measure_mxfp4(pool.problem(shape), about["copy_tbps"])
+            problem, tbps = pool.problem(shape), about["copy_tbps"]
+            other = OTHERS.get(options.weights)
+            row["weights"] = measure_others(problem, other, tbps) if other else measure_mxfp4(problem, tbps)
         result.put(row)
     print(by_band(rows))
     if options.weights:
@@ -198,7 +227,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--band", default="", help="only bands whose name contains this")
     parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
     parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
-    parser.add_argument("--weights", choices=["mxfp4"], help="measure such weights beside FP8, too")
+    parser.add_argument("--weights", choices=["mxfp4", *OTHERS], help="measure such weights beside FP8, too")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a committed result")
     parser.add_argument(
         "--power", type=int, default=4, metavar="N",

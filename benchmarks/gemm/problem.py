@@ -9,9 +9,9 @@ from benchmarks.gemm.shapes import Shape
 from expertd import kernels
 from expertd.kernels import Quantized
 from expertd.kernels.backends import Backend
-from expertd.kernels.ops.four_bits import FourBits, Weights
+from expertd.kernels.ops.four_bits import SCALE_DTYPES, FourBits, Weights
 from expertd.layout import Layout
-from expertd.weight_format import WeightFormat
+from expertd.weight_format import WeightFormat, WeightLayout
 
 ALIGNMENT = 128  # row alignment of groups in DeepGEMM's contiguous layout
 
@@ -86,6 +86,15 @@ def random_mxfp4(like: Tensor) -> FourBits:
     sizes = (0, 256, (num_groups, n, k // 2)), (117, 122, (num_groups, n, k // 32))
     data, scales = (torch.randint(*size, dtype=torch.uint8, device=like.device) for size in sizes)
     return FourBits(data, scales, WeightFormat.MXFP4)
+
+
+def random_four_bits(like: Tensor, layout: WeightLayout) -> FourBits:
+    """INT4 or NVFP4 weights of the size and on the device of [G, N, K]: every code."""
+    num_groups, n, k = like.shape
+    data = torch.randint(0, 256, (num_groups, n, k // 2), dtype=torch.uint8, device=like.device)
+    scales = torch.rand((num_groups, n, k // layout.group_size), device=like.device) + 1
+    whole = torch.full((num_groups, n), 2.0**-7, device=like.device) if layout.has_whole else None
+    return FourBits(data, scales.to(SCALE_DTYPES[layout.format][0]), layout.format, whole)
 
 
 def _scales(*shape: int) -> Tensor:
