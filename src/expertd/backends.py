@@ -7,7 +7,6 @@ from expertd.weight_format import WeightFormat
 
 _FP8 = frozenset({WeightFormat.FP8})
 _ALL = frozenset(WeightFormat)
-_MXFP4 = frozenset({WeightFormat.MXFP4})
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Capabilities:
 BACKENDS = {
     "hopper": Capabilities(
         device_type="cuda",
-        packs=_MXFP4,
+        packs=_ALL - _FP8,
         captures=True,
         request_table=True,
         device_calls=True,
@@ -65,7 +64,7 @@ BACKENDS = {
         compiles=True,
         hidden_step=16,  # TMA copies 16 bytes at a time, and FP8 has one for each column
         max_n=2**23,  # 2**18 columns of the narrowest tiles: with more, csrc/scheduler.cuh divides inexactly
-        weight_formats=_FP8 | _MXFP4,
+        weight_formats=_ALL,
     ),
     "triton": Capabilities(
         device_type="cuda",

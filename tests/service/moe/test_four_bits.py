@@ -52,8 +52,11 @@ def test_a_packed_layer_holds_bf16_and_scales(layout: WeightLayout) -> None:
     assert in_bf16 - (weights_bytes(shape) - fp8 // 2) == 2 * fp8 + 20 * 256 * 6
     kept = needs_of(shape, 16, BACKENDS["reference"], keeps_given=True).weights
     assert kept == in_bf16 + fp8 // 2
-    on_gpu = replace(BACKENDS["hopper"], weight_formats=frozenset(WeightFormat))
-    assert needs_of(shape, 16, on_gpu).weights < 0.6 * needs_of(plain, 16, on_gpu).weights
+    most = (
+        0.6 if layout.format is WeightFormat.MXFP4 else 0.7
+    )  # scales are kept beside the copy that has them
+    here, in_fp8 = (needs_of(each, 16, BACKENDS["hopper"]).weights for each in (shape, plain))
+    assert here < most * in_fp8
 
 
 @each_layout
