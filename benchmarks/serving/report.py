@@ -372,7 +372,7 @@ _STEPS = {
     "rows in pinned memory": "{pinned_us:.0f}",
     "in the GPU's memory": "{device_us:.0f}",
 }
-_DEVICE_CALLS: Columns = {
+_DEVICE_CALLS: dict[str, Cell] = {
     "tokens": "{tokens}",
     "pause, µs": "{between_us:.0f}",
     "a layer, µs": "{layer_us:.1f}",
@@ -382,6 +382,7 @@ _DEVICE_CALLS: Columns = {
     "8 layers, p50, ms": "{step_ms:.3f}",
     "p99, ms": "{p99_ms:.3f}",
 }
+_CALLS_BY_HOST = {name: cell for name, cell in _DEVICE_CALLS.items() if name != "of it the server's"}
 _CALLS_TOGETHER: Columns = {
     "tokens of a call": "{tokens}",
     "callers": "{callers}",
@@ -415,6 +416,7 @@ SECTIONS: dict[str, Section] = {
     "serving-callers": serving_callers,
     "steps": written("steps-h200.json", _STEPS),
     "device-calls": written("stream_steps-2xh200.json", _DEVICE_CALLS),
+    "calls-by-host": written("stream_steps_by_host-2xh200.json", _CALLS_BY_HOST),
     "calls-together": written("stream_steps_callers-2xh200.json", _CALLS_TOGETHER),
     "large-calls": written("stream_steps_large-2xh200.json", _LARGE_CALLS),
     "ping-pong": ping_pong,

@@ -108,7 +108,8 @@ def capture(work: Any) -> Any:
     work()
     torch.cuda.synchronize(SERVER)
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
+    stream = torch.cuda.Stream(SERVER)  # type: ignore[no-untyped-call]
+    with torch.cuda.graph(graph, stream=stream):  # torch's own is of the GPU that had the first capture
         work()
     return graph
 

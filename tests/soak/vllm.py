@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vllm-gpu", default="0", help="its CUDA_VISIBLE_DEVICES")
     parser.add_argument("--server-gpus", default=("", "0,0", "1,0")[gpus], help="those of the servers")
     parser.add_argument("--callers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=20, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=40, help="of each answer")
     parser.add_argument("flags", nargs="*", help="more flags of vLLM, behind --")
     given = parser.parse_args(arguments)
     servers = [gpu for gpu in given.server_gpus.split(",") if gpu]
