@@ -152,6 +152,8 @@ def check_weights(
     dtypes = SCALE_DTYPES[weights.format]
     if weights.scales.dtype not in dtypes:
         raise refusal(f"{scales} dtype", " or ".join(map(str, dtypes)), weights.scales.dtype)
+    if data_device.type == "meta" and weights.scales.is_meta:  # both only keys to what calls read
+        device = data_device
     check_tensor(scales, weights.scales, groups, weights.scales.dtype, device, like)
     check_address(scales, weights.scales)
     if (weights.format is WeightFormat.NVFP4) != (weights.whole is not None):

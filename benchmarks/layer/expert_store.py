@@ -128,7 +128,7 @@ def copy_rate(case: Case, repeats: int = 5) -> float:
     experts = list(range(store.num_slots))
     best = 0.0
     for _ in range(repeats):
-        copies = store.host.copies(experts[::-1], store.slots, experts)  # none continues another
+        copies = store.host.copies(experts[::-1], store.room, experts)  # none continues another
         device.synchronize()
         began = time.perf_counter()
         device.copy(copies, case.memory.copies)

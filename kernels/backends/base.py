@@ -11,7 +11,7 @@ from expertd.backends import Capabilities
 from expertd.kernels.ops.activation import SILU, Activation, swiglu
 from expertd.kernels.ops.biases import ExpertBiases, add_biases
 from expertd.kernels.ops.checks import check_router
-from expertd.kernels.ops.four_bits import W, Weights
+from expertd.kernels.ops.four_bits import W, Weights, mapped, tensors_of
 from expertd.kernels.ops.parts import ExpertPart, GroupTable, PartsOfRank
 from expertd.kernels.ops.permute import compute_permutation, permute_rows
 from expertd.kernels.ops.quantize import HiddenStates, Quantized, quantize_rows
@@ -83,6 +83,28 @@ class Backend(ABC):
         Changes in place raise torch's version counters, and are noticed without this call. Changes through
         `.data` or a pointer are not.
         """
+
+    def room(self, weights: W, device: torch.device, *, pairs: bool = False) -> tuple[W, tuple[Tensor, ...]]:
+        """Room for weights of this size: what calls take, and the tensors [G, ..] from which they read these.
+
+        weights  [G, N, K] on the meta device, for their shapes and dtypes
+        device   where the room is; it is filled with zeros
+        pairs    as in `packed`
+
+        The owner copies to a group's place in each tensor what `contents` has for its weights, also by a
+        pointer, and between calls of a CUDA graph. A backend that packs may give no data but in the tensors.
+        """
+        made = mapped(weights, lambda tensor: _zeros(tensor, device))
+        return made, tensors_of(made)
+
+    def contents(self, weights: Weights, *, pairs: bool = False, first: int = 0) -> tuple[Tensor, ...]:
+        """What the tensors of `room` have of weights [G, N, K].
+
+        first  the number of the first group, for errors
+
+        Raises ValueError for weights that the backend cannot pack.
+        """
+        return tensors_of(weights)
 
     @abstractmethod
     def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
@@ -392,6 +414,12 @@ class Backend(ABC):
         out = torch.empty(size, dtype=torch.bfloat16, device=a.data.device)
         self.contiguous(a, b, offsets, out, num_sms)
         return out
+
+
+def _zeros(like: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_like(like, device=device)
+    made.view(torch.uint8).zero_()  # also of dtypes that PyTorch cannot fill
+    return made
 
 
 def _with_columns(weights: Weights, count: int) -> Weights:

@@ -254,12 +254,14 @@ def _expert_store(settings: "Settings") -> str:
     """What steps of a token can expect of `weights_budget`, by arithmetic."""
     from expertd.service.engine.memory_needs import check_expert_slots, expert_slots
     from expertd.service.moe.expert_budget import COPY_RATES, ROUTINGS, copies_of_token
+    from expertd.service.moe.needs import stored_shape
     from expertd.service.ranks.shares import size
 
-    check_expert_slots(settings, _capabilities(settings))
-    if not (slots := expert_slots(settings)):
+    check_expert_slots(settings, capabilities := _capabilities(settings))
+    if not (slots := expert_slots(settings, capabilities)):
         return "none: all experts fit into weights_budget" if settings.has_budget else "none"
-    shapes, ranks = {model.name: model.shape for model in settings.models}, settings.num_ranks
+    shapes = {model.name: stored_shape(model.shape, capabilities) for model in settings.models}
+    ranks = settings.num_ranks
     held = {name: len(shapes[name].held_experts) for name in slots}
     replicas = settings.placement.replicas  # take the slots of others
     slots = {name: ranks * number * held[name] // (held[name] + replicas) for name, number in slots.items()}

@@ -75,7 +75,7 @@ def host_memory(settings: Settings, capabilities: Capabilities) -> HostMemory:
     buffered = {_BUFFERED: _buffered_bytes(settings)}
     steps = {"steps": _staged_bytes(settings, capabilities)}
     shared = {"shared_memory.max_bytes": settings.shared_memory.max_bytes * settings.shared_memory.enabled}
-    experts = {_EXPERTS: host_experts_bytes(settings)}
+    experts = {_EXPERTS: host_experts_bytes(settings, capabilities)}
     if capabilities.on_gpu:
         pinned, at_most = {**experts, **buffered, **steps}, shared
     else:
@@ -130,7 +130,7 @@ def _what_would_do(settings: Settings, capabilities: Capabilities, free: int) ->
     """A hint: memory for bodies with which the rest fits; empty if none would do."""
     limits = settings.limits.model_copy(update={"max_buffered_bytes": settings.min_buffered_bytes})
     fewer = settings.model_copy(update={"limits": limits})
-    experts = host_experts_bytes(settings)
+    experts = host_experts_bytes(settings, capabilities)
     if _buffered_bytes(fewer) + _staged_bytes(fewer, capabilities) + experts <= free:
         return f"; {_BUFFERED} of {limits.max_buffered_bytes} would do"
     if experts > free:

@@ -159,7 +159,7 @@ def load(
             f"partitions: expected a backend whose device has SMs to partition, got {backend.name!r}"
         )
 
-    store = StoreMemory(device) if (slots := expert_slots(settings)) else None
+    store = StoreMemory(device) if (slots := expert_slots(settings, backend.capabilities)) else None
     if make_layers is not None:
         make_layer = make_layers(store)
     else:

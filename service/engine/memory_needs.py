@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from expertd.backends import BACKENDS, Capabilities
+from expertd.backends import Capabilities
 from expertd.service.checkpoints import CheckpointModelSettings
 from expertd.service.engine.layers import has_biases, rule_of
 from expertd.service.moe.expert_budget import chunks_bytes, slots_within
@@ -14,6 +14,7 @@ from expertd.service.moe.needs import (
     needs_of,
     part_of_layer,
     staging_bytes,
+    stored_shape,
     together,
 )
 from expertd.service.moe.separate import has_two_rules
@@ -25,24 +26,28 @@ from expertd.service.settings.parts import Limits
 from expertd.service.settings.served import ModelSettings
 
 
-def expert_slots(settings: Settings) -> dict[str, int]:
+def expert_slots(settings: Settings, capabilities: Capabilities | None) -> dict[str, int]:
     """The slots for routed experts of each layer whose experts are in the host's memory, by its budget.
+
+    capabilities  of the backend that will run; None: none can
 
     Layers without a budget, or whose experts all fit into it, are left out. All ranks have as many slots as
     one with the most experts. Raises ValueError (name, expected, got).
     """
     slots = dict[str, int]()
     for (setting, budget), models in _budgets(settings).items():
-        slots |= slots_within(budget, {model.name: _of_rank(settings, model) for model in models}, setting)
+        shapes = {model.name: _of_rank(settings, model, capabilities) for model in models}
+        slots |= slots_within(budget, shapes, setting)
     return slots
 
 
-def _of_rank(settings: Settings, model: ModelSettings) -> LayerShape:
-    """What a rank holds of a model, replicas included; some have one expert less."""
+def _of_rank(settings: Settings, model: ModelSettings, capabilities: Capabilities | None) -> LayerShape:
+    """What the store of a rank holds of a model, replicas included; some have one expert less."""
+    shape = model.shape if capabilities is None else stored_shape(model.shape, capabilities)
     if settings.num_ranks == 1:
-        return model.shape
-    count = len(model.shape.held_experts) + settings.placement.replicas
-    return part_of_layer(model.shape, -(-count // settings.num_ranks))
+        return shape
+    count = len(shape.held_experts) + settings.placement.replicas
+    return part_of_layer(shape, -(-count // settings.num_ranks))
 
 
 def _budgets(settings: Settings) -> dict[tuple[str, int], list[ModelSettings]]:
@@ -65,28 +70,26 @@ def check_expert_slots(settings: Settings, capabilities: Capabilities | None) ->
 
     capabilities  of the backend that will run; None: none can
     """
-    slots = expert_slots(settings)
+    slots = expert_slots(settings, capabilities)
     for model in (model for model in settings.models if model.name in slots):
         weights = model.shape.weight_layout.format
-        if capabilities is not None and capabilities.on_gpu and weights in capabilities.packs:
-            others = (
-                name
-                for name, can in BACKENDS.items()
-                if can.on_gpu and weights in can.weight_formats - can.packs
-            )
-            expected = f"experts in FP8 (requantize: always), or backend {' or '.join(others)}"
-            raise ValueError(f"weights_budget: expected {expected}, got {weights} in model {model.name}")
+        is_packed = capabilities is not None and weights in capabilities.stores_packed
+        if is_packed and settings.num_ranks > 1 and settings.placement.policy is not None:
+            expected = f"null with weights_budget and experts that backend {settings.backend} packs"
+            expected += " (requantize: always serves them in FP8)"
+            got = f"{settings.placement.policy} with {weights} in model {model.name}"
+            raise ValueError(f"placement.policy: expected {expected}, got {got}")
         if settings.num_ranks == 1 and has_two_rules(model.shape, rule_of(model)):
             expected = "layers whose routed and shared experts follow one rule"
             raise ValueError(f"weights_budget: expected {expected}, got others in model {model.name}")
 
 
-def host_experts_bytes(settings: Settings) -> int:
+def host_experts_bytes(settings: Settings, capabilities: Capabilities) -> int:
     """Bytes of this node's memory for routed experts that are not all on their device."""
-    slots = expert_slots(settings)
+    slots = expert_slots(settings, capabilities)
     num_bytes = 0
     for model in (model for model in settings.models if model.name in slots):
-        shape = _of_rank(settings, model)
+        shape = _of_rank(settings, model, capabilities)
         each = shape.expert_bytes + has_biases(model) * shape.bias_bytes
         num_bytes += settings.ranks_per_node * len(shape.held_experts) * each
     return num_bytes
@@ -108,11 +111,12 @@ def needs_of_model(
     staging   bytes by which memory for all layers grows
     of_all    the slots of all layers; None: `expert_slots`
     """
-    slots = (expert_slots(settings) if of_all is None else of_all).get(model.name)
+    slots = (expert_slots(settings, capabilities) if of_all is None else of_all).get(model.name)
+    shape = model.shape if slots is None else stored_shape(model.shape, capabilities)
     counts = TOKEN_COUNTS if slots is None else STORE_TOKEN_COUNTS
     has_graphs = settings.nnodes == 1 and (slots is None or settings.num_ranks == 1)
     return needs_of(
-        part_of_layer(model.shape, num_held if slots is None else slots),
+        part_of_layer(shape, num_held if slots is None else slots),
         (limits or settings.limits).max_batch_tokens,
         capabilities,
         staging=staging,
@@ -131,8 +135,9 @@ def needs_of_models(
 
     On a GPU each lane has memory of its own for its steps; a CPU's are small beside the weights.
     """
-    slots = expert_slots(settings)
-    chunks = chunks_bytes(_of_rank(settings, model) for model, _ in held if model.name in slots)
+    slots = expert_slots(settings, capabilities)
+    stored = (_of_rank(settings, model, capabilities) for model, _ in held if model.name in slots)
+    chunks = chunks_bytes(stored)
     weights = steps = graphs = 0
     for lane in lanes_of(settings) if capabilities.on_gpu else lanes_of(settings)[-1:]:
         needs = together(

@@ -29,15 +29,16 @@ from expertd.kernels import (
     PartsOfRank,
     fused_experts_in_parts,
 )
-from expertd.kernels.ops.four_bits import mapped, tensors_of
+from expertd.kernels.ops.four_bits import mapped
 from expertd.service.device import Copies, Device, Event, Stream
 from expertd.service.memory import Mapped
 from expertd.service.moe.expert_budget import chunk_experts, chunk_sizes
-from expertd.service.moe.needs import STORE_TOKEN_COUNTS
+from expertd.service.moe.needs import STORE_TOKEN_COUNTS, stored_shape
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.staging import GrowingBuffer
 from expertd.service.moe.step.step_counts import StoreCounts
 from expertd.service.moe.weights import ExpertWeights, empty_matrices
+from expertd.weight_format import WeightLayout
 
 _Experts = NDArray[np.intp]
 OnRank = Callable[[Tensor, Callable[[], PartsOfRank]], None]
@@ -117,11 +118,27 @@ class SlotTable:
         self._last_used[:] = 0
 
 
-@dataclass
-class _Chunk:
-    """Room on the device for a few experts of any layer of a size, while a step needs them."""
+class ExpertRoom(NamedTuple):
+    """Room on the device for experts of a layer, to which copies are made.
+
+    part     what calls take
+    tensors  [G, ..] that they read, see `Backend.room`; then the biases
+    """
 
     part: ExpertPart
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the part has no data but in the tensors."""
+        return self.part.down.data.is_meta
+
+
+@dataclass
+class _Chunk:
+    """Room for a few experts of any layer of a size, while a step needs them."""
+
+    room: ExpertRoom
     copied: Event
     free: Event
 
@@ -142,47 +159,52 @@ class StoreMemory:
         """By model."""
         self._chunks: dict[Hashable, tuple[_Chunk, _Chunk]] = {}
 
-    def chunks(self, shape: LayerShape, has_biases: bool) -> tuple[_Chunk, _Chunk]:
-        """The two chunks for layers of this size."""
-        size = *chunk_sizes(shape), has_biases
-        if size not in self._chunks:
-            self._chunks[size] = self._new_chunk(shape, has_biases), self._new_chunk(shape, has_biases)
-        return self._chunks[size]
+    def chunks(self, shape: LayerShape, has_biases: bool, backend: Backend) -> tuple[_Chunk, _Chunk]:
+        """The two chunks for layers of this size, all of one backend."""
+        stored = stored_shape(shape, backend.capabilities)
+        size, count = (*chunk_sizes(stored), has_biases), chunk_experts(stored)
 
-    def _new_chunk(self, shape: LayerShape, has_biases: bool) -> _Chunk:
-        part = new_part(shape, chunk_experts(shape), has_biases, self.device.tensors)
-        return _Chunk(part, self.device.new_event(), self.device.new_event())
+        def new_chunk() -> _Chunk:
+            room = new_room(shape, shape.weight_layout, count, has_biases, backend, self.device.tensors)
+            return _Chunk(room, self.device.new_event(), self.device.new_event())
+
+        if size not in self._chunks:
+            self._chunks[size] = new_chunk(), new_chunk()
+        return self._chunks[size]
 
 
 class HostExperts:
-    """The routed experts of a layer in the host's memory, from which the device can copy.
+    """The routed experts of a layer in the host's memory, from which the device can copy to room like `like`.
 
-    part          their matrices and biases
+    part          the matrices and biases; None: they are packed
+    tensors       [E, ..] as those of the room
     expert_bytes  of each
     """
 
-    def __init__(self, weights: ExpertPart, num_experts: int, device: Device) -> None:
-        sources = [tensor[:num_experts] for tensor in _tensors(weights)]
-        starts = np.cumsum([0, *(-(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE for tensor in sources)])
+    def __init__(
+        self, weights: ExpertPart, num_experts: int, like: ExpertRoom, backend: Backend, device: Device
+    ) -> None:
+        sizes = [num_experts * tensor[0].nbytes for tensor in like.tensors]
+        starts = np.cumsum([0, *(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)])
         # Not torch's pinned memory, of which it takes a power of two.
         memory = mmap.mmap(-1, int(starts[-1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        kept = []
-        for tensor, start in zip(sources, starts, strict=False):
-            own = whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            own.view(torch.uint8).copy_(tensor.view(torch.uint8))
-            kept.append(own)
-        in_order = iter(kept)
-        self.part = _mapped_part(weights, lambda _: next(in_order))
-        self._sources = [(tensor.data_ptr(), tensor[0].nbytes) for tensor in kept]
+        self.tensors = tuple(
+            whole[start : start + size].view(tensor.dtype).view(num_experts, *tensor.shape[1:])
+            for tensor, start, size in zip(like.tensors, starts, sizes, strict=False)
+        )
+        _write(self.tensors, weights, range(num_experts), backend, like)
+        in_order = iter(self.tensors)
+        self.part = None if like.is_packed else _mapped_part(weights, lambda _: next(in_order))
+        self._sources = [(tensor.data_ptr(), tensor[0].nbytes) for tensor in self.tensors]
         self.expert_bytes = sum(size for _, size in self._sources)
         unregister = device.register(Mapped(whole.data_ptr(), whole.numel(), _NO_FILE))
         weakref.finalize(self, unregister).atexit = False
 
-    def copies(self, experts: Sequence[int], to: ExpertPart, places: Sequence[int]) -> Copies:
-        """The copies of each expert to its place in a part."""
+    def copies(self, experts: Sequence[int], to: ExpertRoom, places: Sequence[int]) -> Copies:
+        """The copies of each expert to its place in a room."""
         copies = Copies()
-        for (source, size), target in zip(self._sources, _tensors(to), strict=True):
+        for (source, size), target in zip(self._sources, to.tensors, strict=True):
             address = target.data_ptr()
             for expert, place in zip(experts, places, strict=True):
                 copies.add(address + place * size, source + expert * size, size, target)
@@ -206,9 +228,13 @@ class ExpertStore:
 
     num_slots  of routed experts
     host       the routed experts in the host's memory
-    slots      the experts on the device: those in slots, then the shared ones
+    room       the experts on the device: those in slots, then the shared ones
+    slots      what calls take of them
     shared     the shared ones, if they have another layout; then `slots` does not have them
     counts     what steps did
+
+    A backend that packs has its experts packed in all of these, once, on the device. Raises ValueError if it
+    cannot.
     """
 
     def __init__(
@@ -218,18 +244,23 @@ class ExpertStore:
         held, self._device = len(shape.held_experts), memory.device
         self._memory, self._shape, self._backend = memory, shape, backend
         self.num_slots = num_slots
-        self._packs = shape.weight_layout.format in backend.capabilities.packs
         whole, has_biases = ExpertPart(weights.gate_up, weights.down, weights.biases), bool(weights.biases)
-        self.host = HostExperts(whole, held, self._device)
         beside = 0 if shape.splits_shared else shape.num_shared_experts
-        self.slots = new_part(shape, num_slots + beside, has_biases, self._device.tensors)
-        for source, target in zip(_tensors(whole), _tensors(self.slots), strict=True):
-            target[num_slots:].view(torch.uint8).copy_(source[held:].view(torch.uint8))
+        to = self._device.tensors
+        self.room = new_room(shape, shape.weight_layout, num_slots + beside, has_biases, backend, to)
+        self.slots = self.room.part
+        self.host = HostExperts(whole, held, self.room, backend, self._device)
+        in_room = tuple(tensor[num_slots:] for tensor in self.room.tensors)
+        _write(in_room, whole, range(held, held + beside), backend, self.room)
         self.shared = None
         if weights.shared is not None:
-            to = self._device.tensors
-            self.shared = _mapped_part(weights.shared, lambda own: own.to(to))
-        self._chunks = memory.chunks(shape, has_biases)
+            count = shape.num_shared_experts
+            room = new_room(shape, shape.shared_layout, count, weights.shared.biases is not None, backend, to)
+            _write(room.tensors, weights.shared, range(count), backend, room)
+            self.shared = room.part
+        packs = backend.capabilities.packs - backend.capabilities.stores_packed
+        self._prepares = shape.weight_layout.format in packs  # it keeps matrices of what is in slots
+        self._chunks = memory.chunks(shape, has_biases, backend)
         self._table = SlotTable(held, num_slots)
         self._places = np.arange(shape.num_groups + 2)  # of experts, by id + 1; at both ends those of none
         self.counts = memory.counts.setdefault(name, StoreCounts())
@@ -254,8 +285,12 @@ class ExpertStore:
         return replace(own, biases=self.slots.biases)
 
     def in_host_memory(self, weights: ExpertWeights) -> ExpertWeights:
-        """Weights with the routed experts in the host's memory; say so by `changed` if one is overwritten."""
-        part = self.host.part
+        """Weights with the routed experts in the host's memory; say so by `changed` if one is overwritten.
+
+        Packed ones cannot be: they stay without data.
+        """
+        if (part := self.host.part) is None:
+            return weights
         return replace(weights, gate_up=part.gate_up, down=part.down, biases=part.biases, shared=None)
 
     def changed(self, expert: int) -> None:
@@ -434,7 +469,7 @@ class ExpertStore:
         fetches = self._table.take(tokens)
         if len(fetches.fetched):
             self._used.record(stream)
-            self._fetch(fetches.fetched, self.slots, fetches.slots, self._used, self._slots_copied)
+            self._fetch(fetches.fetched, self.room, fetches.slots, self._used, self._slots_copied)
         self.counts.hits += len(fetches.present)
         self.counts.misses += len(fetches.fetched) + len(fetches.streamed)
         return fetches
@@ -459,19 +494,19 @@ class ExpertStore:
             group_of[fetches.fetched + 1] = first + fetches.slots
             first += slots.num_groups
         group_of[fetches.streamed + 1] = first + np.arange(len(fetches.streamed))
-        size = self._chunks[0].part.num_groups
+        size = self._chunks[0].room.part.num_groups
         for number in range(-(-len(fetches.streamed) // size)):
-            passes.append(_Pass((chunk := self._chunks[number % 2]).part, chunk.copied, chunk))
+            passes.append(_Pass((chunk := self._chunks[number % 2]).room.part, chunk.copied, chunk))
         return passes, group_of
 
     def _parts(self, passes: Sequence[_Pass], streamed: _Experts, stream: Stream) -> Iterator[ExpertPart]:
         """The parts of a step, one pass after another; copies are enqueued as soon as there is room."""
-        size = self._chunks[0].part.num_groups
+        size = self._chunks[0].room.part.num_groups
         left = iter(np.split(streamed, range(size, len(streamed), size)) if len(streamed) else ())
 
         def fetch_next(chunk: _Chunk) -> None:
             if (experts := next(left, None)) is not None:
-                self._fetch(experts, chunk.part, np.arange(len(experts)), chunk.free, chunk.copied)
+                self._fetch(experts, chunk.room, np.arange(len(experts)), chunk.free, chunk.copied)
 
         for chunk in self._chunks:
             fetch_next(chunk)
@@ -483,8 +518,8 @@ class ExpertStore:
                 used.free.record(stream)
                 fetch_next(used)
 
-    def _fetch(self, experts: _Experts, to: ExpertPart, places: _Experts, free: Event, copied: Event) -> None:
-        """Copy experts to places in a part once `free` has passed; then comes `copied`."""
+    def _fetch(self, experts: _Experts, to: ExpertRoom, places: _Experts, free: Event, copied: Event) -> None:
+        """Copy experts to places in a room once `free` has passed; then comes `copied`."""
         if not len(experts):
             return
         began, stream, at = time.perf_counter(), self._memory.copies, places.tolist()
@@ -493,8 +528,8 @@ class ExpertStore:
         self._device.copy(copies, stream)
         copied.record(stream)
         self.counts.num_bytes += len(experts) * self.host.expert_bytes
-        pairs = zip(to.matrices, self.host.part.matrices, strict=True)
-        for matrix, kept in pairs if self._packs else ():
+        pairs = () if self.host.part is None else zip(to.part.matrices, self.host.part.matrices, strict=True)
+        for matrix, kept in pairs if self._prepares else ():
             prepared = [self._backend.prepare_weights(mapped(kept, itemgetter(expert))) for expert in experts]
             self._backend.weights_changed(matrix, at, prepared)
         if self._device.is_host:  # which waits for its copies here
@@ -538,21 +573,42 @@ class ExpertStore:
         return made
 
 
-def new_part(shape: LayerShape, num_groups: int, has_biases: bool, device: torch.device) -> ExpertPart:
-    """Room for routed experts of a layer on a device, filled with zeros."""
-    layout, h, i = shape.weight_layout, shape.hidden_size, shape.intermediate_size
+def new_room(
+    shape: LayerShape,
+    layout: WeightLayout,
+    num_groups: int,
+    has_biases: bool,
+    backend: Backend,
+    device: torch.device,
+) -> ExpertRoom:
+    """Room for experts of a layer, in one of its layouts, filled with zeros."""
+    h, i = shape.hidden_size, shape.intermediate_size
+    gate_up, first = backend.room(empty_matrices(layout, num_groups, 2 * i, h, "meta"), device, pairs=True)
+    down, second = backend.room(empty_matrices(layout, num_groups, h, i, "meta"), device)
     biases = None
     if has_biases:
-        pair = (torch.empty((num_groups, n), dtype=torch.bfloat16, device=device) for n in (2 * i, h))
+        pair = (torch.zeros((num_groups, n), dtype=torch.bfloat16, device=device) for n in (2 * i, h))
         biases = ExpertBiases(*pair)
-    part = ExpertPart(
-        empty_matrices(layout, num_groups, 2 * i, h, device),
-        empty_matrices(layout, num_groups, h, i, device),
-        biases,
-    )
-    for tensor in _tensors(part):
-        tensor.view(torch.uint8).zero_()
-    return part
+    return ExpertRoom(ExpertPart(gate_up, down, biases), (*first, *second, *(biases or ())))
+
+
+def _write(
+    to: Sequence[Tensor], weights: ExpertPart, experts: range, backend: Backend, like: ExpertRoom
+) -> None:
+    """Write experts, on the host, to tensors like those of a room. Packs one after another on its device."""
+    step = 1 if like.is_packed else max(1, len(experts))
+    for first in experts[::step]:
+        groups, places = (
+            slice(first, first + step),
+            slice(first - experts.start, first - experts.start + step),
+        )
+        part = _mapped_part(weights, itemgetter(groups))
+        if like.is_packed:
+            part = _mapped_part(part, lambda tensor: tensor.to(like.tensors[0].device))
+        gate_up = backend.contents(part.gate_up, pairs=True, first=first)
+        made = *gate_up, *backend.contents(part.down, first=first), *(part.biases or ())
+        for target, source in zip(to, made, strict=True):
+            target[places].view(torch.uint8).copy_(source.view(torch.uint8))
 
 
 def _sums(tokens: NDArray[np.signedinteger[Any]]) -> NDArray[np.int32]:
@@ -562,11 +618,7 @@ def _sums(tokens: NDArray[np.signedinteger[Any]]) -> NDArray[np.int32]:
     return sums
 
 
-def _tensors(part: ExpertPart) -> tuple[Tensor, ...]:
-    return *tensors_of(part.gate_up), *tensors_of(part.down), *(part.biases or ())
-
-
 def _mapped_part(part: ExpertPart, change: Callable[[Tensor], Tensor]) -> ExpertPart:
-    """With each tensor changed, in the order of `_tensors`."""
+    """With each tensor changed: of gate_up, of down, and the biases."""
     gate_up, down = (mapped(matrix, change) for matrix in part.matrices)
     return ExpertPart(gate_up, down, part.biases and ExpertBiases(*map(change, part.biases)))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from expertd.backends import Capabilities
 from expertd.limits import SCALE_BLOCK
 from expertd.service.moe.shape import LayerShape
-from expertd.service.moe.weights_file import BIASES, OPTIONAL, tensor_specs
-from expertd.weight_format import WeightFormat, WeightLayout
+from expertd.service.moe.weights_file import BIASES, tensor_specs
+from expertd.weight_format import WeightLayout
 
 GROUPS_AT_ONCE = 4
 """Experts that are read at a time: one waits for small tensors, or is decoded, while others are read."""
@@ -74,7 +74,8 @@ def needs_of(
 
     router = shape.num_experts * shape.hidden_size * (4 + 2)  # copies of it in fp32 and bf16
     weights, reading = weights_bytes(shape, has_biases) + router, 0
-    packs = [layout for layout in shape.weight_layouts if layout.format in capabilities.packs]
+    given = [layout for layout in shape.weight_layouts if layout.format in capabilities.packs]
+    packs = [layout for layout in given if not layout.is_packed]
     data, packed = _packed_bytes(shape, packs, capabilities.weight_bytes)
     if packs:
         if not keeps_given:  # they are freed matrix by matrix, the larger one first
@@ -83,14 +84,24 @@ def needs_of(
         weights += packed
     if capabilities.weight_bytes is None:
         a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
-        if packs:
-            a_value = max(a_value, 2 * _PACKING_BYTES)
+        if given:  # in a store one expert after another, which is here as it is, and packed
+            a_value = max(a_value, 2 * _PACKING_BYTES + (2 if len(packs) < len(given) else 0))
         reading += a_value * shape.hidden_size * shape.intermediate_size
     steps = max(step_bytes(max_tokens), reading) + staging
     if not capabilities.captures or num_graphs == 0:
         return Needs(weights, steps, 0)
     in_graphs = step_bytes(graph_tokens)
     return Needs(weights, steps, in_graphs + _GRAPH_BYTES * num_graphs // len(TOKEN_COUNTS), in_graphs)
+
+
+def stored_shape(shape: LayerShape, capabilities: Capabilities) -> LayerShape:
+    """The layer with experts as a store has them, in slots and in the host's memory: maybe packed."""
+
+    def stored(layout: WeightLayout) -> WeightLayout:
+        return replace(layout, is_packed=layout.format in capabilities.stores_packed)
+
+    layouts = stored(shape.weight_layout), stored(shape.shared_layout)
+    return replace(shape, weight_layout=layouts[0], shared_layout=layouts[1])
 
 
 def part_of_layer(shape: LayerShape, num_experts: int) -> LayerShape:
@@ -112,8 +123,10 @@ def together(each: Sequence[Needs]) -> Needs:
 def weights_bytes(shape: LayerShape, has_biases: bool = False) -> int:
     """Bytes of a layer's weights, in its layouts; of those in `OPTIONAL`, only of the experts' biases."""
     specs = tensor_specs(shape)
-    names = specs.keys() - OPTIONAL | set(BIASES if has_biases else ())
-    return sum(math.prod(specs[name].shape) * _BYTES[specs[name].dtypes[0]] for name in names)
+    names = {"router", *(BIASES if has_biases else ())}
+    others = sum(math.prod(specs[name].shape) * _BYTES[specs[name].dtypes[0]] for name in names)
+    routed = len(shape.held_experts) * shape.expert_bytes
+    return others + routed + shape.num_shared_experts * shape.shared_expert_bytes
 
 
 def _packed_bytes(
@@ -125,13 +138,11 @@ def _packed_bytes(
     if weight_bytes is not None:
         return data, sum(weight_bytes * counts[layout] * 3 * i * h for layout in layouts)
 
-    def of_blocks(layout: WeightLayout, n: int, k: int) -> int:  # whole ones, with fp32 of each or of rows
-        blocks_n, blocks_k = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-        of_rows = 0 if layout.has_whole else blocks_n * SCALE_BLOCK  # else among its bytes already
-        scales = blocks_n * blocks_k if layout.format is WeightFormat.MXFP4 else of_rows
-        return layout.num_bytes(blocks_n * SCALE_BLOCK, blocks_k * SCALE_BLOCK) + 4 * scales
+    def copied(layout: WeightLayout) -> int:
+        packed = replace(layout, is_packed=True)
+        return packed.num_bytes(2 * i, h, pairs=True) + packed.num_bytes(h, i)
 
-    return data, sum(counts[each] * (of_blocks(each, 2 * i, h) + of_blocks(each, h, i)) for each in layouts)
+    return data, sum(counts[each] * copied(each) for each in layouts)
 
 
 def staging_bytes(max_tokens: int, hidden_size: int, top_k: int, itemsize: int) -> int:

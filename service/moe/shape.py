@@ -104,4 +104,4 @@ class LayerShape:
 
     def _bytes_in(self, layout: WeightLayout) -> int:
         h, i = self.hidden_size, self.intermediate_size
-        return layout.num_bytes(2 * i, h) + layout.num_bytes(h, i)
+        return layout.num_bytes(2 * i, h, pairs=True) + layout.num_bytes(h, i)

@@ -196,7 +196,7 @@ def more_ranks(settings: Settings, capabilities: Capabilities, available: int) -
 
 def _share(settings: Settings, rank: int, capabilities: Capabilities) -> Share:
     held, numbers_held = defaultdict[str, list[str]](list), []
-    slots = expert_slots(settings)
+    slots = expert_slots(settings, capabilities)
     for model in (model for model in settings.models if model.load):
         experts = experts_of(settings, model, rank)
         shared = ""

@@ -46,6 +46,11 @@ class Capabilities:
     weight_formats: frozenset[WeightFormat] = _FP8
 
     @property
+    def stores_packed(self) -> frozenset[WeightFormat]:
+        """Formats of which an expert store has such copies alone: those that `Backend.room` has room for."""
+        return self.packs if self.weight_bytes is None else frozenset()
+
+    @property
     def on_gpu(self) -> bool:
         """Whether a server's layers are in the memory of a GPU."""
         return self.device_type not in (None, "cpu")

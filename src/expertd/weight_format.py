@@ -29,6 +29,7 @@ _GROUP_SIZES = {
     WeightFormat.NVFP4: (16,),
 }
 _SCALE_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
+_PACKED_SCALE_BYTES = {WeightFormat.MXFP4: 1, WeightFormat.INT4: 2, WeightFormat.NVFP4: 1}
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,13 @@ class WeightLayout:
 
     group_size  columns that a scale stands for; FP8: rows, too
     scales      the dtype of scales, with safetensors' name
+    is_packed   four bits as the backend hopper packs them (kernels/backends/hopper/packed_weights.py)
     """
 
     format: WeightFormat = WeightFormat.FP8
     group_size: int = SCALE_BLOCK
     scales: str = "F32"
+    is_packed: bool = False
 
     @property
     def has_whole(self) -> bool:
@@ -57,11 +60,24 @@ class WeightLayout:
         is_fp8 = self.format is WeightFormat.FP8
         return -(-n // SCALE_BLOCK) if is_fp8 else n, -(-k // self.group_size)
 
-    def num_bytes(self, n: int, k: int) -> int:
-        """Bytes of a matrix, scales included."""
+    def num_bytes(self, n: int, k: int, pairs: bool = False) -> int:
+        """Bytes of a matrix, scales included.
+
+        pairs  its rows are gates and the matching ups; packed, a block of each shares MXFP4's scale
+        """
+        if self.is_packed:
+            return self._packed_bytes(n, k, pairs)
         rows, columns = self.scale_shape(n, k)
         scales = rows * columns * _SCALE_BYTES[self.scales]
         return self.data_bytes(n, k) + scales + (4 * n if self.has_whole else 0)
+
+    def _packed_bytes(self, n: int, k: int, pairs: bool) -> int:
+        blocks_n, blocks_k = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
+        row = SCALE_BLOCK // 2 + SCALE_BLOCK // self.group_size * _PACKED_SCALE_BYTES[self.format]
+        of_rows = 4 * SCALE_BLOCK * blocks_n
+        of_blocks = 4 * (-(-n // 2 // SCALE_BLOCK) if pairs else blocks_n) * blocks_k
+        scales = of_blocks if self.format is WeightFormat.MXFP4 else of_rows
+        return blocks_n * blocks_k * SCALE_BLOCK * row + scales
 
 
 FP8_BLOCKS = WeightLayout()

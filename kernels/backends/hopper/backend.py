@@ -82,6 +82,20 @@ class HopperBackend(Backend):
             replacements = [packed for packed in prepared if isinstance(packed, PackedWeights)]
             self._gemm.packed_weights.refresh(weights, groups, replacements)
 
+    def room(self, weights: W, device: torch.device, *, pairs: bool = False) -> tuple[W, tuple[Tensor, ...]]:
+        """See `Backend.room`; of four bits, packed."""
+        if not isinstance(weights, FourBits):
+            return super().room(weights, device, pairs=pairs)
+        packed = self._gemm.packed_weights.room(weights, device, pairs)
+        return weights, (packed.data, packed.scales)
+
+    def contents(self, weights: Weights, *, pairs: bool = False, first: int = 0) -> tuple[Tensor, ...]:
+        """See `Backend.contents`."""
+        if not isinstance(weights, FourBits):
+            return super().contents(weights, pairs=pairs, first=first)
+        packed = pack(weights, pairs, first)
+        return packed.data, packed.scales
+
     def contiguous(self, a: Quantized, b: Weights, offsets: Tensor, out: Tensor, num_sms: int | None) -> None:
         """Write out [M, N]; see `grouped_gemm_contiguous`."""
         on = current_stream(_current(a.data, "a"))

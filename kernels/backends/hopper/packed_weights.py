@@ -1,11 +1,12 @@
 """Weights of four bits as csrc/codes.cuh reads them, and a cache of them."""
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from expertd.kernels.backends.hopper.tiles import FOUR_BITS
 from expertd.kernels.backends.weight_cache import WeightCache
@@ -45,27 +46,33 @@ class PackedWeights(NamedTuple):
     pairs: bool
 
 
-def pack(weights: FourBits, pairs: bool = False) -> PackedWeights:
+def pack(weights: FourBits, pairs: bool = False, first: int = 0) -> PackedWeights:
     """Pack weights [G, N, K], exactly.
 
     pairs  rows are N/2 gates and the matching ups, N/2 a multiple of 128; a tile gets 64 of each
+    first  the number of the first group, for errors
 
     Waits for the device. Needs temporary memory for a group, 10 bytes a value. Raises ValueError if scales
     are not finite; if MXFP4's of a block differ by more than 2**11; and if INT4's of a row are not fp16
     numbers times a power of two, as all in fp16 are, and in bf16 those less than 2**32 apart. Scales of zeros
     do not count.
     """
+    packed = empty_packed(weights, weights.data.device, pairs)
+    for group in range(len(packed.data)):
+        own = mapped(weights, lambda tensor, group=group: tensor[group])  # type: ignore[misc]
+        _pack_group(own, first + group, pairs, packed.data[group], packed.scales[group])
+    return packed
+
+
+def empty_packed(weights: FourBits, device: torch.device, pairs: bool = False) -> PackedWeights:
+    """Room on a device for packed weights of the size of `weights`, not initialized."""
     num_groups, n = weights.data.shape[:2]
     k_blocks = -(-columns_of(weights) // SCALE_BLOCK)
     blocks, block_bytes = -(-n // SCALE_BLOCK), _block_bytes(weights)
     scale_rows = -(-(n // 2 if pairs else n) // SCALE_BLOCK)
     of_group = (scale_rows, k_blocks) if weights.format is WeightFormat.MXFP4 else (blocks * SCALE_BLOCK,)
-    device = weights.data.device
     data = torch.empty((num_groups, blocks, k_blocks, block_bytes), dtype=torch.uint8, device=device)
     scales = torch.empty((num_groups, *of_group), dtype=torch.float32, device=device)
-    for group in range(num_groups):
-        own = mapped(weights, lambda tensor, group=group: tensor[group])  # type: ignore[misc]
-        _pack_group(own, group, pairs, data[group], scales[group])
     return PackedWeights(data, scales, n // 2 if pairs else n, pairs)
 
 
@@ -97,20 +104,34 @@ class PackedCache:
 
     def __init__(self) -> None:
         self._caches = [WeightCache[PackedWeights](partial(_packed, pairs=pairs)) for pairs in (False, True)]
+        self._rooms: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
 
     def get(self, weights: FourBits, pairs: bool = False) -> PackedWeights:
         """The weights, packed again if they have been modified or replaced: see `pack`.
 
-        Those that only `packed` has, in pairs, get a copy in the order of rows.
+        Those that only `packed` has, in pairs, get a copy in the order of rows; those of `room` a new one for
+        each call, since others write to it.
         """
         cache, paired = self._caches[pairs], self._caches[True]
         if not pairs and weights.data.is_meta and not cache.kept(weights):
-            cache.keep(weights, tuple(_unpaired(packed) for packed in paired.get(weights)))
+            unpaired = _unpaired(paired.get(weights)[0])
+            if weights.data in self._rooms:
+                return unpaired
+            cache.keep(weights, (unpaired,))
         return cache.get(weights)[0]
 
     def packed(self, weights: W, pairs: bool = False) -> W:
         """Weights whose data is only a key, on the meta device."""
         return self._caches[pairs].packed(weights)
+
+    def room(self, weights: FourBits, device: torch.device, pairs: bool = False) -> PackedWeights:
+        """Zeros, from which calls with these weights read: on the meta device, only a key."""
+        packed = empty_packed(weights, device, pairs)
+        packed.data.zero_()
+        packed.scales.zero_()
+        self._caches[pairs].keep(weights, (packed,))
+        self._rooms[weights.data] = None
+        return packed
 
     def refresh(
         self, weights: FourBits, groups: Sequence[int], replacements: Sequence[PackedWeights]

@@ -140,12 +140,13 @@ class RankWorker:
                 self._finish(rings)
 
     def _layers(self, memory: StoreMemory | None) -> MakeLayer:
-        self._stores, self._slots = memory, expert_slots(self._setup.settings)
+        self._stores = memory
         return self._layer
 
     def _store(self, model: ModelSettings, backend: Backend) -> MakeStore | None:
         """What makes the store of a layer's experts here; None: it has none."""
-        if (memory := self._stores) is None or (slots := self._slots.get(model.name)) is None:
+        of_all = expert_slots(self._setup.settings, backend.capabilities)
+        if (memory := self._stores) is None or (slots := of_all.get(model.name)) is None:
             return None
 
         def make(shape: LayerShape, weights: ExpertWeights) -> ExpertStore:

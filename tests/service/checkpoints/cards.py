@@ -104,7 +104,7 @@ def fit(name: str, card: int) -> Fit:
         return Fit(max(number for number in range(count) if _fits(_first(whole, number), free)))
     given = whole.model_copy(update={"weights_budget": budget})
     assert _fits(given, free)
-    slots = expert_slots(given)
+    slots = expert_slots(given, TRITON)
     shapes = {model.name: model.shape for model in given.models}
     copies = [copies_of_token(shapes, slots, exponent) for exponent in ROUTINGS.values()]
     slowest, fastest = (COPY_RATES[LINK] / each.num_bytes for each in copies)

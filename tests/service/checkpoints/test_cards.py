@@ -56,7 +56,7 @@ def test_the_configuration_of_12_gb_has_as_many_slots_as_fit() -> None:
     given = settings_of(QWEN3).model_copy(update={"weights_budget": load_settings(CONFIG).weights_budget})
     (share,) = shares_of(given, TRITON)
     assert 0 <= 12 * GIB - RESERVED - share.num_bytes < len(given.models) * given.models[0].shape.expert_bytes
-    assert set(expert_slots(given).values()) == {fit(QWEN3, 12).slots}
+    assert set(expert_slots(given, TRITON).values()) == {fit(QWEN3, 12).slots}
     pinned = host_memory(given, TRITON).pinned
     assert sum(pinned.values()) - max(pinned.values()) < GIB // 2, "little beside the experts"
 

@@ -70,7 +70,7 @@ async def test_answers_are_those_without_a_budget() -> None:
 
 def test_the_device_needs_the_budget_and_the_host_the_experts() -> None:
     given, whole = settings(13), tiny_settings(models=[WIDE])
-    assert expert_slots(given) == {"tiny": 8}, "beside 1 shared expert, and 2 chunks of 2"
+    assert expert_slots(given, HOPPER) == {"tiny": 8}, "beside 1 shared expert, and 2 chunks of 2"
     held = [(given.models[0], 32)]
     with_budget, without = (needs_of_models(each, held, HOPPER) for each in (given, whole))
     assert with_budget.weights == without.weights - (33 - 13) * EXPERT
@@ -106,10 +106,10 @@ def test_a_model_may_have_a_budget_of_its_own() -> None:
     """Another has none, or shares one with the rest."""
     models = [{**WIDE, "name": "own", "weights_budget": 13 * EXPERT}, {**WIDE, "name": "other"}]
     given = settings(1, models=models, weights_budget=None)
-    assert expert_slots(given) == {"own": 8}
+    assert expert_slots(given, HOPPER) == {"own": 8}
     more = [*models, {**WIDE, "name": "third", "num_experts": 16}]
     shared = settings(1, models=more, weights_budget=(33 + 17 - 8) * EXPERT)
-    slots = expert_slots(shared)
+    slots = expert_slots(shared, HOPPER)
     assert slots["own"] == 8
     assert slots["other"] // 2 == slots["third"] > 8
     whole = settings(1, models=[{**model, "weights_budget": None} for model in models], weights_budget=None)
@@ -129,7 +129,9 @@ def test_a_model_may_have_a_budget_of_its_own() -> None:
 async def test_a_budget_is_that_of_each_rank() -> None:
     """Ranks tell the front end what their stores did."""
     whole, given = (settings(size, ranks=2) for size in (17, 9))
-    assert (expert_slots(whole), expert_slots(given)) == ({}, {"tiny": 6}), "of 16, and two chunks of 1"
+    assert (expert_slots(whole, HOPPER), expert_slots(given, HOPPER)) == ({}, {"tiny": 6}), (
+        "of 16, and two chunks of 1"
+    )
     for share, other in zip(shares_of(given, HOPPER), shares_of(whole, HOPPER), strict=True):
         assert share.needs.weights == other.needs.weights - 8 * EXPERT
     pinned, others = (sum(host_memory(each, HOPPER).pinned.values()) for each in (given, whole))
@@ -171,7 +173,7 @@ def test_ranks_may_have_shared_experts_of_another_rule(tmp_path: Path) -> None:
     ):
         check_before_listening(resolved(weights_budget=budget))
     whole, given = resolved(ranks=2), resolved(ranks=2, weights_budget=budget)
-    assert list(expert_slots(given).values()) == [4], "of 8"
+    assert list(expert_slots(given, HOPPER).values()) == [4], "of 8"
     check_before_listening(given)
     np.testing.assert_array_equal(computed(given), computed(whole))
 
@@ -184,7 +186,7 @@ def test_gpus_that_share_a_layer_have_a_budget_each() -> None:
         Settings.model_validate({"models": [model], "backend": "hopper", "devices": "0-1"} | more)
         for more in ({}, {"weights_budget": budget})
     )
-    assert expert_slots(given) == {"tiny": 24}, "of 64, beside a shared one and two chunks of 3"
+    assert expert_slots(given, HOPPER) == {"tiny": 24}, "of 64, beside a shared one and two chunks of 3"
     for rank, (share, other) in enumerate(
         zip(shares_of(given, HOPPER), shares_of(whole, HOPPER), strict=True)
     ):
@@ -228,10 +230,10 @@ def test_layers_of_a_checkpoint_share_a_budget(
     on_device = len(whole.models) * (slots + shape.num_shared_experts)
     budget = (on_device + 2) * shape.expert_bytes  # and two chunks
     given = resolve_checkpoints(tiny_settings(models=[], checkpoints=served, weights_budget=budget))
-    assert expert_slots(given) == {model.name: slots for model in whole.models}
+    assert expert_slots(given, HOPPER) == {model.name: slots for model in whole.models}
     copies = [{**served[0], "name": name, "weights_budget": budget} for name in ("a", "b")]
     twice = resolve_checkpoints(tiny_settings(models=[], checkpoints=copies))
-    assert expert_slots(twice) == {model.name: slots for model in twice.models}
+    assert expert_slots(twice, HOPPER) == {model.name: slots for model in twice.models}
     copies[1]["weights_budget"] = 2 * shape.expert_bytes
     wrong = resolve_checkpoints(tiny_settings(models=[], checkpoints=copies))
     with pytest.raises(ValueError, match=r"^checkpoints\.1\.weights_budget: expected at least "):

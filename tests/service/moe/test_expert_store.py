@@ -381,10 +381,7 @@ def test_a_step_that_fails_leaves_no_wrong_experts() -> None:
 def test_host_memory_is_registered_as_long_as_it_is_used() -> None:
     device = LazyDevice()
     store, layer = store_of(StoreMemory(device), SHAPE, SLOTS, Plain(), 3)
-    ((memory,), tensors) = (
-        device.registered,
-        [t for each in store.host.part.matrices for t in tensors_of(each)],
-    )
+    (memory,), tensors = device.registered, store.host.tensors
     assert sum(tensor.nbytes for tensor in tensors) == 48 * SHAPE.expert_bytes
     ends = memory.address, memory.address + memory.num_bytes
     assert all(ends[0] <= t.data_ptr() <= t.data_ptr() + t.nbytes <= ends[1] for t in tensors)
@@ -395,8 +392,8 @@ def test_host_memory_is_registered_as_long_as_it_is_used() -> None:
 def test_layers_of_one_size_share_chunks() -> None:
     memory = StoreMemory(CpuDevice(torch.device("cpu")))
     other = replace(SHAPE, num_experts=40, top_k=5)
-    chunks = memory.chunks(SHAPE, False)
-    assert memory.chunks(replace(other, num_experts=48), False) is chunks
-    assert memory.chunks(replace(SHAPE, hidden_size=128), False) is not chunks
-    assert memory.chunks(SHAPE, True) is not chunks
-    assert memory.chunks(other, False) is not chunks, "with fewer experts at a time"
+    chunks = memory.chunks(SHAPE, False, Plain())
+    assert memory.chunks(replace(other, num_experts=48), False, Plain()) is chunks
+    assert memory.chunks(replace(SHAPE, hidden_size=128), False, Plain()) is not chunks
+    assert memory.chunks(SHAPE, True, Plain()) is not chunks
+    assert memory.chunks(other, False, Plain()) is not chunks, "with fewer experts at a time"

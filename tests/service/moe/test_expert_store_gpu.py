@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from expertd.backends import BACKENDS
 from expertd.kernels import quantize_rows, resolve_backend
 from expertd.service.device import device_of
 from expertd.service.engine.layers import layer_of, stored_layers
@@ -151,7 +152,7 @@ def test_a_budget_is_kept(backend: str) -> None:
     }  # fmt: skip
     given = tiny_settings(models=[model], backend=backend, weights_budget="100MiB")
     before, memory = torch.cuda.memory_allocated(), StoreMemory(device_of("cuda"))
-    make = stored_layers(memory, expert_slots(given))
+    make = stored_layers(memory, expert_slots(given, BACKENDS[backend]))
     layer = make(given.models[0], resolve_backend(backend), torch.device("cuda", 0), lambda: False)
     assert 80 << 20 < torch.cuda.memory_allocated() - before < 101 << 20, "with the router"
     whole = layer_of(given.models[0], resolve_backend(backend), torch.device("cuda", 0), lambda: False)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from expertd.backends import BACKENDS
 from expertd.service.checkpoints import resolve_checkpoints
 from expertd.service.engine.memory_needs import expert_slots
 from expertd.service.moe.expert_budget import chunks_bytes
@@ -157,7 +158,7 @@ async def test_experts_in_the_hosts_memory_give_the_same_bits(exact: bool) -> No
     """Small steps find experts in slots, and large ones need more than there are."""
     settings = tiny_settings(LIMITS, backend="hopper", models=[LAYER], devices="0-1", exact_combine=exact)
     budgeted = settings.model_copy(update={"weights_budget": slots_of(settings, 8)})
-    assert expert_slots(budgeted) == {"tiny": 8}, "of 16"
+    assert expert_slots(budgeted, BACKENDS["hopper"]) == {"tiny": 8}, "of 16"
     values, outputs = [*inputs(), *inputs()], list[list[NDArray[np.float32]]]()
     for each in (settings, budgeted):
         async with serving_ranks(each) as server:
@@ -192,7 +193,7 @@ def test_families_with_experts_in_the_hosts_memory(
     given = {"backend": "hopper", "checkpoints": served, "devices": "0-1", "exact_combine": exact}
     whole = resolve_checkpoints(Settings.model_validate(given))
     budgeted = whole.model_copy(update={"weights_budget": slots_of(whole, 8)})
-    assert list(expert_slots(budgeted).values()) == [8], "of 16"
+    assert list(expert_slots(budgeted, BACKENDS["hopper"]).values()) == [8], "of 16"
     hidden = whole.models[0].hidden_size
     # Weights that the host has quantized, not the GPU, may differ in their last bit.
     assert close(computed(budgeted, hidden), computed(whole, hidden))

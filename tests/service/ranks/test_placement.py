@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from expertd.backends import BACKENDS
 from expertd.service.engine.errors import DeviceLostError
 from expertd.service.engine.memory_needs import expert_slots
 from expertd.service.moe.placement import Placement, contiguous_placement, global_placement
@@ -78,7 +79,7 @@ async def test_experts_in_the_hosts_memory_move() -> None:
     settings = tiny_settings(ONE_EACH, ranks=2, models=[MANY], placement=STATIC, backend="cpu")
     shape = settings.models[0].shape
     budgeted = settings.model_copy(update={"weights_budget": (12 + 2 * 2) * shape.expert_bytes})
-    assert expert_slots(budgeted) == {"tiny": 12}, "of 36, beside two chunks of 2"
+    assert expert_slots(budgeted, BACKENDS["cpu"]) == {"tiny": 12}, "of 36, beside two chunks of 2"
     sent = [routed(skewed(count, count), count) for count in (1, 200, 2, 1)]
     halves = [[*range(32), *range(32, 36)], [*range(32, 64), *range(4)]]
     outputs = list[list[NDArray[np.float32]]]()

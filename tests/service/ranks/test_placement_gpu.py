@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from expertd.backends import BACKENDS
 from expertd.service.engine.memory_needs import expert_slots
 from tests.service.apps import serving, tiny_settings
 from tests.service.ranks.placing import change, held
@@ -41,7 +42,7 @@ async def test_answers_stay_right_while_experts_move(stored: bool) -> None:
     )
     if stored:
         settings = settings.model_copy(update={"weights_budget": slots_of(settings, 8)})
-        assert expert_slots(settings) == {"tiny": 8}
+        assert expert_slots(settings, BACKENDS["hopper"]) == {"tiny": 8}
     async with serving_ranks(settings) as server, asyncio.timeout(240):
         random = np.random.default_rng()
         for _ in range(4):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from expertd.kernels import Backend, ExpertBiases, RankTokens, compute_permutation, unpermute_rows
 from expertd.kernels.backends.reference.backend import ReferenceBackend
-from expertd.kernels.ops.four_bits import tensors_of
 from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.parallel import JointExchange, ParallelLayer, TorchExchange
 from expertd.service.moe.parallel.torch_exchange import all_rows
@@ -135,8 +134,8 @@ def _layer(exchange: TorchExchange, case: Case, backend: Backend) -> ParallelLay
 def _store(num_slots: int, backend: Backend, shape: LayerShape, weights: ExpertWeights) -> ExpertStore:
     """A store whose copies are made as late as events allow, and whose slots and chunks are poisoned."""
     store = ExpertStore(StoreMemory(LazyDevice()), "layer", shape, weights, num_slots, backend)
-    for part in (store.slots, *(chunk.part for chunk in store._chunks)):
-        for tensor in (*tensors_of(part.gate_up), *tensors_of(part.down), *(part.biases or ())):
+    for room in (store.room, *(chunk.room for chunk in store._chunks)):
+        for tensor in room.tensors:
             tensor.view(torch.uint8).fill_(0xFF)  # not a number
     return store
 
