@@ -230,10 +230,10 @@ def test_layers_of_a_checkpoint_share_a_budget(
     on_device = len(whole.models) * (slots + shape.num_shared_experts)
     budget = (on_device + 2) * shape.expert_bytes  # and two chunks
     given = resolve_checkpoints(tiny_settings(models=[], checkpoints=served, weights_budget=budget))
-    assert expert_slots(given, HOPPER) == {model.name: slots for model in whole.models}
+    assert expert_slots(given, BACKENDS["reference"]) == {model.name: slots for model in whole.models}
     copies = [{**served[0], "name": name, "weights_budget": budget} for name in ("a", "b")]
     twice = resolve_checkpoints(tiny_settings(models=[], checkpoints=copies))
-    assert expert_slots(twice, HOPPER) == {model.name: slots for model in twice.models}
+    assert expert_slots(twice, BACKENDS["reference"]) == {model.name: slots for model in twice.models}
     copies[1]["weights_budget"] = 2 * shape.expert_bytes
     wrong = resolve_checkpoints(tiny_settings(models=[], checkpoints=copies))
     with pytest.raises(ValueError, match=r"^checkpoints\.1\.weights_budget: expected at least "):

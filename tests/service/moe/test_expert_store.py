@@ -276,19 +276,23 @@ def check_order(log: Log) -> None:
 
 
 def graphed(
-    monkeypatch: pytest.MonkeyPatch, shape: LayerShape, device: LazyDevice, biases: ExpertBiases | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    shape: LayerShape,
+    device: LazyDevice,
+    biases: ExpertBiases | None = None,
+    make: Callable[[], Backend] = Graphed,
 ) -> tuple[LayerRunner, LayerRunner, MoELayer]:
     """Runners of a store with graphs, of another without, and the layer with all experts."""
     monkeypatch.setattr(graphs, "RequestTable", HostTable)
     monkeypatch.setattr(graphs, "STORE_TOKEN_COUNTS", (1, 2, 4, 16))
     runners = [
-        LayerRunner(store_of(StoreMemory(each), shape, SLOTS, Graphed(), 3, biases=biases)[1], each)
+        LayerRunner(store_of(StoreMemory(each), shape, SLOTS, make(), 3, biases=biases)[1], each)
         for each in (device, LazyDevice())
     ]
     with torch.inference_mode():
         runners[0].capture(device.new_graph_pool())
     weights = replace(random_weights(shape, 3, "cpu"), biases=biases)
-    return runners[0], runners[1], MoELayer(shape, weights, Graphed())
+    return runners[0], runners[1], MoELayer(shape, weights, make())
 
 
 @pytest.mark.slow
