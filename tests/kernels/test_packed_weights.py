@@ -180,6 +180,24 @@ def test_groups_of_every_format_are_replaced_in_place(
     assert torch.equal(paired.scales[0], pack(weights, pairs=True).scales[0])
 
 
+@each_format
+def test_room_is_read_as_it_is_written_to_by_pointers(
+    random: Callable[[int, int, int, torch.Generator], FourBits],
+) -> None:
+    """In the order of rows it has no copy of its own, which would not be written to."""
+    cache, weights = PackedCache(), random(3, 256, 256, fresh_generator())
+    key, packed = mapped(weights, lambda tensor: tensor.to("meta")), pack(weights, pairs=True)
+    room = cache.room(key, torch.device("cpu"), pairs=True)
+    assert cache.get(key, pairs=True) is room
+    assert not cache.get(key).data.any()
+    for to, source in ((room.data, packed.data), (room.scales, packed.scales)):
+        assert to.shape == source.shape
+        to.numpy()[:] = source.numpy()  # no version counter notices it
+    assert cache.get(key, pairs=True) is room
+    plain = PackedCache()
+    assert torch.equal(cache.get(key).data, plain.get(plain.packed(weights, pairs=True)).data)
+
+
 @pytest.mark.parametrize("weights", FOUR_BITS)
 def test_blocks_have_the_bytes_of_the_format(weights: tuple[WeightFormat, int]) -> None:
     """Half a byte a code, and a row's scales: MXFP4's and NVFP4's of a byte, INT4's of two."""

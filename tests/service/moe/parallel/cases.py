@@ -22,6 +22,7 @@ from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.split import experts_of_rank
 from expertd.service.moe.weights import MATRICES, ExpertWeights, random_weights
 from tests.service.moe.lazy_device import LazyDevice
+from tests.service.moe.unpacking import Unpacking
 
 Given = tuple[Tensor, Tensor]
 
@@ -58,6 +59,7 @@ def backend_of(name: str) -> Backend:
         "reference": ReferenceBackend,
         "cpu": CpuBackend,
         "row by row": RowByRow,
+        "unpacking": Unpacking,
     }
     return kinds[name]()
 

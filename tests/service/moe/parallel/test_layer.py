@@ -25,6 +25,7 @@ from tests.service.moe.parallel.cases import run_case, run_parts
 from tests.service.moe.parallel.ranks import Ranks
 from tests.service.moe.reference_layer import assert_close
 from tests.service.moe.reference_rules import RULES
+from tests.service.moe.stored import FOUR_BITS
 
 
 @pytest.mark.parametrize("number", GROUPS)
@@ -91,6 +92,22 @@ def test_experts_in_the_hosts_memory_give_the_same_bits(
     case = replace(case, exact=exact, biased=biased, lazy=lazy)
     whole, stored = (
         ranks.run(GROUPS[3], run_case, replace(case, num_slots=num_slots)) for num_slots in (None, 2)
+    )
+    for (out, tokens, offsets), (expected, *others) in zip(stored, whole, strict=True):
+        assert torch.equal(out, expected)
+        assert tokens == others[0]
+        assert torch.equal(offsets, others[1])
+    assert any(out.any() for out, *_ in stored)
+
+
+def test_experts_in_the_hosts_memory_may_be_packed(ranks: Ranks) -> None:
+    """The shared one is packed, too, beside the store."""
+    counts = (6, 0, 11)
+    shape = replace(SHARED, weight_layout=FOUR_BITS["MXFP4"], shared_layout=FOUR_BITS["MXFP4"])
+    case = make_case(counts, shape, given=make_routing(counts), backend="unpacking")
+    whole, stored = (
+        ranks.run(GROUPS[3], run_case, replace(case, num_slots=num_slots, packed=True))
+        for num_slots in (None, 2)
     )
     for (out, tokens, offsets), (expected, *others) in zip(stored, whole, strict=True):
         assert torch.equal(out, expected)
