@@ -31,6 +31,11 @@ FOUR_BITS = {
     "INT4 of 128": WeightLayout(WeightFormat.INT4, 128, "F32"),
 }
 """Layouts of weights."""
+PACKABLE = {
+    name: replace(layout, scales="BF16") if layout.scales == "F32" else layout
+    for name, layout in FOUR_BITS.items()
+}
+"""The same, with scales that hopper can pack."""
 
 
 class Plain(ReferenceBackend):

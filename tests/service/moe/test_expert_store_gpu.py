@@ -10,15 +10,19 @@ from expertd.kernels import quantize_rows, resolve_backend
 from expertd.service.device import device_of
 from expertd.service.engine.layers import layer_of, stored_layers
 from expertd.service.engine.memory_needs import expert_slots
-from expertd.service.moe.expert_store import StoreMemory
+from expertd.service.moe.expert_budget import chunks_bytes
+from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.needs import stored_shape
 from expertd.service.moe.request import Signal
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.weights import random_weights
+from expertd.weight_format import FP8_BLOCKS, WeightLayout
 from tests.kernels.helpers import fresh_generator
 from tests.service.apps import tiny_settings
 from tests.service.moe.requests import as_bytes, layer_request, on_gpu, pinned, rows_of
-from tests.service.moe.stored import stores_and_whole
+from tests.service.moe.stored import PACKABLE, stores_and_whole
 
 pytestmark = pytest.mark.gpu
 on_both = pytest.mark.parametrize("backend", ["hopper", "triton"])
@@ -26,16 +30,29 @@ on_both = pytest.mark.parametrize("backend", ["hopper", "triton"])
 # Copying an expert takes about as long as a launch, or longer: a step that does not wait has other bits.
 SHAPE = LayerShape(hidden_size=2048, intermediate_size=768, num_experts=48, top_k=4, num_shared_experts=1)
 SLOTS = 12
+in_any_form = pytest.mark.parametrize(
+    ("backend", "layout"),
+    [("hopper", FP8_BLOCKS), ("triton", FP8_BLOCKS), *(("hopper", layout) for layout in PACKABLE.values())],
+    ids=["hopper", "triton", *(f"hopper, {name}" for name in PACKABLE)],
+)
+
+
+def shape_of(layout: WeightLayout) -> LayerShape:
+    """With all experts in this layout."""
+    return replace(SHAPE, weight_layout=layout, shared_layout=layout)
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@on_both
-def test_steps_of_any_size_have_the_bits_of_whole_layers(backend: str, biased: bool) -> None:
+@in_any_form
+def test_steps_of_any_size_have_the_bits_of_whole_layers(
+    backend: str, layout: WeightLayout, biased: bool
+) -> None:
     """Steps of two layers, which share chunks, are enqueued while those before them run."""
     generator = fresh_generator("cuda")
     seed = generator.initial_seed() % 1000
-    made = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1], biased)
-    expert_bytes, outputs = SHAPE.expert_bytes + biased * SHAPE.bias_bytes, []
+    shape, outputs = shape_of(layout), []
+    made = stores_and_whole(shape, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1], biased)
+    expert_bytes = stored_shape(shape, BACKENDS[backend]).expert_bytes + biased * shape.bias_bytes
     for turn in range(40):
         tokens = (1, 2, 3, 1, 700, 5, 40, 1)[turn % 8]
         hidden_states = torch.randn(tokens, SHAPE.hidden_size, device="cuda", generator=generator).bfloat16()
@@ -89,13 +106,14 @@ def with_graphs(layer: MoELayer) -> LayerRunner:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@on_both
-def test_graphs_find_experts_in_slots(backend: str, biased: bool) -> None:
+@in_any_form
+def test_graphs_find_experts_in_slots(backend: str, layout: WeightLayout, biased: bool) -> None:
     """Layers take turns, by their router or by routing that may name no expert; few steps have all."""
     generator = fresh_generator()
     seed = generator.initial_seed() % 1000
-    made = stores_and_whole(SHAPE, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1], biased)
-    expert_bytes = SHAPE.expert_bytes + biased * SHAPE.bias_bytes
+    shape = shape_of(layout)
+    made = stores_and_whole(shape, SLOTS, resolve_backend(backend), "cuda", [seed, seed + 1], biased)
+    expert_bytes = stored_shape(shape, BACKENDS[backend]).expert_bytes + biased * shape.bias_bytes
     runners = [with_graphs(layer) for _, layer, _ in made]
     kept = [torch.randn(2, SHAPE.hidden_size, generator=generator).bfloat16() for _ in range(2)]
     for turn in range(60):
@@ -142,6 +160,36 @@ def test_a_graph_whose_experts_are_there_copies_nothing(backend: str) -> None:
     assert set(copied) == {copied[0]}
     assert runner.launches.graph == 5
     runner.release_graphs()
+
+
+@pytest.mark.parametrize("layout", PACKABLE.values(), ids=PACKABLE.keys())
+def test_packed_experts_take_what_was_computed(layout: WeightLayout) -> None:
+    """Slots and chunks, and while one expert after another is packed what that needs."""
+    shape, backend, memory = shape_of(layout), resolve_backend("hopper"), StoreMemory(device_of("cuda"))
+    weights = random_weights(shape, 1, "cuda", experts_on=torch.device("cpu"))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    store = ExpertStore(memory, "layer", shape, weights, SLOTS, backend)
+    stored, packing = (
+        stored_shape(shape, backend.capabilities),
+        24 * shape.hidden_size * shape.intermediate_size,
+    )
+    expected = (SLOTS + 1) * stored.expert_bytes + chunks_bytes([stored])
+    assert store.host.expert_bytes == stored.expert_bytes
+    unused = 8 << 20  # at the ends of torch's blocks
+    assert expected <= torch.cuda.memory_allocated() - before < expected + unused
+    assert torch.cuda.max_memory_allocated() - before < expected + packing + unused
+
+
+def test_one_sm_reads_packed_experts_in_the_order_of_rows() -> None:
+    """Not those that were in a slot when it was first read."""
+    shape = replace(shape_of(PACKABLE["MXFP4"]), num_shared_experts=0)
+    ((_, layer, whole),) = stores_and_whole(shape, SLOTS, resolve_backend("hopper"), "cuda", [3])
+    for expert in range(0, 48, 4):
+        ids = torch.arange(expert, expert + 4, dtype=torch.int32, device="cuda")[None]
+        given = torch.randn(1, shape.hidden_size, device="cuda").bfloat16()
+        routing = ids, torch.rand(1, 4, device="cuda")
+        assert torch.equal(layer(given, *routing, num_sms=1), whole(given, *routing, num_sms=1)), expert
 
 
 @on_both

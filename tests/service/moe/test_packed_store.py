@@ -29,7 +29,7 @@ from tests.service.apps import tiny_settings
 from tests.service.checkpoints.builders import Checkpoint
 from tests.service.moe.lazy_device import LazyDevice
 from tests.service.moe.requests import layer_request, rows_of
-from tests.service.moe.stored import FOUR_BITS, random_biases, store_of
+from tests.service.moe.stored import PACKABLE, random_biases, store_of
 from tests.service.moe.test_expert_store import Graphed, graphed
 from tests.service.moe.unpacking import Unpacking, unpacked
 
@@ -37,12 +37,7 @@ HOPPER = BACKENDS["hopper"]
 CPU = torch.device("cpu")
 SHAPE = LayerShape(hidden_size=384, intermediate_size=128, num_experts=16, top_k=3, num_shared_experts=1)
 SLOTS = 5
-LAYOUTS = {
-    name: replace(layout, scales="BF16") if layout.scales == "F32" else layout
-    for name, layout in FOUR_BITS.items()
-}
-"""With scales that can be packed."""
-each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+each_layout = pytest.mark.parametrize("layout", PACKABLE.values(), ids=PACKABLE.keys())
 
 
 class GraphedUnpacking(Unpacking):
@@ -138,7 +133,7 @@ def test_bytes_are_those_of_the_packed_tensors(layout: WeightLayout, h: int, i: 
 
 
 def test_scales_that_cannot_be_packed_are_refused_with_the_expert() -> None:
-    shape = shapes_of(FOUR_BITS["MXFP4"])[0]
+    shape = shapes_of(PACKABLE["MXFP4"])[0]
     weights = random_weights(shape, 1, "cpu")
     weights.down.scales[5, 0, :2] = torch.tensor([100, 120], dtype=torch.uint8)
     weights.down.data[5, 0] = 0x11
