@@ -12,12 +12,14 @@ tokens that are divided evenly. Outputs are compared bit by bit.
 in a CUDA graph; `resident_step_us` that with all experts on the GPU. `over_step_bound` is the first over the
 second plus that of the bytes which these steps missed. In the row of hits, `slots_graph_us` is the time of
 the layers that find all experts in slots, in a CUDA graph as the resident ones of `graph_us`.
+
+With `--weights`, experts have four bits, which the backend hopper packs.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,6 +30,7 @@ from benchmarks.layer.problem import LAYERS, make_weights
 from benchmarks.lib.run import Result, Row, new_parser
 from benchmarks.lib.timing import expect_gpu, header
 from benchmarks.serving.steps import place
+from expertd.backends import BACKENDS
 from expertd.kernels import resolve_backend
 from expertd.limits import MAX_GROUPS
 from expertd.service.device import Device, device_of
@@ -35,15 +38,24 @@ from expertd.service.memory import Span
 from expertd.service.moe.expert_budget import slots_within
 from expertd.service.moe.expert_store import ExpertStore, StoreMemory
 from expertd.service.moe.layer import MoELayer
+from expertd.service.moe.needs import stored_shape
 from expertd.service.moe.request import LayerRequest
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.staging import Staging
-from expertd.service.moe.weights import ExpertWeights
+from expertd.service.moe.weights import MATRICES, ExpertWeights, random_weights
+from expertd.weight_format import FP8_BLOCKS, WeightFormat, WeightLayout
 
 MODEL = next(layer for layer in LAYERS if layer.name == "qwen3-30b-a3b")
 MODEL_LAYERS, GIB = 48, 1 << 30
 SHAPE = LayerShape(MODEL.hidden_size, MODEL.intermediate_size, MODEL.num_experts, MODEL.top_k)
+LAYOUTS = {
+    "fp8": FP8_BLOCKS,
+    "mxfp4": WeightLayout(WeightFormat.MXFP4, 32, "U8"),
+    "int4": WeightLayout(WeightFormat.INT4, 32, "BF16"),
+    "int4_g128": WeightLayout(WeightFormat.INT4, 128, "BF16"),
+    "nvfp4": WeightLayout(WeightFormat.NVFP4, 16, "F8_E4M3"),
+}
 TOKENS, HIT_TOKENS = (1, 4, 16, 64), (1, 4)
 PREFILL_TOKENS = 4096
 _WARM_UP = 40
@@ -84,18 +96,27 @@ def in_slots(
     layer.in_slots(hidden_states, topk_ids, topk_weights, None, out, offsets)
 
 
-def make_case(num_layers: int, num_slots: int, backend: str) -> Case:
+def weights_of(shape: LayerShape, seed: int) -> ExpertWeights:
+    """The weights of a layer."""
+    if shape.weight_layout.format is not WeightFormat.FP8:
+        return random_weights(shape, seed, "cuda")
+    made = make_weights(MODEL)
+    router = torch.zeros(SHAPE.num_experts, SHAPE.hidden_size, device="cuda")
+    return ExpertWeights(router, made.gate_up, made.down)
+
+
+def make_case(shape: LayerShape, num_layers: int, num_slots: int, backend: str) -> Case:
     """The layers; all weights differ."""
     device = device_of("cuda")
     case, chosen = Case(StoreMemory(device), [], [], [], ([], [])), resolve_backend(backend)
     for number in range(num_layers):
-        made = make_weights(MODEL)
-        router = torch.zeros(SHAPE.num_experts, SHAPE.hidden_size, device="cuda")
-        weights = ExpertWeights(router, made.gate_up, made.down)
-        case.resident.append(MoELayer(SHAPE, weights, chosen))
-        store = ExpertStore(case.memory, str(number), SHAPE, weights, num_slots, chosen)
+        weights = weights_of(shape, number)
+        case.resident.append(MoELayer(shape, weights, chosen))
+        for name in MATRICES:
+            case.resident[-1].pack(name)
+        store = ExpertStore(case.memory, str(number), shape, weights, num_slots, chosen)
         case.stores.append(store)
-        case.stored.append(MoELayer(SHAPE, store.on_device(weights), chosen, store=store))
+        case.stored.append(MoELayer(shape, store.on_device(weights), chosen, store=store))
     case.runners = runners_of(case.stored, device), runners_of(case.resident, device)
     return case
 
@@ -133,7 +154,7 @@ def copy_rate(case: Case, repeats: int = 5) -> float:
         began = time.perf_counter()
         device.copy(copies, case.memory.copies)
         device.synchronize()
-        best = max(best, len(experts) * SHAPE.expert_bytes / (time.perf_counter() - began))
+        best = max(best, len(experts) * store.host.expert_bytes / (time.perf_counter() - began))
     return best
 
 
@@ -255,12 +276,15 @@ def main() -> None:
     """Run the benchmark."""
     options = _options()
     expect_gpu("benchmarks expert_store")
-    shapes = {str(number): SHAPE for number in range(options.layers)}
+    shape = replace(SHAPE, weight_layout=LAYOUTS[options.weights])
+    stored = stored_shape(shape, BACKENDS[options.backend])
+    shapes = {str(number): stored for number in range(options.layers)}
     num_slots = slots_within(int(options.budget * GIB * options.layers / MODEL_LAYERS), shapes)["0"]
-    case = make_case(options.layers, num_slots, options.backend)
+    case = make_case(shape, options.layers, num_slots, options.backend)
     rate = copy_rate(case)
     about = header() | {
         "backend": options.backend,
+        "weights": options.weights,
         "layers": options.layers,
         "slots": num_slots,
         "zipf": options.zipf,
@@ -285,5 +309,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8, help="layers to measure (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="of each row of decode (default: %(default)s)")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: %(default)s")
+    parser.add_argument("--weights", choices=LAYOUTS, default="fp8", help="default: %(default)s")
     parser.add_argument("--zipf", type=float, default=1.0, help="the exponent (default: %(default)s)")
     return parser.parse_args()
