@@ -84,8 +84,8 @@ def needs_of(
         weights += packed
     if capabilities.weight_bytes is None:
         a_value = _QUANTIZED_BYTES + (GROUPS_AT_ONCE - 1) * _STORED_BYTES
-        if given:  # in a store one expert after another, which is here as it is, and packed
-            a_value = max(a_value, 2 * _PACKING_BYTES + (2 if len(packs) < len(given) else 0))
+        if given:  # for a store one expert after another is here, as it is and packed
+            a_value = max(a_value, 2 * _PACKING_BYTES + 2)
         reading += a_value * shape.hidden_size * shape.intermediate_size
     steps = max(step_bytes(max_tokens), reading) + staging
     if not capabilities.captures or num_graphs == 0:
