@@ -106,7 +106,8 @@ def measure_others(problem: Problem, layout: WeightLayout, bandwidth: float) -> 
 def _beside_fp8(shape: Shape, layout: WeightLayout, fp8: float, ours: float, bandwidth: float) -> Row:
     num_bytes = shape.bytes_with(layout)
     return {
-        "format": layout.format, "us": ours, "fp8_us": fp8, "speed": fp8 / ours,
+        "format": layout.format, "group_size": layout.group_size,
+        "us": ours, "fp8_us": fp8, "speed": fp8 / ours,
         "tbps": num_bytes / ours / 1e6, "over_floor": ours / floor(shape, num_bytes, bandwidth),
     }  # fmt: skip
 

@@ -8,8 +8,8 @@
 //   bits 7, 15, 23, 31   the highest bits, signs, of the first four
 //   bits 3, 11, 19, 27   those of the last four
 //
-// Scales of MXFP4 are powers of two: what a group of 32 columns has above the least of its block, times 8, is added to
-// the exponents of e4m3. Those of INT4 (fp16) and NVFP4 (e4m3) multiply products of their columns alone.
+// Scales of MXFP4 are powers of two: what a group of 32 columns has above 2^-11 of the largest of its block, times 8,
+// is added to the exponents of e4m3. Those of INT4 (fp16) and NVFP4 (e4m3) multiply products of their columns alone.
 #pragma once
 
 #include "parameters.cuh"

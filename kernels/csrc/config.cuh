@@ -18,7 +18,7 @@ constexpr int kOutBlockN = kGlu ? kBlockN / 2 : kBlockN;        // columns of ou
 constexpr int kScalesOfB = kBlockK / GROUP_SIZE;                // with kFourBits: of a row, in a K block
 constexpr int kScaleBytes = kWeights == Weights::INT4 ? 2 : 1;  // of each
 constexpr int kBytesOfB = kBlockN * (kFourBits ? kBlockK / 2 + kScalesOfB * kScaleBytes : kBlockK);  // of a K block
-// Scales multiply products of their columns, and numbers of rows multiply the sums. MXFP4's scales are in exponents.
+// Scales multiply products of their columns, and a scale of each row the final sums. MXFP4's scales are in exponents.
 constexpr bool kScalesProducts = kFourBits && kWeights != Weights::MXFP4;
 constexpr int kStages = STAGES;                // K blocks of a and b in flight
 constexpr int kCluster = CLUSTER;              // CTAs with neighboring columns that load a's rows together

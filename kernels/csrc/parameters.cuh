@@ -8,7 +8,7 @@
 struct Scales {
     const float* a;
     u32 a_stride_group, a_stride_m, a_stride_k;
-    const float* b;  // [num_groups, ceil(rows of b / 128), k / 128]; kScalesProducts: one for each row, as they lie
+    const float* b;  // [num_groups, ceil(rows of b / 128), k / 128]; kScalesProducts: one a row, in the order of tiles
 };
 
 // `Output` is the epilogue's own part.

@@ -34,7 +34,8 @@ __device__ __forceinline__ void multiply_half(float (&d)[kN / 2], const u32 (&a)
     ptx::wgmma_commit();
 }
 
-// Until this has been called, after the products that read them, fragments stay in their registers; sums are complete.
+// Keeps the compiler from reusing the registers of fragments, or reading sums, before this point: call it after the
+// wait.
 template <int kRegisters>
 __device__ __forceinline__ void keep(u32 (&a)[kRegisters]) {
 #pragma unroll

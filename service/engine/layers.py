@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -66,9 +66,19 @@ def packed_layer_of(
 ) -> MoELayer:
     """As `layer_of`, with no more memory than calls need: `weights` may have no data."""
     layer = layer_of(model, backend, device, cancelled)
-    for name in MATRICES:
-        layer.pack(name)
+    with packing(model):
+        for name in MATRICES:
+            layer.pack(name)
     return layer
+
+
+@contextmanager
+def packing(model: ModelSettings) -> Iterator[None]:
+    """Raise errors of weights that the backend cannot pack with the model's name, and what to do."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"model {model.name}: {error} (requantize: always serves them in FP8)") from error
 
 
 def stored_layers(memory: StoreMemory, slots: Mapping[str, int]) -> MakeLayer:
@@ -78,7 +88,8 @@ def stored_layers(memory: StoreMemory, slots: Mapping[str, int]) -> MakeLayer:
         if model.name not in slots:
             return packed_layer_of(model, backend, device, cancelled)
         weights = weights_for_store(model, device, cancelled)
-        store = ExpertStore(memory, model.name, model.shape, weights, slots[model.name], backend)
+        with packing(model):
+            store = ExpertStore(memory, model.name, model.shape, weights, slots[model.name], backend)
         own, rule, routing = store.on_device(weights), rule_of(model), model.routing.rule
         return MoELayer(model.shape, own, backend, routing=routing, rule=rule, store=store)
 

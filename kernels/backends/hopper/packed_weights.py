@@ -53,9 +53,9 @@ def pack(weights: FourBits, pairs: bool = False, first: int = 0) -> PackedWeight
     first  the number of the first group, for errors
 
     Waits for the device. Needs temporary memory for a group, 10 bytes a value. Raises ValueError if scales
-    are not finite; if MXFP4's of a block differ by more than 2**11; and if INT4's of a row are not fp16
-    numbers times a power of two, as all in fp16 are, and in bf16 those less than 2**32 apart. Scales of zeros
-    do not count.
+    of columns are not finite; if MXFP4's of a block differ by more than 2**11; and if INT4's of a row are not
+    fp16 numbers times a power of two, as all in fp16 are, and in bf16 those less than 2**32 apart. Scales of
+    zeros do not count.
     """
     packed = empty_packed(weights, weights.data.device, pairs)
     for group in range(len(packed.data)):

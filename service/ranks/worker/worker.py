@@ -13,7 +13,14 @@ import torch.distributed as dist
 from expertd.kernels import Backend, Overlap, RankMemory, overlaps
 from expertd.service.device import Device, device_of
 from expertd.service.device.cuda import use_gpu
-from expertd.service.engine.layers import Cancelled, MakeLayer, rule_of, weights_for_store, weights_of
+from expertd.service.engine.layers import (
+    Cancelled,
+    MakeLayer,
+    packing,
+    rule_of,
+    weights_for_store,
+    weights_of,
+)
 from expertd.service.engine.loading import LoadedLayers, load
 from expertd.service.engine.memory_needs import expert_slots
 from expertd.service.engine.steps import Runner, Step
@@ -150,7 +157,8 @@ class RankWorker:
             return None
 
         def make(shape: LayerShape, weights: ExpertWeights) -> ExpertStore:
-            return ExpertStore(memory, model.name, shape, weights, slots, backend)
+            with packing(model):
+                return ExpertStore(memory, model.name, shape, weights, slots, backend)
 
         return make
 
@@ -179,8 +187,9 @@ class RankWorker:
         packs = any(each.format in backend.capabilities.packs for each in model.shape.weight_layouts)
         if packs and not moves:
             del weights  # so that each matrix is freed when it is packed
-            for name in MATRICES:
-                layer.pack(name)
+            with packing(model):
+                for name in MATRICES:
+                    layer.pack(name)
         return layer
 
     def _barrier(self) -> None:

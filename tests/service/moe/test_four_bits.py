@@ -11,6 +11,7 @@ from expertd.kernels import decode
 from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.activation import SILU
 from expertd.kernels.ops.four_bits import format_of, tensors_of
+from expertd.service.engine import layers
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.needs import needs_of, weights_bytes
 from expertd.service.moe.shape import LayerShape
@@ -18,8 +19,10 @@ from expertd.service.moe.weights import MATRICES, check_weights, cut, random_wei
 from expertd.weight_format import FP8_BLOCKS, WeightFormat, WeightLayout
 from tests.kernels.helpers import diff, expected_experts, fresh_generator
 from tests.kernels.test_fused_experts import BF16_TOLERANCE
+from tests.service.apps import tiny_settings
 from tests.service.moe.stored import FOUR_BITS as LAYOUTS
 from tests.service.moe.stored import stores_and_whole
+from tests.service.moe.unpacking import Unpacking
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 SHAPE = LayerShape(hidden_size=256, intermediate_size=128, num_experts=20, top_k=3, num_shared_experts=1)
@@ -110,3 +113,16 @@ def test_only_fp8_is_saved(tmp_path: Path) -> None:
     weights = random_weights(shapes_of(LAYOUTS["MXFP4"])[0], 0, "cpu")
     with pytest.raises(ValueError, match="weights: expected FP8, got MXFP4"):
         save_weights(tmp_path / "layer.safetensors", weights)
+
+
+def test_weights_that_cannot_be_packed_are_refused_by_their_models_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = replace(SHAPE, weight_layout=LAYOUTS["MXFP4"], shared_layout=LAYOUTS["MXFP4"])
+    weights = random_weights(shape, 0, "cpu")
+    weights.down.scales[7, 3, 1] = 127 + 90
+    monkeypatch.setattr(layers, "layer_of", lambda *_: MoELayer(shape, weights, Unpacking()))
+    (model,) = tiny_settings().models
+    expected = r"^model tiny: weights scales: expected at most .* group 7 \(requantize: always serves"
+    with pytest.raises(ValueError, match=expected):
+        layers.packed_layer_of(model, Unpacking(), torch.device("cpu"), lambda: False)
