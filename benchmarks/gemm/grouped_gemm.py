@@ -41,8 +41,8 @@ Row = dict[str, Any]
 PEAK_TFLOPS = 1480.0
 KERNEL = "grouped_gemm"
 TOLERANCE = 1e-4  # of a peer's output, as `difference`
-MXFP4 = WeightLayout(WeightFormat.MXFP4, 32, "U8")
-OTHERS = {
+FOUR_BITS = {
+    "mxfp4": WeightLayout(WeightFormat.MXFP4, 32, "U8"),
     "int4": WeightLayout(WeightFormat.INT4, 32, "BF16"),
     "int4_g128": WeightLayout(WeightFormat.INT4, 128, "F16"),
     "nvfp4": WeightLayout(WeightFormat.NVFP4, 16, "F8_E4M3"),
@@ -84,7 +84,7 @@ def measure_mxfp4(problem: Problem, bandwidth: float) -> Row:
     if not torch.equal(*bits):
         sys.exit(f"{shape.label}: expected the bits of FP8 weights from MXFP4, got others")
     fp8, ours = times
-    return _beside_fp8(shape, MXFP4, fp8, ours, bandwidth)
+    return _beside_fp8(shape, FOUR_BITS["mxfp4"], fp8, ours, bandwidth)
 
 
 def measure_others(problem: Problem, layout: WeightLayout, bandwidth: float) -> Row:
@@ -181,8 +181,9 @@ def main() -> None:
             row["peers_us"] = measure_peers(pool.problem(shape), others)
         if options.weights:
             problem, tbps = pool.problem(shape), about["copy_tbps"]
-            other = OTHERS.get(options.weights)
-            row["weights"] = measure_others(problem, other, tbps) if other else measure_mxfp4(problem, tbps)
+            layout, is_mxfp4 = FOUR_BITS[options.weights], options.weights == "mxfp4"
+            measured = measure_mxfp4(problem, tbps) if is_mxfp4 else measure_others(problem, layout, tbps)
+            row["weights"] = measured
         result.put(row)
     print(by_band(rows))
     if options.weights:
@@ -228,7 +229,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--band", default="", help="only bands whose name contains this")
     parser.add_argument("--no-peer", action="store_true", help="skip DeepGEMM")
     parser.add_argument("--peers", action="store_true", help="measure what else is installed, too")
-    parser.add_argument("--weights", choices=["mxfp4", *OTHERS], help="measure such weights beside FP8, too")
+    parser.add_argument("--weights", choices=FOUR_BITS, help="measure such weights beside FP8, too")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a committed result")
     parser.add_argument(
         "--power", type=int, default=4, metavar="N",

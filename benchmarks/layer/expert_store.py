@@ -25,6 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gemm.grouped_gemm import FOUR_BITS
 from benchmarks.layer.moe_layer import graph_of
 from benchmarks.layer.problem import LAYERS, make_weights
 from benchmarks.lib.run import Result, Row, new_parser
@@ -44,18 +45,12 @@ from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
 from expertd.service.moe.step.staging import Staging
 from expertd.service.moe.weights import MATRICES, ExpertWeights, random_weights
-from expertd.weight_format import FP8_BLOCKS, WeightFormat, WeightLayout
+from expertd.weight_format import FP8_BLOCKS, WeightFormat
 
 MODEL = next(layer for layer in LAYERS if layer.name == "qwen3-30b-a3b")
 MODEL_LAYERS, GIB = 48, 1 << 30
 SHAPE = LayerShape(MODEL.hidden_size, MODEL.intermediate_size, MODEL.num_experts, MODEL.top_k)
-LAYOUTS = {
-    "fp8": FP8_BLOCKS,
-    "mxfp4": WeightLayout(WeightFormat.MXFP4, 32, "U8"),
-    "int4": WeightLayout(WeightFormat.INT4, 32, "BF16"),
-    "int4_g128": WeightLayout(WeightFormat.INT4, 128, "BF16"),
-    "nvfp4": WeightLayout(WeightFormat.NVFP4, 16, "F8_E4M3"),
-}
+LAYOUTS = {"fp8": FP8_BLOCKS, **FOUR_BITS}
 TOKENS, HIT_TOKENS = (1, 4, 16, 64), (1, 4)
 PREFILL_TOKENS = 4096
 _WARM_UP = 40

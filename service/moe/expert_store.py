@@ -35,87 +35,15 @@ from expertd.service.memory import Mapped
 from expertd.service.moe.expert_budget import chunk_experts, chunk_sizes
 from expertd.service.moe.needs import STORE_TOKEN_COUNTS, stored_shape
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.slot_table import Experts, Fetches, SlotTable
 from expertd.service.moe.step.staging import GrowingBuffer
 from expertd.service.moe.step.step_counts import StoreCounts
 from expertd.service.moe.weights import ExpertWeights, empty_matrices
 from expertd.weight_format import WeightLayout
 
-_Experts = NDArray[np.intp]
 OnRank = Callable[[Tensor, Callable[[], PartsOfRank]], None]
 """Calls `Backend.parallel_experts_in_parts` with these offsets and `parts_of`."""
 _NO_FILE = -1  # the descriptor of memory without a file
-
-
-@dataclass(frozen=True)
-class Fetches:
-    """How a step gets the experts that it needs.
-
-    present   experts that are in slots
-    fetched   experts that are copied to slots, of experts that the step does not need
-    slots     the slot of each of these
-    streamed  further ones, for which there is no slot
-    """
-
-    present: _Experts
-    fetched: _Experts
-    slots: _Experts
-    streamed: _Experts
-
-
-class SlotTable:
-    """Which expert is in which slot; the least recently used leave first."""
-
-    def __init__(self, num_experts: int, num_slots: int) -> None:
-        self.slot_of: _Experts = np.full(num_experts, -1, np.intp)
-        """The slot of each expert; -1: none."""
-        self.expert_in: _Experts = np.full(num_slots, -1, np.intp)
-        """The expert in each slot; -1: none. Replaced by each change, and never written to."""
-        self._last_used = np.zeros(num_slots, np.int64)  # the number of a step
-        self._step = 0
-
-    def has_room(self, tokens: NDArray[np.intp]) -> bool:
-        """Whether all experts that a step with these tokens of each [E] needs can be in slots."""
-        return int(np.count_nonzero(tokens)) <= len(self.expert_in)
-
-    def use(self, slots: _Experts, experts: _Experts) -> None:
-        """Note that a step used these slots, when `expert_in` was `experts`."""
-        self._step += 1
-        if experts is not self.expert_in:
-            slots = slots[experts[slots] == self.expert_in[slots]]
-        self._last_used[slots] = self._step
-
-    def take(self, tokens: NDArray[np.intp]) -> Fetches:
-        """What a step with these tokens of each expert [E] gets; the slots are its experts' from now on.
-
-        Where more experts are missing than slots are free, those with the most tokens get them.
-        """
-        self._step += 1
-        needed = np.flatnonzero(tokens)
-        slots = self.slot_of[needed]
-        present, missing = needed[slots >= 0], needed[slots < 0]
-        self._last_used[self.slot_of[present]] = self._step
-        free = np.argsort(self._last_used, kind="stable")[: len(self._last_used) - len(present)]
-        missing = missing[np.argsort(-tokens[missing], kind="stable")]
-        # In order of their numbers: copies between neighbors become one.
-        fetched, streamed = np.sort(missing[: len(free)]), np.sort(missing[len(free) :])
-        used = np.sort(free[: len(fetched)])
-        if len(fetched):
-            left, self.expert_in = self.expert_in[used], self.expert_in.copy()
-            self.slot_of[left[left >= 0]] = -1
-            self.expert_in[used], self.slot_of[fetched], self._last_used[used] = fetched, used, self._step
-        return Fetches(present, fetched, used, streamed)
-
-    def remove(self, expert: int) -> None:
-        """No slot has this expert."""
-        if (slot := self.slot_of[expert]) >= 0:
-            self.expert_in = self.expert_in.copy()
-            self.slot_of[expert], self.expert_in[slot], self._last_used[slot] = -1, -1, 0
-
-    def clear(self) -> None:
-        """No slot has an expert."""
-        self.slot_of[:] = -1
-        self.expert_in = np.full_like(self.expert_in, -1)
-        self._last_used[:] = 0
 
 
 class ExpertRoom(NamedTuple):
@@ -274,7 +202,7 @@ class ExpertStore:
         self._host_groups = self._device.pinned(shape.num_groups, dtype=torch.int32)
         self._host_groups[held:] = torch.arange(num_slots, num_slots + shape.num_shared_experts)
         self._host_offsets = self._device.pinned(held + 1, dtype=torch.int32)
-        self._groups_of: _Experts | None = None  # the table's `expert_in` that `_groups` has
+        self._groups_of: Experts | None = None  # the table's `expert_in` that `_groups` has
         self._groups_copied = self._device.new_event()
         self._waits = deque[tuple[Event, Event]]()  # of steps: before and after
         self._device.synchronize()
@@ -353,7 +281,7 @@ class ExpertStore:
             offsets=offsets[: num_groups + 1], table=self._groups,
         )  # fmt: skip
 
-    def begin_in_slots(self, stream: Stream) -> _Experts:
+    def begin_in_slots(self, stream: Stream) -> Experts:
         """Have a replay on this stream, the current one, find the slots as they are; the experts in them.
 
         The one before has ended.
@@ -393,7 +321,7 @@ class ExpertStore:
             raise
         return True
 
-    def note_in_slots(self, offsets: NDArray[np.int32], experts: _Experts) -> None:
+    def note_in_slots(self, offsets: NDArray[np.int32], experts: Experts) -> None:
         """Count a replay that lacked nothing, and note what it used.
 
         offsets  that it wrote
@@ -404,7 +332,7 @@ class ExpertStore:
         self.counts.hits += len(used)
         self._note_waits()
 
-    def offsets_of_experts(self, offsets: NDArray[np.int32], experts: _Experts) -> NDArray[np.int32]:
+    def offsets_of_experts(self, offsets: NDArray[np.int32], experts: Experts) -> NDArray[np.int32]:
         """int32 [G + 1], as a call writes them; offsets and experts as in `note_in_slots`."""
         held, num_groups = len(self._table.slot_of), self._shape.num_groups
         tokens, counts = (
@@ -499,7 +427,7 @@ class ExpertStore:
             passes.append(_Pass((chunk := self._chunks[number % 2]).room.part, chunk.copied, chunk))
         return passes, group_of
 
-    def _parts(self, passes: Sequence[_Pass], streamed: _Experts, stream: Stream) -> Iterator[ExpertPart]:
+    def _parts(self, passes: Sequence[_Pass], streamed: Experts, stream: Stream) -> Iterator[ExpertPart]:
         """The parts of a step, one pass after another; copies are enqueued as soon as there is room."""
         size = self._chunks[0].room.part.num_groups
         left = iter(np.split(streamed, range(size, len(streamed), size)) if len(streamed) else ())
@@ -518,7 +446,7 @@ class ExpertStore:
                 used.free.record(stream)
                 fetch_next(used)
 
-    def _fetch(self, experts: _Experts, to: ExpertRoom, places: _Experts, free: Event, copied: Event) -> None:
+    def _fetch(self, experts: Experts, to: ExpertRoom, places: Experts, free: Event, copied: Event) -> None:
         """Copy experts to places in a room once `free` has passed; then comes `copied`."""
         if not len(experts):
             return

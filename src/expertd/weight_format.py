@@ -29,7 +29,8 @@ _GROUP_SIZES = {
     WeightFormat.NVFP4: (16,),
 }
 _SCALE_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
-_PACKED_SCALE_BYTES = {WeightFormat.MXFP4: 1, WeightFormat.INT4: 2, WeightFormat.NVFP4: 1}
+PACKED_SCALE_BYTES = {WeightFormat.MXFP4: 1, WeightFormat.INT4: 2, WeightFormat.NVFP4: 1}
+"""Of a scale of four bits as the backend hopper packs them."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class WeightLayout:
 
     def _packed_bytes(self, n: int, k: int, pairs: bool) -> int:
         blocks_n, blocks_k = -(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK)
-        row = SCALE_BLOCK // 2 + SCALE_BLOCK // self.group_size * _PACKED_SCALE_BYTES[self.format]
+        row = SCALE_BLOCK // 2 + SCALE_BLOCK // self.group_size * PACKED_SCALE_BYTES[self.format]
         of_rows = 4 * SCALE_BLOCK * blocks_n
         of_blocks = 4 * (-(-n // 2 // SCALE_BLOCK) if pairs else blocks_n) * blocks_k
         scales = of_blocks if self.format is WeightFormat.MXFP4 else of_rows

@@ -181,7 +181,7 @@ def test_even_shapes_fit_both_formats() -> None:
     shapes = even_shapes()
     assert not any("each" in shape.band for shape in all_shapes())
     assert all(len(set(shape.rows)) == 1 and shape.k % 128 == 0 for shape in shapes)
-    assert all(shape.bytes_with(grouped_gemm.MXFP4) < shape.bytes for shape in shapes)
+    assert all(shape.bytes_with(grouped_gemm.FOUR_BITS["mxfp4"]) < shape.bytes for shape in shapes)
 
 
 def test_a_missing_peer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from expertd.limits import SCALE_BLOCK
-from expertd.weight_format import WeightFormat
+from expertd.weight_format import PACKED_SCALE_BYTES, WeightFormat
 
 BLOCK_N = SCALE_BLOCK  # unless configured otherwise: a K block then needs one scale of b
 BLOCK_K = SCALE_BLOCK
-SCALE_BYTES = {WeightFormat.MXFP4: 1, WeightFormat.INT4: 2, WeightFormat.NVFP4: 1}
-"""Of a scale of packed weights of four bits."""
 
 
 @dataclass(frozen=True, eq=False)  # one instance per configuration, used as a dictionary key by every launch
@@ -72,7 +70,7 @@ class TileConfig:
         """Bytes of a tile's K block of b: as many for each format as its rows and groups of columns take."""
         if self.weights is WeightFormat.FP8:
             return self.block_n * BLOCK_K
-        return self.block_n * (BLOCK_K // 2 + BLOCK_K // self.group * SCALE_BYTES[self.weights])
+        return self.block_n * (BLOCK_K // 2 + BLOCK_K // self.group * PACKED_SCALE_BYTES[self.weights])
 
     @property
     def threads(self) -> int:

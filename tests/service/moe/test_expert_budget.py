@@ -7,9 +7,9 @@ import pytest
 
 from expertd.limits import MAX_GROUPS
 from expertd.service.moe.expert_budget import chunk_experts, chunks_bytes, lru_hit_rate, slots_within
-from expertd.service.moe.expert_store import SlotTable
 from expertd.service.moe.needs import part_of_layer, weights_bytes
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.slot_table import SlotTable
 from tests.kernels.helpers import fresh_generator
 
 QWEN = LayerShape(2048, 768, 128, 8)

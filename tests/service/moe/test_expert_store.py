@@ -16,11 +16,12 @@ from expertd.kernels.backends.reference.backend import ReferenceBackend
 from expertd.kernels.ops.four_bits import tensors_of
 from expertd.kernels.request_table import _HEADER, _REQUEST, RequestTable
 from expertd.service.device.cpu import CpuDevice
-from expertd.service.moe.expert_store import SlotTable, StoreMemory
+from expertd.service.moe.expert_store import StoreMemory
 from expertd.service.moe.layer import MoELayer
 from expertd.service.moe.request import Signal
 from expertd.service.moe.runner import LayerRunner
 from expertd.service.moe.shape import LayerShape
+from expertd.service.moe.slot_table import SlotTable
 from expertd.service.moe.step import graphs
 from expertd.service.moe.weights import random_weights
 from tests.kernels.helpers import fresh_generator
